@@ -1,0 +1,67 @@
+# shoal's tasks: `make` lists them. All of them set up .venv by themselves, once: again only when pyproject.toml or
+# constraints.txt changed. ARGS="…" is handed on to the command behind the task.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# -qq: errors only.
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+DEMO_READY := $(VENV)/.ready-demo
+DEV_READY := $(VENV)/.ready-dev
+# Every run shuffles sets and dictionaries of strings another way; the seed is in the first lines of the output.
+PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-long test-long-sample lint format bench clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 22
+
+demo: $(DEMO_READY)  ## a swarm trains a model, loses a peer, takes in another (ARGS="--headless --seconds 60")
+	@$(BIN)/shoal demo $(ARGS)
+
+test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer")
+	@$(PYTEST) $(ARGS)
+
+test-long: $(DEV_READY)  ## the long tests at full size: hours
+	@$(PYTEST) -m long --soak=full $(ARGS)
+
+test-long-sample: $(DEV_READY)  ## the long tests at a size for every commit: minutes
+	@$(PYTEST) -m long --soak=sample $(ARGS) || [ $$? -eq 5 ]  # 5: no long tests
+
+lint: $(DEV_READY)  ## ruff, mypy, import contracts: changes nothing
+	@failed=0; \
+	for check in 'ruff check .' 'ruff format --check .' 'mypy $(wildcard src tests benchmarks examples)' lint-imports; do \
+		$(BIN)/$$check || failed=1; \
+	done; \
+	exit $$failed
+
+format: $(DEV_READY)  ## mend what ruff can mend
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(DEV_READY)  ## speed of averaging (ARGS="--against hivemind,gloo")
+	@$(BIN)/python -m benchmarks.allreduce --peers 4 --numel 10_000_000 --rounds 10 $(ARGS)
+
+clean:  ## remove caches and build products; .venv stays
+	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report
+	@find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'shoal needs Python 3.11 or newer: make PYTHON=python3.11 …' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(DEMO_READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing shoal into $(VENV) (torch is large: the first time takes minutes) …'
+	@$(PIP) install -c constraints.txt -e '.[demo]'
+	@touch $@
+
+# [dev] contains [demo].
+$(DEV_READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing shoal and its tools into $(VENV) (torch is large: the first time takes minutes) …'
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $(DEMO_READY) $@

@@ -1,0 +1,66 @@
+"""shoal trains one PyTorch model on machines that nobody controls.
+
+The public names of the package. They are loaded on first use, so that `import shoal`, and with it the command line,
+starts without torch. A module below this one never imports from here: it names the module it means.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal import compression, sim
+    from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
+    from shoal.optim import Optimizer
+    from shoal.peer import Address, Invite, PeerID
+    from shoal.runtime import DHT, DecentralizedAverager
+else:
+    _HOMES = {
+        "DHT": "shoal.runtime",
+        "Address": "shoal.peer",
+        "ConfigError": "shoal.errors",
+        "DecentralizedAverager": "shoal.runtime",
+        "Invite": "shoal.peer",
+        "Optimizer": "shoal.optim",
+        "PeerID": "shoal.peer",
+        "RoundFailed": "shoal.errors",
+        "SchemaMismatch": "shoal.errors",
+        "ShoalError": "shoal.errors",
+        "StateUnavailable": "shoal.errors",
+        "compression": "shoal",
+        "sim": "shoal",
+    }
+
+    # Hidden from type checkers: with it they would take any misspelt name for an object.
+    def __getattr__(name):
+        from importlib import import_module
+
+        if name not in _HOMES:
+            raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+        home = _HOMES[name]
+        value = import_module(f"shoal.{name}") if home == "shoal" else getattr(import_module(home), name)
+        globals()[name] = value
+        return value
+
+    def __dir__():
+        return sorted({*globals(), *_HOMES})
+
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "DHT",
+    "Address",
+    "ConfigError",
+    "DecentralizedAverager",
+    "Invite",
+    "Optimizer",
+    "PeerID",
+    "RoundFailed",
+    "SchemaMismatch",
+    "ShoalError",
+    "StateUnavailable",
+    "__version__",
+    "compression",
+    "sim",
+]

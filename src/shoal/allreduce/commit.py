@@ -1,0 +1,316 @@
+"""The commit rule: when does a round succeed, and with which averages? Pure state machines, no input or output.
+
+Every part of the vector has an *owner*, who averages it, and an *attempt* number. One member, the *decider*, is named
+when the group begins and never replaced.
+
+- A member keeps the newest attempt of each part and tells the decider what it holds (`Report`).
+- When the decider leaves a member out, the parts that this member owned get another owner: somebody who holds the average
+  already (same attempt), or else somebody who averages the part again (next attempt; older bytes are void).
+- When every member that is not left out holds the current attempt of every part, the decider says `Commit`, which names
+  the digest of each part. A member succeeds when it has a commit and holds exactly these digests.
+
+**Agreement**: two members that succeed hold the same averages, however messages, crashes and (wrong) suspicions fall.
+There is one decider, it commits once, and a digest names its bytes. **Not promised**: that all survivors learn the verdict.
+`docs/decisions/0001-commit-and-fork-rules.md` has the argument; `tests/model` visits every state for three peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.wire import Abort, Assign, Commit, Held, Report
+
+__all__ = ["Ask", "Average", "Contribute", "DeciderRules", "MemberAction", "MemberRules", "Send"]
+
+
+class Contribute(NamedTuple):
+    """Send (again) my values of this part to `owner`."""
+
+    part: int
+    attempt: int
+    owner: int
+
+
+class Ask(NamedTuple):
+    """Ask `owner` for the average of this part, which it has."""
+
+    part: int
+    attempt: int
+    owner: int
+
+
+class Average(NamedTuple):
+    """I own this part now: collect contributions for this attempt and average them."""
+
+    part: int
+    attempt: int
+
+
+class Send(NamedTuple):
+    """The decider tells `member` something (never itself: see `DeciderRules`)."""
+
+    member: int
+    message: Assign | Commit | Abort
+
+
+MemberAction = Contribute | Ask | Average
+
+
+class MemberRules:
+    """What one member of a round may believe and do.
+
+    Args:
+        me: index of this member in the group.
+        owners: for each part, the index of the member that averages it at first.
+    """
+
+    def __init__(self, me: int, owners: Sequence[int]) -> None:
+        self.me = me
+        self.owner = list(owners)
+        self.attempt = [0] * len(owners)
+        self.held: list[Held | None] = [None] * len(owners)
+        self.commit: Commit | None = None
+        self.failed: str | None = None
+        self._unreported: list[Held] = []
+
+    @property
+    def succeeded(self) -> bool:
+        """True once this member may apply what it holds."""
+        return self.commit is not None and self.failed is None and not self.missing()
+
+    def missing(self) -> list[int]:
+        """The parts that this member lacks: of the commit if there is one, else of the current attempts."""
+        return [part for part, held in enumerate(self.held) if held is None]
+
+    def wants(self, part: int, attempt: int) -> bool:
+        """Whether an average of this attempt would be news."""
+        if self.failed is not None or not 0 <= part < len(self.held):
+            return False
+        held = self.held[part]
+        if self.commit is not None:
+            return held is None and attempt == self.commit.parts[part].attempt
+        return attempt >= self.attempt[part] and (held is None or attempt > held.attempt)
+
+    def expect(self, part: int, attempt: int) -> None:
+        """Bytes of this attempt are about to be received into the place of the part: what was there is void."""
+        if attempt > self.attempt[part]:
+            self.attempt[part] = attempt
+        self.held[part] = None
+
+    def averaged(self, held: Held) -> bool:
+        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
+        if not self.wants(held.part, held.attempt):
+            return False
+        if self.commit is not None and held.digest != self.commit.parts[held.part].digest:
+            return False
+        self.attempt[held.part] = held.attempt
+        self.held[held.part] = held
+        if self.commit is None:
+            self._unreported.append(held)
+        return True
+
+    def assigned(self, assign: Assign) -> list[MemberAction]:
+        """The decider gave parts another owner."""
+        actions: list[MemberAction] = []
+        for part in assign.parts:
+            if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
+                continue
+            raised = assign.attempt > self.attempt[part]
+            self.attempt[part], self.owner[part] = assign.attempt, assign.owner
+            held = self.held[part]
+            if held is not None and held.attempt < assign.attempt:
+                self.held[part] = held = None
+            if held is not None:
+                continue
+            if assign.owner == self.me:
+                actions.append(Average(part, assign.attempt))
+            elif raised:
+                actions.append(Contribute(part, assign.attempt, assign.owner))
+            else:
+                actions.append(Ask(part, assign.attempt, assign.owner))
+        return actions
+
+    def committed(self, commit: Commit) -> list[int]:
+        """The verdict arrived. Returns the parts that are still to be fetched, from anybody who holds them."""
+        if self.failed is None and self.commit is None:
+            self.commit = commit
+            self._unreported.clear()
+            for part, due in enumerate(commit.parts):
+                held = self.held[part]
+                self.attempt[part] = due.attempt
+                if held is not None and held.digest != due.digest:
+                    self.held[part] = None
+        return self.missing() if self.commit is not None else []
+
+    def give_up(self, reason: str) -> bool:
+        """Fail, for good; the first reason stays. False if the round has succeeded already."""
+        if self.succeeded:
+            return False
+        self.failed = self.failed or reason
+        return True
+
+    def take_report(self) -> list[Held]:
+        """What is held and was not reported yet."""
+        news = [held for held in self._unreported if self.held[held.part] is held]
+        self._unreported.clear()
+        return news
+
+
+class DeciderRules:
+    """What the decider knows and decides. It is also a member, and hears of itself through `reported` like of others;
+    what it would tell itself comes back as a `Send` to its own index.
+
+    Args:
+        round_id: of the round.
+        owners: for each part, the index of the member that averages it at first.
+        reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
+        me: index of the decider.
+        min_group_size: with fewer members left, the round is aborted.
+        stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
+        now: time at the beginning.
+    """
+
+    def __init__(
+        self,
+        round_id: bytes,
+        owners: Sequence[int],
+        reduces: Sequence[bool],
+        me: int,
+        *,
+        min_group_size: int,
+        stall_s: float,
+        now: float,
+    ) -> None:
+        self.round_id, self.me, self.stall_s, self.min_group_size = round_id, me, stall_s, min_group_size
+        self.owner = list(owners)
+        self.attempt = [0] * len(owners)
+        self.reduces = list(reduces)
+        self.live = set(range(len(reduces)))
+        self.verdict: Commit | Abort | None = None
+        self._held: list[dict[int, Held]] = [{} for _ in reduces]
+        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: who it cannot get parts from
+        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
+        self._progress = [now] * len(reduces)
+        self._moved_bytes = [0] * len(reduces)
+        self._turn = me
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def reported(self, member: int, report: Report, now: float) -> list[Send]:
+        """A member told what it newly holds, and which owners it cannot get parts from."""
+        if self.verdict is not None or member not in self.live:
+            return []
+        for held in report.held:
+            if 0 <= held.part < len(self.owner) and held.attempt == self.attempt[held.part]:
+                if not any(held.contributors):
+                    return self._abort("the total weight of the group is zero")
+                self._held[member][held.part] = held
+                self._progress[member] = now
+        if report.moved_bytes > self._moved_bytes[member]:
+            self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
+        self._unreachable[member].update(lost for lost in report.lost if lost in self.live and lost != member)
+        sends = [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other)]
+        return sends + self._maybe_commit()
+
+    def lost(self, member: int, now: float) -> list[Send]:
+        """Leave a member out: its link closed, it was silent, or it gave up."""
+        if self.verdict is not None or member not in self.live:
+            return []
+        self.live.discard(member)
+        if len(self.live) < self.min_group_size:
+            return self._abort("too few members are left")
+        moved: dict[tuple[int, int], list[int]] = {}
+        for part, owner in enumerate(self.owner):
+            if owner == member and not all(part in self._held[other] for other in self.live):
+                new_owner, attempt = self._new_owner(part)
+                if new_owner is None:
+                    return self._abort("no member is left that can reduce")
+                moved.setdefault((new_owner, attempt), []).append(part)
+        sends: list[Send] = []
+        for (owner, attempt), parts in moved.items():
+            for part in parts:
+                if attempt > self.attempt[part]:
+                    for held in self._held:
+                        held.pop(part, None)
+                for source in self._source:
+                    source.pop(part, None)
+                self.attempt[part], self.owner[part] = attempt, owner
+            self._progress[owner] = now
+            sends += [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.live)]
+        return sends + self._maybe_commit()
+
+    def deadline(self) -> float | None:
+        """When `tick` should be called next."""
+        if self.verdict is not None:
+            return None
+        return min((self._progress[member] + self.stall_s for member in self._owing()), default=None)
+
+    def tick(self, now: float) -> list[Send]:
+        """Leave out who owes parts and made no progress within the stall limit."""
+        sends: list[Send] = []
+        for member in self._owing():
+            if member != self.me and now - self._progress[member] >= self.stall_s:
+                sends += self.lost(member, now)
+        return sends
+
+    # ------------------------------------------------------------------------------------------------------ decisions
+
+    def _owing(self) -> list[int]:
+        """Members that keep the others waiting: owners of parts nobody holds; if there are none, who lacks parts."""
+        if self.verdict is not None:
+            return []
+        unheld = {
+            owner for part, owner in enumerate(self.owner) if not any(part in self._held[other] for other in self.live)
+        }
+        if unheld:
+            return sorted(unheld & self.live)
+        return sorted(member for member in self.live if len(self._held[member]) < len(self.owner))
+
+    def _new_owner(self, part: int) -> tuple[int | None, int]:
+        """Somebody who can reduce and holds the part already; else the next in turn, who averages it again."""
+        able = sorted(member for member in self.live if self.reduces[member])
+        if not able:
+            return None, 0
+        holders = [member for member in able if part in self._held[member]]
+        if holders:
+            return holders[part % len(holders)], self.attempt[part]
+        self._turn += 1
+        return able[self._turn % len(able)], self.attempt[part] + 1
+
+    def _help(self, member: int) -> list[Send]:
+        """Name another source for what `member` cannot get from where it looks, as soon as there is one."""
+        moved: dict[tuple[int, int], list[int]] = {}
+        unreachable, sources = self._unreachable[member], self._source[member]
+        for part, owner in enumerate(self.owner):
+            if part in self._held[member] or sources.get(part, owner) not in unreachable:
+                continue
+            holders = [
+                other
+                for other in sorted(self.live - unreachable - {member})
+                if self.reduces[other] and part in self._held[other]
+            ]
+            if holders:
+                sources[part] = holders[part % len(holders)]
+                moved.setdefault((self.attempt[part], sources[part]), []).append(part)
+        return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
+
+    def _maybe_commit(self) -> list[Send]:
+        if self.verdict is not None or any(len(self._held[member]) < len(self.owner) for member in self.live):
+            return []
+        held = self._held[min(self.live)]
+        commit = Commit(self.round_id, [held[part] for part in range(len(self.owner))])
+        self.verdict = commit
+        return self._tell_all(commit)
+
+    def _abort(self, reason: str) -> list[Send]:
+        self.verdict = Abort(self.round_id, reason)
+        return self._tell_all(self.verdict)
+
+    def give_up(self, reason: str) -> list[Send]:
+        """The decider itself cannot go on (its deadline, or its caller cancelled)."""
+        return [] if self.verdict is not None else self._abort(reason)
+
+    def _tell_all(self, verdict: Commit | Abort) -> list[Send]:
+        everyone: Iterable[int] = range(len(self.reduces))
+        return [Send(member, verdict) for member in everyone]

@@ -1,0 +1,249 @@
+"""What a codec is: a pure, named mapping between tensor values and bytes.
+
+Invariants that every codec keeps, and that one set of property tests holds:
+
+- **The name says it all.** `codec.name` (family and parameters, such as `float16`) goes on the wire; `codec_by_name`
+  gives an equal codec on any machine. A codec has no other state, and nothing is pickled.
+- **The size is known before.** `encoded_bytes` depends on the number of elements and the dtype only, so part borders,
+  limits and buffers are fixed before a byte arrives.
+- **The error is stated.** What is decoded differs from the value by at most `error_bound`, element by element.
+- **Finite stays finite, and the rest stays what it is**: NaN decodes to NaN, an infinity to that infinity. A codec
+  never hides that values are not finite: whoever applies them has to look.
+
+Which codec a tensor gets is decided by `choose`, from a `CompressionInfo`: a codec that picks by role, size or key
+returns the concrete one. Class and argument names are those of hivemind 1.1.12.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from shoal.compression.memory import as_tensor, dtype_name, view_bytes
+from shoal.errors import ConfigError, LocalError
+
+__all__ = [
+    "CompressionBase",
+    "CompressionInfo",
+    "TensorDescriptor",
+    "TensorRole",
+    "codec_by_name",
+    "register_codec",
+]
+
+_MAX_NAME = 64
+
+
+class TensorRole(enum.Enum):
+    """What a tensor is for; codecs may be chosen by it."""
+
+    ACTIVATION = "activation"
+    PARAMETER = "parameter"
+    GRADIENT = "gradient"
+    OPTIMIZER = "optimizer"
+    UNSPECIFIED = "unspecified"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescriptor:
+    """Shape and dtype of a tensor, without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a 0-dim tensor."""
+        return math.prod(self.shape)
+
+    @classmethod
+    def from_tensor(cls, tensor: torch.Tensor) -> TensorDescriptor:
+        """Describe this tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionInfo:
+    """What is known about a tensor when its codec is chosen.
+
+    Attributes:
+        key: name or position of the tensor, the same on all peers.
+        descriptor: its shape and dtype.
+        role: what it is for.
+    """
+
+    key: str | int | None
+    descriptor: TensorDescriptor
+    role: TensorRole = TensorRole.UNSPECIFIED
+
+    @classmethod
+    def from_tensor(
+        cls, tensor: torch.Tensor, key: str | int | None = None, role: TensorRole = TensorRole.UNSPECIFIED
+    ) -> CompressionInfo:
+        """Describe this tensor."""
+        return cls(key, TensorDescriptor.from_tensor(tensor), role)
+
+
+class CompressionBase(ABC):
+    """Base of all codecs. Codecs are values: equal if their names are."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """What the codec is called on the wire: `family` or `family:parameters`, at most 64 characters."""
+
+    @abstractmethod
+    def supports(self, dtype: torch.dtype) -> bool:
+        """Whether tensors of this dtype can be encoded."""
+
+    @abstractmethod
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of one element as it is sent."""
+
+    @abstractmethod
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Exact size of the encoding of `numel` elements of `dtype`."""
+
+    @abstractmethod
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        """Upper bound of |decoded - value| for each element (float64); only where the value is finite."""
+
+    @abstractmethod
+    def _encode(self, values: torch.Tensor, out: memoryview) -> None:
+        """Fill `out`, which has the right size and is not empty."""
+
+    @abstractmethod
+    def _decode(self, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+        """The values in `data`, which has a possible size and is not empty."""
+
+    def choose(self, info: CompressionInfo) -> CompressionBase:
+        """The codec for this tensor: this one where it supports the dtype, else none at all.
+
+        Integer tensors (step counters, masks) thus stay exact under any codec.
+
+        Raises:
+            ConfigError: no codec can send this dtype.
+        """
+        dtype_name(info.descriptor.dtype)
+        return self if self.supports(info.descriptor.dtype) else codec_by_name("none")
+
+    def encode_into(self, values: torch.Tensor, out: memoryview) -> None:
+        """Encode a tensor. Any shape, strides and device; elements in row-major order.
+
+        Args:
+            values: what to encode; it is not changed.
+            out: writable bytes, exactly `encoded_bytes(values.numel(), values.dtype)` of them.
+
+        Raises:
+            ConfigError: the codec does not support the dtype.
+            LocalError: `out` has another size.
+        """
+        self._check_dtype(values.dtype)
+        needed = self.encoded_bytes(values.numel(), values.dtype)
+        if out.nbytes != needed or out.readonly:
+            raise LocalError(f"{self.name} needs a writable buffer of {needed} bytes, got {out.nbytes}")
+        if needed:
+            with torch.no_grad():
+                self._encode(values.detach(), out)
+
+    def encode(self, values: torch.Tensor) -> memoryview:
+        """As `encode_into`, into new memory."""
+        out = view_bytes(torch.empty(self.encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8))
+        self.encode_into(values, out)
+        return out
+
+    def decode(self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The values as a 1-D tensor of some dtype that holds them exactly.
+
+        The tensor may be a view of `data`: read it, do not write it, and not after `data` is used for something else.
+        `total.add_(codec.decode(data, numel, dtype), alpha=weight)` is the cheapest way to accumulate.
+
+        Args:
+            data: one encoding, writable or not.
+            numel: number of elements that were encoded.
+            dtype: the dtype that they had.
+
+        Raises:
+            ConfigError: the size of `data` is not that of such an encoding, or the codec does not support `dtype`.
+        """
+        self._check_dtype(dtype)
+        view = memoryview(data).cast("B")
+        if view.nbytes != self.encoded_bytes(numel, dtype):
+            raise ConfigError(
+                f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in "
+                f"{self.encoded_bytes(numel, dtype)} bytes, not in {view.nbytes}"
+            )
+        return self._decode(view, dtype) if numel else torch.empty(0, dtype=dtype)
+
+    def decode_into(self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor) -> None:
+        """Decode values that had `dtype` into `out` (any shape and dtype), converting to its dtype.
+
+        Raises:
+            ConfigError: as `decode`.
+        """
+        with torch.no_grad():
+            out.copy_(self.decode(data, out.numel(), dtype).view(out.shape))
+
+    def max_error(self, values: torch.Tensor) -> float:
+        """The largest `error_bound` over a tensor; 0.0 for an empty one."""
+        return float(self.error_bound(values).max()) if values.numel() else 0.0
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        dtype_name(dtype)  # raises for what no codec can send
+        if not self.supports(dtype):
+            raise ConfigError(f"codec {self.name!r} does not support {dtype}: use NoCompression for such tensors")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CompressionBase) and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+CodecFactory = Callable[[str], CompressionBase]
+
+_factories: dict[str, CodecFactory] = {}
+
+
+def register_codec(family: str, factory: CodecFactory) -> None:
+    """Make a family of codecs known by name.
+
+    Args:
+        family: the part of the name before `:`.
+        factory: makes a codec from the part after it (empty if there is none); raises `ConfigError` if it is wrong.
+
+    Raises:
+        ConfigError: the family is taken.
+    """
+    if family in _factories:
+        raise ConfigError(f"a codec family {family!r} is registered already: choose another name")
+    _factories[family] = factory
+
+
+def codec_by_name(name: str) -> CompressionBase:
+    """The codec of this name, as it came over the wire.
+
+    Raises:
+        ConfigError: no such codec is known here.
+    """
+    family, _, parameters = name.partition(":")
+    factory = _factories.get(family)
+    codec = factory(parameters) if factory is not None and len(name) <= _MAX_NAME else None
+    if codec is None or codec.name != name:
+        raise ConfigError(f"unknown codec {name[:_MAX_NAME]!r}; known are {', '.join(sorted(_factories))}")
+    return codec
+
+
+def wire_view(out: memoryview, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """A tensor to write the bytes `out` through; False if it is a copy because `out` is not aligned for `dtype`."""
+    tensor = as_tensor(out, dtype)
+    shared = torch.frombuffer(out, dtype=torch.uint8).data_ptr() == tensor.data_ptr()
+    return tensor, shared

@@ -1,0 +1,99 @@
+"""Tensors as raw bytes, without copies and without numpy.
+
+What is sent is always little-endian, which is what every machine that PyTorch has wheels for holds in memory: the
+conversion is to look at the same bytes. Invariants: a view keeps the memory that it shows alive; the bytes of an empty
+tensor are an empty view; a view is writable and of format `B`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+
+import torch
+
+from shoal.errors import ConfigError
+
+__all__ = ["DTYPES", "allocate", "as_tensor", "dtype_by_name", "dtype_name", "view_bytes"]
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64",
+        "float32",
+        "float16",
+        "bfloat16",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+}
+"""Every dtype that can be sent, by the name it has on the wire."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# One type for all lengths: a ctypes array type costs 50 µs to make, so each view is a slice of a nominally huge array.
+# Nothing beyond the slice is touched.
+_Memory = ctypes.c_ubyte * (1 << 46)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype on the wire, such as `bfloat16`. Raises `ConfigError` if it cannot be sent."""
+    if dtype not in _NAMES:
+        raise ConfigError(f"tensors of {dtype} cannot be sent; convert to one of {', '.join(DTYPES)}")
+    return _NAMES[dtype]
+
+
+def dtype_by_name(name: str) -> torch.dtype:
+    """The dtype of this name. Raises `ConfigError` if there is none."""
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype {name[:32]!r}; known are {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor as writable bytes, without a copy; the view keeps the memory alive.
+
+    Args:
+        tensor: a contiguous tensor in host memory, of any shape (also empty or 0-dim).
+
+    Raises:
+        ConfigError: the tensor is not contiguous or not in host memory, or this machine is big-endian.
+    """
+    if sys.byteorder != "little":
+        raise ConfigError("shoal sends tensors little-endian; this machine is big-endian, which is not supported")
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise ConfigError(
+            f"only contiguous host tensors can be seen as bytes, got {tensor.layout} on {tensor.device}: copy it first"
+        )
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    memory = _Memory.from_address(tensor.data_ptr())
+    memory.owner = tensor.untyped_storage()  # type: ignore[attr-defined]  # the view keeps `memory`, and that the bytes
+    return memoryview(memory).cast("B")[: tensor.numel() * tensor.element_size()]
+
+
+def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+    """A new 1-D tensor, not initialised, and its bytes: for receiving straight into it."""
+    tensor = torch.empty(numel, dtype=dtype)
+    return tensor, view_bytes(tensor)
+
+
+def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as a 1-D tensor; shares their memory if that is writable and aligned, else a copy.
+
+    Raises:
+        ConfigError: the length is not a multiple of the element size.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes % dtype.itemsize:
+        raise ConfigError(f"{view.nbytes} bytes are no whole number of {dtype} elements")
+    if view.nbytes == 0:
+        return torch.empty(0, dtype=dtype)
+    raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype)

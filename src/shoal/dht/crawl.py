@@ -1,0 +1,266 @@
+"""Drives lookups over the network: many keys at once, one call per node for all keys that want to ask it.
+
+Every call that a DHT node makes goes through `Caller`, which tells `Neighbours` what came of it. Every record that comes
+back is checked here before anything else sees it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from shoal.clock import Env
+from shoal.dht.lookup import Lookup
+from shoal.dht.neighbours import Neighbours
+from shoal.dht.routing import id_of_key
+from shoal.dht.settings import DhtSettings
+from shoal.dht.storage import wins
+from shoal.dht.vault import Vault
+from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerUnreachable
+from shoal.events import PeerDropped
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint
+from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
+
+__all__ = ["Caller", "Crawler", "Search"]
+
+R = TypeVar("R")
+
+KEYS_PER_CALL = 64
+_CHECKED_AT_ONCE = 32
+
+
+class Caller:
+    """Makes this node's calls, a bounded number per peer at a time.
+
+    Args:
+        endpoint: carries the calls.
+        neighbours: is told what came of them.
+        settings: timeouts and bounds.
+    """
+
+    def __init__(self, endpoint: Endpoint, neighbours: Neighbours, settings: DhtSettings) -> None:
+        self._endpoint, self._neighbours, self._settings = endpoint, neighbours, settings
+        self._gates: dict[PeerID, tuple[asyncio.Semaphore, int]] = {}
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.calls = 0
+
+    async def call(self, contact: Contact, request: Request[R]) -> R:
+        """Call a node.
+
+        Raises:
+            PeerError: it failed; the neighbours know already.
+            ClosedError: we were shut down.
+        """
+        peer, loop = contact.peer, asyncio.get_running_loop()
+        async with self._gate(peer):
+            self.calls += 1
+            try:
+                reply = await self._endpoint.call(
+                    self._way_to(contact), request, timeout_s=self._settings.call_timeout_s
+                )
+            except PeerUnreachable:
+                self._neighbours.unreachable(peer, loop.time())
+                raise
+            except PeerProtocolError:
+                self._neighbours.lied(peer, loop.time())
+                raise
+            except PeerError:
+                self._neighbours.silent(peer, loop.time())
+                raise
+            self._neighbours.alive(self._known(contact), loop.time())
+            return reply
+
+    def _way_to(self, contact: Contact) -> Contact | PeerID:
+        """What we know ourselves goes before what others say: they could send us to the wrong place."""
+        if self._endpoint.connected(contact.peer):
+            return contact.peer
+        return self._neighbours.table.contact(contact.peer) or contact
+
+    def _known(self, contact: Contact) -> Contact:
+        known = self._endpoint.contact_of(contact.peer)
+        return known if known.addresses else contact
+
+    @asynccontextmanager
+    async def _gate(self, peer: PeerID) -> AsyncIterator[None]:
+        gate, users = self._gates.get(peer) or (asyncio.Semaphore(self._settings.calls_per_peer), 0)
+        self._gates[peer] = (gate, users + 1)
+        try:
+            async with gate:
+                yield
+        finally:
+            gate, users = self._gates[peer]
+            if users == 1:
+                del self._gates[peer]
+            else:
+                self._gates[peer] = (gate, users - 1)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that `close` ends. What it raises is raised in the loop's exception handler."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks[task] = None
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        if not task.cancelled() and isinstance(task.exception(), ClosedError):
+            return  # we were shut down under it
+
+    async def close(self) -> None:
+        """End all calls that are under way."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Search:
+    """One key that is looked for: its lookup, and the records found so far.
+
+    Args:
+        key: the wire key.
+        lookup: the lookup of its id.
+        first: whether the first record found ends the search.
+    """
+
+    def __init__(self, key: bytes, lookup: Lookup, *, first: bool = False) -> None:
+        self.key, self.lookup, self.first = key, lookup, first
+        self.records: dict[bytes | None, Record] = {}
+
+    @property
+    def done(self) -> bool:
+        """Whether no further call is needed."""
+        return bool(self.first and self.records) or self.lookup.done
+
+    def improves(self, record: Record) -> bool:
+        """Whether the record would replace what was found so far."""
+        held = self.records.get(record.subkey)
+        return held is None or wins(record, held)
+
+
+class _Run:
+    """The searches of one `Crawler.run`, and those of them that may be able to go on."""
+
+    def __init__(self, searches: Sequence[Search], *, values: bool) -> None:
+        self.values = values
+        self.open: dict[bytes, Search] = {search.key: search for search in searches}
+        self.ready: dict[bytes, Search] = dict(self.open)
+        self.wake = asyncio.Event()
+
+    def touch(self, searches: Sequence[Search]) -> None:
+        self.ready.update((search.key, search) for search in searches)
+        self.wake.set()
+
+
+class Crawler:
+    """Runs searches.
+
+    Args:
+        caller: makes the calls.
+        neighbours: gives the seeds.
+        vault: knows which records were checked before, and checks new ones.
+        env: clock and events.
+        settings: alpha, timeouts.
+    """
+
+    def __init__(
+        self, caller: Caller, neighbours: Neighbours, vault: Vault, env: Env, settings: DhtSettings, own: PeerID
+    ) -> None:
+        self._caller, self._neighbours, self._vault = caller, neighbours, vault
+        self._env, self._settings, self._own = env, settings, own
+
+    def search(self, key: bytes, *, count: int | None = None, first: bool = False) -> Search:
+        """A search for a wire key, seeded with the nearest nodes known here."""
+        target, now = id_of_key(key), asyncio.get_running_loop().time()
+        self._neighbours.table.refreshed(target, now)
+        seeds = self._neighbours.table.nearest(target, self._settings.bucket_size)
+        lookup = Lookup(target, self._own, seeds, count=count or self._settings.replicas, alpha=self._settings.alpha)
+        return Search(key, lookup, first=first)
+
+    async def run(self, searches: Sequence[Search], *, values: bool) -> None:
+        """Run searches (of different keys) to their end. When it is cancelled, what was found so far is in them.
+
+        Raises:
+            ClosedError: we were shut down.
+        """
+        run = _Run(searches, values=values)
+        while True:
+            wanted: dict[PeerID, tuple[Contact, list[Search]]] = {}
+            for search in run.ready.values():
+                if search.done:
+                    run.open.pop(search.key, None)
+                    continue
+                for contact in search.lookup.next_queries():
+                    wanted.setdefault(contact.peer, (contact, []))[1].append(search)
+            run.ready.clear()
+            for contact, group in wanted.values():
+                for start in range(0, len(group), KEYS_PER_CALL):
+                    # Not awaited at the end: a slow answer still tells whether that node lives.
+                    self._caller.spawn(self._ask(contact, group[start : start + KEYS_PER_CALL], run))
+            if not run.open:
+                return
+            run.wake.clear()
+            await run.wake.wait()
+
+    async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> None:
+        loop, peer = asyncio.get_running_loop(), contact.peer
+
+        def slow() -> None:
+            for search in group:
+                search.lookup.slow(peer)
+            run.touch(group)
+
+        timer = loop.call_later(self._settings.slow_s, slow)
+        try:
+            await self._ask_for(contact, group, run)
+        except (PeerError, ClosedError):
+            pass  # the neighbours know; the lookups are told below
+        finally:
+            timer.cancel()
+            for search in group:
+                search.lookup.failed(peer)  # no effect on those that got their reply
+            run.touch(group)
+
+    async def _ask_for(self, contact: Contact, group: list[Search], run: _Run) -> None:
+        """Ask one node for the keys of all these searches, again for those whose records did not fit in the reply."""
+        while group:
+            reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
+            rest = self._check_shape(contact.peer, group, reply)
+            for search, found in zip(group, reply.found, strict=True):
+                if not found.more:
+                    await self._take(contact.peer, search, found)
+            group = rest
+
+    def _check_shape(self, peer: PeerID, group: list[Search], reply: DhtFindReply) -> list[Search]:
+        """The searches that have to be asked again."""
+        if len(reply.found) != len(group):
+            raise self._lie(peer, f"{len(reply.found)} answers for {len(group)} keys")
+        rest = [search for search, found in zip(group, reply.found, strict=True) if found.more]
+        if len(rest) == len(group):
+            raise self._lie(peer, "answers none of the keys it was asked for")
+        return rest
+
+    async def _take(self, peer: PeerID, search: Search, found: DhtFound) -> None:
+        """Check the answer for one key, and use it."""
+        now = self._env.clock.time()
+        for number, record in enumerate(found.records):
+            if record.key != search.key:
+                raise self._lie(peer, "a record of another key")
+            if not self._vault.timely(record, now) or not search.improves(record):
+                continue
+            if forged := self._vault.forged(record):
+                raise self._lie(peer, f"holds a record that nobody may hold: {forged}")
+            if not self._vault.unwanted(record):
+                search.records[record.subkey] = record
+            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # signatures take a while: others go first
+        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())
+        search.lookup.reply(peer, nearest)
+
+    def _lie(self, peer: PeerID, what: str) -> PeerProtocolError:
+        self._neighbours.lied(peer, asyncio.get_running_loop().time())
+        self._env.events.emit(PeerDropped(peer=peer, where="dht", reason=what))
+        return PeerProtocolError(what, peer)

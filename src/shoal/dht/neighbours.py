@@ -1,0 +1,150 @@
+"""What this node knows of the others: who is in the table, who is avoided, who was lost and may come back.
+
+Invariants:
+
+- only a node that gave a sign of life itself enters the table; what others say of it is a hint whom to ask;
+- a node that cannot be reached leaves at once, one that does not answer leaves at the second time, one that lied leaves
+  and is not believed again for ten minutes;
+- nodes outside the table that failed are avoided for a growing while, so the dead that others still name cost little;
+- every set here is bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.dht.routing import RoutingTable
+from shoal.peer import PeerID
+from shoal.wire import Contact
+
+if TYPE_CHECKING:
+    import random
+
+__all__ = ["Neighbours"]
+
+_AVOIDED_MAX = 4096
+_REMEMBERED_MAX = 256
+_FIRST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 120.0
+_LIAR_PAUSE_S = 600.0
+_REMEMBER_S = 3600.0
+
+
+class _Avoided(NamedTuple):
+    until: float
+    pause_s: float
+    lied: bool
+
+
+class Neighbours:
+    """The other nodes, as far as this one knows. All times are seconds on a clock that never goes back.
+
+    Args:
+        own: this node.
+        bucket_size: k.
+    """
+
+    def __init__(self, own: PeerID, *, bucket_size: int) -> None:
+        self.table = RoutingTable(own, bucket_size=bucket_size)
+        self._own = own
+        self._avoided: dict[PeerID, _Avoided] = {}
+        self._lost: dict[PeerID, tuple[Contact, float]] = {}
+        self._always: dict[PeerID, Contact] = {}
+        self._joined_since: dict[PeerID, None] = {}
+        self._lost_since: dict[PeerID, None] = {}
+
+    # ---------------------------------------------------------------------------------------------------- what happened
+
+    def alive(self, contact: Contact, now: float) -> bool:
+        """The node called or answered. True if it is new in the table."""
+        peer = contact.peer
+        avoided = self._avoided.get(peer)
+        if avoided is not None:
+            if avoided.lied and avoided.until > now:
+                return False
+            del self._avoided[peer]
+        self._lost.pop(peer, None)
+        joined = self.table.seen(contact, now)
+        if joined:
+            self._lost_since.pop(peer, None)
+            self._joined_since[peer] = None
+        return joined
+
+    def silent(self, peer: PeerID, now: float) -> None:
+        """The node did not answer a call in time, or was too busy to."""
+        contact = self.table.contact(peer)
+        if contact is None:
+            self._avoid(peer, now)
+        elif self.table.failed(peer):
+            self._note_lost(contact, now)
+
+    def unreachable(self, peer: PeerID, now: float) -> None:
+        """There is no way to the node, or the way there was is gone."""
+        contact = self.table.contact(peer)
+        self._avoid(peer, now)
+        if self.table.remove(peer) and contact is not None:
+            self._note_lost(contact, now)
+
+    def lied(self, peer: PeerID, now: float) -> None:
+        """The node sent what no honest node sends."""
+        if self.table.remove(peer):
+            self._joined_since.pop(peer, None)
+            self._lost_since[peer] = None
+        self._lost.pop(peer, None)
+        self._set_avoided(peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True))
+
+    def take_changes(self) -> tuple[list[PeerID], list[PeerID]]:
+        """The nodes that came into the table, and those that left it, since the last time this was asked."""
+        changes = list(self._joined_since), list(self._lost_since)
+        self._joined_since.clear()
+        self._lost_since.clear()
+        return changes
+
+    # ------------------------------------------------------------------------------------------------------- whom to ask
+
+    def avoids(self, peer: PeerID, now: float) -> bool:
+        """Whether to leave this node alone for now."""
+        avoided = self._avoided.get(peer)
+        return avoided is not None and avoided.until > now
+
+    def worth_asking(self, contacts: Iterable[Contact], now: float) -> list[Contact]:
+        """Those of the contacts that are not avoided."""
+        return [contact for contact in contacts if contact.peer in self.table or not self.avoids(contact.peer, now)]
+
+    def always_remember(self, contacts: Iterable[Contact]) -> None:
+        """Keep trying these (the initial peers) whenever they are not in the table."""
+        self._always.update((contact.peer, contact) for contact in contacts)
+
+    def missed(self, count: int, rng: random.Random, now: float) -> list[Contact]:
+        """A few nodes, drawn by chance, that were here once, or should be, and are not: worth another try."""
+        while self._lost and next(iter(self._lost.values()))[1] < now - _REMEMBER_S:
+            self._lost.pop(next(iter(self._lost)))
+        missed = {peer: contact for peer, (contact, _) in self._lost.items()}
+        missed |= {peer: contact for peer, contact in self._always.items() if peer not in self.table}
+        return rng.sample(list(missed.values()), min(count, len(missed)))
+
+    # ------------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _note_lost(self, contact: Contact, now: float) -> None:
+        peer = contact.peer
+        self._joined_since.pop(peer, None)
+        self._lost_since[peer] = None
+        self._lost.pop(peer, None)
+        self._lost[peer] = (contact, now)
+        if len(self._lost) > _REMEMBERED_MAX:
+            self._lost.pop(next(iter(self._lost)))
+        self._avoid(peer, now)
+
+    def _avoid(self, peer: PeerID, now: float) -> None:
+        old = self._avoided.get(peer)
+        if old is not None and old.until > now:
+            return
+        pause_s = _FIRST_PAUSE_S if old is None else min(2 * old.pause_s, _LONGEST_PAUSE_S)
+        self._set_avoided(peer, _Avoided(now + pause_s, pause_s, False))
+
+    def _set_avoided(self, peer: PeerID, avoided: _Avoided) -> None:
+        self._avoided.pop(peer, None)
+        self._avoided[peer] = avoided
+        if len(self._avoided) > _AVOIDED_MAX:
+            self._avoided.pop(next(iter(self._avoided)))

@@ -1,0 +1,244 @@
+"""Where nodes and keys lie, and which nodes this one knows (sans-IO).
+
+Ids are 256-bit numbers: a key's is the SHA-256 of the application's key, a node's the SHA-256 of its `PeerID`; the
+distance of two ids is their XOR (Kademlia, Maymounkov and Mazieres 2002). Bucket i of the table holds nodes that share
+exactly i leading bits with this node, so a node knows its own neighbourhood fully and the rest of the world thinly.
+
+Invariants, held by the tests:
+
+- at most `bucket_size` nodes and `bucket_size` spares per bucket: memory is bounded whatever the network says;
+- a node without addresses (client mode) and this node itself are never in the table;
+- a known node is never displaced by a new one; only a lost one makes room, and the spare seen last takes its place;
+- `nearest` is exactly what sorting all known nodes by distance would give.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from shoal.peer import PeerID
+from shoal.wire import Contact
+
+if TYPE_CHECKING:
+    import random
+
+__all__ = ["ID_BITS", "RoutingTable", "id_of_key", "key_of", "node_id"]
+
+ID_BITS = 256
+_FAILURES_TO_REMOVE = 2
+
+
+def key_of(key: str | bytes) -> bytes:
+    """Where an application's key lies: its SHA-256. Text counts as its UTF-8 bytes."""
+    return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
+
+
+def id_of_key(key: bytes) -> int:
+    """The id of a wire key (`key_of`): the same 256 bits as a number."""
+    return int.from_bytes(key)
+
+
+@lru_cache(maxsize=1 << 16)
+def node_id(peer: PeerID) -> int:
+    """The id of a node."""
+    return int.from_bytes(hashlib.sha256(peer.raw).digest())
+
+
+class _Node:
+    """A node in a bucket or among its spares."""
+
+    __slots__ = ("contact", "failures", "id", "last_seen")
+
+    def __init__(self, contact: Contact, now: float) -> None:
+        self.contact = contact
+        self.id = node_id(contact.peer)
+        self.last_seen = now
+        self.failures = 0
+
+
+class _Bucket:
+    """Nodes at one distance. Both dictionaries are ordered by when a node was last seen, the longest ago first."""
+
+    __slots__ = ("nodes", "refreshed", "spares")
+
+    def __init__(self, now: float) -> None:
+        self.nodes: dict[PeerID, _Node] = {}
+        self.spares: dict[PeerID, _Node] = {}
+        self.refreshed = now
+
+
+class RoutingTable:
+    """The nodes that this node knows, in k-buckets with replacement caches.
+
+    Args:
+        own: this node.
+        bucket_size: k, the most nodes (and the most spares) kept per bucket.
+    """
+
+    def __init__(self, own: PeerID, *, bucket_size: int) -> None:
+        self.own_id = node_id(own)
+        self.bucket_size = bucket_size
+        self._buckets: dict[int, _Bucket] = {}
+        self._size = 0
+
+    # -------------------------------------------------------------------------------------------------------- reading
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, peer: PeerID) -> bool:
+        return self._find(peer) is not None
+
+    def __iter__(self) -> Iterator[Contact]:
+        """All known nodes, far ones first."""
+        for index in sorted(self._buckets):
+            for node in self._buckets[index].nodes.values():
+                yield node.contact
+
+    @property
+    def spares(self) -> int:
+        """How many nodes wait in the replacement caches."""
+        return sum(len(bucket.spares) for bucket in self._buckets.values())
+
+    def contact(self, peer: PeerID) -> Contact | None:
+        """Where a known node is; None if it is not in the table."""
+        node = self._find(peer)
+        return node.contact if node else None
+
+    def nearest(self, target: int, count: int, *, without: PeerID | None = None) -> list[Contact]:
+        """The known nodes nearest to an id, nearest first.
+
+        Args:
+            target: the id.
+            count: how many at most.
+            without: a node to leave out (the one that asks).
+        """
+        found: list[Contact] = []
+        for group in self._rings(target):
+            ring = sorted((node.id ^ target, node.contact.peer.raw, node.contact) for node in group)
+            found += [contact for _, _, contact in ring if contact.peer != without]
+            if len(found) >= count:
+                break
+        return found[:count]
+
+    def _rings(self, target: int) -> Iterator[list[_Node]]:
+        """All nodes in groups, each group wholly nearer to the target than the next.
+
+        With p bits shared by this node and the target: nodes of bucket p share more than p bits with the target, nodes
+        of higher buckets exactly p, and nodes of bucket i < p exactly i.
+        """
+        shared = self._index(target)
+        indices = sorted(self._buckets, reverse=True)
+        if (bucket := self._buckets.get(shared)) is not None:
+            yield list(bucket.nodes.values())
+        yield [node for index in indices if index > shared for node in self._buckets[index].nodes.values()]
+        for index in indices:
+            if index < shared:
+                yield list(self._buckets[index].nodes.values())
+
+    def _index(self, node: int) -> int:
+        return ID_BITS - (self.own_id ^ node).bit_length()
+
+    def _bucket_of(self, peer: PeerID) -> _Bucket | None:
+        return self._buckets.get(self._index(node_id(peer)))
+
+    def _find(self, peer: PeerID) -> _Node | None:
+        bucket = self._bucket_of(peer)
+        return bucket.nodes.get(peer) if bucket else None
+
+    # -------------------------------------------------------------------------------------------------------- changing
+
+    def seen(self, contact: Contact, now: float) -> bool:
+        """Note that a node gave a sign of life of its own. What others say about a node does not count.
+
+        Returns:
+            True if the node is new in the table.
+        """
+        peer = contact.peer
+        index = self._index(node_id(peer))
+        if not contact.addresses or index == ID_BITS:
+            return False
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            bucket = self._buckets[index] = _Bucket(now)
+        known = bucket.nodes.pop(peer, None)
+        if known is not None:
+            known.contact, known.last_seen, known.failures = contact, now, 0
+            bucket.nodes[peer] = known
+            return False
+        bucket.spares.pop(peer, None)
+        if len(bucket.nodes) < self.bucket_size:
+            bucket.nodes[peer] = _Node(contact, now)
+            self._size += 1
+            return True
+        bucket.spares[peer] = _Node(contact, now)
+        if len(bucket.spares) > self.bucket_size:
+            bucket.spares.pop(next(iter(bucket.spares)))
+        return False
+
+    def failed(self, peer: PeerID) -> bool:
+        """Note that a node did not answer a call in time; twice in a row removes it. True if it is removed."""
+        node = self._find(peer)
+        if node is None:
+            return False
+        node.failures += 1
+        return node.failures >= _FAILURES_TO_REMOVE and self.remove(peer)
+
+    def remove(self, peer: PeerID) -> bool:
+        """Drop a node that is lost. The spare seen last takes its place. True if it was in the table."""
+        bucket = self._bucket_of(peer)
+        if bucket is None:
+            return False
+        bucket.spares.pop(peer, None)
+        if bucket.nodes.pop(peer, None) is None:
+            return False
+        if bucket.spares:
+            name, spare = bucket.spares.popitem()
+            bucket.nodes[name] = spare
+            bucket.nodes = dict(sorted(bucket.nodes.items(), key=lambda item: item[1].last_seen))
+        else:
+            self._size -= 1
+        return True
+
+    # ------------------------------------------------------------------------------------------------------- refreshing
+
+    def refreshed(self, target: int, now: float) -> None:
+        """Note that a lookup near this id was made."""
+        if (bucket := self._buckets.get(self._index(target))) is not None:
+            bucket.refreshed = now
+
+    def due(self, before: float) -> list[int]:
+        """Buckets that saw no lookup since `before`, far ones first; of the empty ones only those that can matter.
+
+        A network of n nodes has nobody beyond about log2(n) shared bits: the deepest bucket in use, and all buckets
+        above it, are what is worth refreshing.
+        """
+        if not self._size:
+            return []
+        deepest = max(index for index, bucket in self._buckets.items() if bucket.nodes)
+        due = []
+        for index in range(deepest + 1):
+            bucket = self._buckets.get(index)
+            if bucket is None:
+                bucket = self._buckets[index] = _Bucket(float("-inf"))
+            if bucket.refreshed < before:
+                due.append(index)
+        return due
+
+    def random_id(self, bucket: int, rng: random.Random) -> int:
+        """An id drawn from the range of one bucket: what to look up to refresh it."""
+        tail = ID_BITS - bucket - 1
+        prefix = (self.own_id >> tail) ^ 1
+        return (prefix << tail) | (rng.getrandbits(tail) if tail else 0)
+
+    def quiet(self, before: float) -> list[Contact]:
+        """Nodes that gave no sign of life since `before`: at most one per bucket, the one silent for longest."""
+        silent = []
+        for index in sorted(self._buckets):
+            node = next(iter(self._buckets[index].nodes.values()), None)
+            if node is not None and node.last_seen < before:
+                silent.append(node.contact)
+        return silent

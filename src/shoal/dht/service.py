@@ -1,0 +1,111 @@
+"""What a DHT node answers to others.
+
+Whoever asks pays with tokens: keys looked up and records sent are limited per peer and second. A reply is kept under
+the size that one message may have: keys that do not fit are marked `more`, and the asker asks for them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from shoal.clock import Env
+from shoal.dht.neighbours import Neighbours
+from shoal.dht.routing import id_of_key
+from shoal.dht.settings import DhtSettings
+from shoal.dht.storage import RateLimiter, wire_bytes
+from shoal.dht.vault import Vault
+from shoal.errors import PeerRefused
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint
+from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply, Record
+
+__all__ = ["Service"]
+
+_BURST_S = 16.0
+_CHECKED_AT_ONCE = 32
+_SPARE_BYTES = 4096
+
+
+class Service:
+    """Serves `DhtPing`, `DhtFind` and `DhtStore`.
+
+    Args:
+        endpoint: where the calls come in.
+        env: wall clock.
+        neighbours: learns who called, and is told to others.
+        vault: holds the records.
+        settings: rates.
+        on_held: called with each record that was newly taken in.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        env: Env,
+        neighbours: Neighbours,
+        vault: Vault,
+        settings: DhtSettings,
+        on_held: Callable[[Record], None],
+    ) -> None:
+        self._endpoint, self._env, self._neighbours, self._vault = endpoint, env, neighbours, vault
+        self._bucket_size = settings.bucket_size
+        self._on_held = on_held
+        self._finds = RateLimiter(settings.find_keys_per_s, settings.find_keys_per_s * _BURST_S)
+        self._stores = RateLimiter(settings.store_records_per_s, settings.store_records_per_s * _BURST_S)
+        endpoint.serve(DhtPing, self.ping)
+        endpoint.serve(DhtFind, self.find)
+        endpoint.serve(DhtStore, self.store)
+
+    async def ping(self, peer: PeerID, _: DhtPing) -> DhtPong:
+        """We are a node, and this is where we listen."""
+        self._meet(peer)
+        self._pay(self._finds, peer, 1, "calls")
+        return DhtPong(self._endpoint.contact)
+
+    async def find(self, peer: PeerID, request: DhtFind) -> DhtFindReply:
+        """The records held here, and the nearest nodes known here, for each key."""
+        self._meet(peer)
+        self._pay(self._finds, peer, max(1, len(request.keys)), "keys")
+        now = self._env.clock.time()
+        left = self._endpoint.limits.header_bytes - _SPARE_BYTES
+        found: list[DhtFound] = []
+        for number, key in enumerate(request.keys):
+            nearest = self._neighbours.table.nearest(id_of_key(key), self._bucket_size, without=peer)
+            records = self._vault.held.records(key, now) if request.values else []
+            size = sum(map(wire_bytes, records)) + sum(map(_contact_bytes, nearest))
+            # The first key always gets its answer, so that asking again gets on.
+            if number and size > left:
+                found.append(DhtFound([], [], True))
+            else:
+                found.append(DhtFound(records, nearest))
+                left -= size
+        return DhtFindReply(found)
+
+    async def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
+        """Hold these records, as far as the rules allow."""
+        self._meet(peer)
+        self._pay(self._stores, peer, max(1, len(request.records)), "records")
+        if not self._endpoint.contact.addresses:
+            raise PeerRefused("this peer only dials: it holds no records for others", peer)
+        refused: list[str] = []
+        for number, record in enumerate(request.records):
+            now = self._env.clock.time()
+            refused.append(self._vault.accept(record, peer, now)[:256])
+            if not refused[-1]:
+                self._on_held(record)
+            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # signatures take a while: others go first
+        return DhtStoreReply(refused)
+
+    def _meet(self, peer: PeerID) -> None:
+        self._neighbours.alive(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
+
+    def _pay(self, limiter: RateLimiter, peer: PeerID, cost: float, what: str) -> None:
+        if not limiter.allows(peer, cost, asyncio.get_running_loop().time()):
+            raise PeerRefused(f"too many {what} per second from you", peer)
+
+
+def _contact_bytes(contact: Contact) -> int:
+    """What a contact takes in a message, in bytes; a little more than it really does."""
+    return 48 + sum(len(address.host) + 96 for address in contact.addresses)

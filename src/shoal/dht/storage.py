@@ -1,0 +1,373 @@
+"""Where records are kept until they expire, in bounded space (sans-IO).
+
+**Merging.** A slot is (key, subkey); no subkey is a slot, too. Of two records for one slot the later expiration wins;
+between equal ones the greater (value, owner, signature) in byte order, so that all nodes agree without talking. Merging
+is taking a maximum: in any order, grouping and repetition it ends the same.
+
+**Plain value and dictionary.** A key can hold both: its plain value is one slot, its entries are others, and neither
+displaces the other. What `get` shows is decided when it is read: the kind whose latest record expires later; the
+dictionary if they expire at once.
+
+**Bounds.** A record is refused if it has expired or expires too far ahead, if its key is full, or if its owner or the
+peer that sent it holds too much already. Sizes count a flat overhead per record, so many tiny records are not free.
+When the whole store is full, the source that holds the most gives up its records that expire first, never a smaller
+source: one peer can fill its own share and no more. A cache (`fair=False`) drops whatever expires first.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from shoal.dht.validation import Subkey, decode_subkey, decode_value
+from shoal.errors import ConfigError
+from shoal.peer import PeerID
+from shoal.wire import Record
+
+__all__ = [
+    "RECORD_OVERHEAD_BYTES",
+    "RateLimiter",
+    "RecordStore",
+    "StorageLimits",
+    "ValueWithExpiration",
+    "merge",
+    "record_bytes",
+    "view",
+    "wins",
+    "wire_bytes",
+]
+
+K = TypeVar("K")
+
+RECORD_OVERHEAD_BYTES = 1024
+"""What a held record costs in memory beside its value and subkey: objects, index entries, signature."""
+
+WIRE_OVERHEAD_BYTES = 192
+"""What a record costs in a message beside its value and subkey: key, owner, signature, expiration, framing."""
+
+_EVICTED_FRACTION = 16
+
+
+class ValueWithExpiration(NamedTuple):
+    """A value from the DHT and when it expires (wall clock, seconds).
+
+    A dictionary's value is `{subkey: ValueWithExpiration}`, and it expires with its last entry.
+    """
+
+    value: Any
+    expiration_time: float
+
+
+class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a node holds for others.
+
+    Attributes:
+        total_bytes: all records together.
+        key_bytes: all entries of one key, as they are sent: one reply must be able to carry them.
+        key_entries: entries of one key.
+        owner_bytes: records of one owner.
+        source_bytes: records that one peer sent, its own or others'.
+        lifetime_s: the furthest expiration, from now.
+        clock_slack_s: how much further it may seem, because clocks differ.
+    """
+
+    total_bytes: int = 64 << 20
+    key_bytes: int = 896 << 10
+    key_entries: int = 4096
+    owner_bytes: int = 4 << 20
+    source_bytes: int = 16 << 20
+    lifetime_s: float = 3600.0
+    clock_slack_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
+
+
+# -------------------------------------------------------------------------------------------------------------- merging
+
+
+def record_bytes(record: Record) -> int:
+    """What a record counts for, in bytes."""
+    return len(record.value) + len(record.subkey or b"") + RECORD_OVERHEAD_BYTES
+
+
+def wire_bytes(record: Record) -> int:
+    """What a record takes in a message, in bytes; a little more than it really does."""
+    return len(record.value) + len(record.subkey or b"") + WIRE_OVERHEAD_BYTES
+
+
+def _rank(record: Record) -> tuple[float, bytes, bytes, bytes]:
+    return record.expiration, record.value, record.owner.raw if record.owner else b"", record.signature
+
+
+def wins(new: Record, old: Record) -> bool:
+    """Whether `new` takes the place of `old`, in the same slot."""
+    return _rank(new) > _rank(old)
+
+
+def merge(records: Iterable[Record]) -> dict[bytes | None, Record]:
+    """The winning record of each subkey, for records of one key."""
+    merged: dict[bytes | None, Record] = {}
+    for record in records:
+        held = merged.get(record.subkey)
+        if held is None or wins(record, held):
+            merged[record.subkey] = record
+    return merged
+
+
+def view(records: Iterable[Record], now: float) -> ValueWithExpiration | None:
+    """What the records of one key say at this time: its plain value, or its dictionary; None if all have expired.
+
+    An entry that cannot be decoded does not exist.
+    """
+    plain: ValueWithExpiration | None = None
+    entries: dict[Subkey, ValueWithExpiration] = {}
+    for subkey, record in merge(record for record in records if record.expiration > now).items():
+        try:
+            shown = ValueWithExpiration(decode_value(record.value), record.expiration)
+            if subkey is None:
+                plain = shown
+            else:
+                entries[decode_subkey(subkey)] = shown
+        except ValueError:
+            continue
+    if not entries:
+        return plain
+    latest = max(entry.expiration_time for entry in entries.values())
+    return plain if plain is not None and plain.expiration_time > latest else ValueWithExpiration(entries, latest)
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
+
+class _Held(NamedTuple):
+    record: Record
+    source: PeerID
+
+
+class RecordStore:
+    """Records by key and subkey, in bounded space.
+
+    Args:
+        limits: the bounds.
+        fair: what makes room when all is full: True, the source that holds the most; False, whatever expires first.
+    """
+
+    def __init__(self, limits: StorageLimits, *, fair: bool = True) -> None:
+        self.limits = limits
+        self._fair = fair
+        self._keys: dict[bytes, dict[bytes | None, _Held]] = {}
+        self._key_bytes: dict[bytes, int] = {}
+        self._owner_bytes: dict[PeerID, int] = {}
+        self._source_bytes: dict[PeerID, int] = {}
+        self._by_expiration: list[tuple[float, int, bytes, bytes | None]] = []
+        self._serial = 0
+        self._count = 0
+        self.bytes = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def records(self, key: bytes, now: float) -> list[Record]:
+        """The unexpired records of one key."""
+        self.purge(now)
+        return [held.record for held in self._keys.get(key, {}).values()]
+
+    def holds(self, record: Record) -> bool:
+        """Whether exactly this record is here: then it was checked before."""
+        held = self._keys.get(record.key, {}).get(record.subkey)
+        return held is not None and held.record == record
+
+    def keys(self, now: float) -> list[bytes]:
+        """All keys with unexpired records."""
+        self.purge(now)
+        return list(self._keys)
+
+    def __iter__(self) -> Iterator[Record]:
+        """All records, expired ones that were not yet dropped included."""
+        for slots in self._keys.values():
+            for held in slots.values():
+                yield held.record
+
+    # ------------------------------------------------------------------------------------------------------- changing
+
+    def put(self, record: Record, source: PeerID, now: float) -> str:
+        """Hold a record until it expires. Its form and signature were checked before.
+
+        Args:
+            record: the record.
+            source: the peer that sent it.
+            now: wall clock, seconds.
+
+        Returns:
+            Empty if the record is held now; else why not.
+        """
+        limits = self.limits
+        self.purge(now)
+        # Written so that an expiration that is not a number is refused, too.
+        if not record.expiration > now:
+            return "expired"
+        if not record.expiration <= now + limits.lifetime_s + limits.clock_slack_s:
+            return f"expires more than {limits.lifetime_s:g} s ahead"
+        slots = self._keys.get(record.key, {})
+        held = slots.get(record.subkey)
+        if held is not None and not wins(record, held.record):
+            return "" if held.record == record else "a later record is held"
+        refusal = self._no_room(record, source, held, len(slots))
+        if not refusal:
+            self._remove(record.key, record.subkey)
+            self._insert(_Held(record, source))
+        return refusal
+
+    def purge(self, now: float) -> None:
+        """Drop what has expired."""
+        queue = self._by_expiration
+        while queue and queue[0][0] <= now:
+            self._pop_first()
+
+    def discard(self, key: bytes, subkey: bytes | None) -> None:
+        """Drop one record, if it is here."""
+        self._remove(key, subkey)
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for key, slots in list(self._keys.items()):
+            for subkey in list(slots):
+                self._remove(key, subkey)
+
+    # -------------------------------------------------------------------------------------------------------- bounds
+
+    def _no_room(self, record: Record, source: PeerID, old: _Held | None, entries: int) -> str:
+        """Why there is no room for a record that takes the place of `old`; makes room in the whole store if need be."""
+        limits, size = self.limits, record_bytes(record)
+
+        def over(held: int, limit: int, freed: bool) -> bool:
+            return held + size - (record_bytes(old.record) if old is not None and freed else 0) > limit
+
+        if old is None and entries >= limits.key_entries:
+            return f"the key holds {limits.key_entries} entries already"
+        replaced = wire_bytes(old.record) if old is not None else 0
+        if self._key_bytes.get(record.key, 0) - replaced + wire_bytes(record) > limits.key_bytes:
+            return f"the key holds {limits.key_bytes} bytes already"
+        if record.owner is not None:
+            freed = old is not None and old.record.owner == record.owner
+            if over(self._owner_bytes.get(record.owner, 0), limits.owner_bytes, freed):
+                return f"its owner has {limits.owner_bytes} bytes here already"
+        freed = old is not None and old.source == source
+        if over(self._source_bytes.get(source, 0), limits.source_bytes, freed):
+            return f"you have {limits.source_bytes} bytes here already"
+        if size > limits.total_bytes or (over(self.bytes, limits.total_bytes, True) and not self._evict(source, size)):
+            return "full"
+        return ""
+
+    def _evict(self, source: PeerID, size: int) -> bool:
+        """Make room for `size` bytes from `source`; False if that would be at the cost of someone who holds less."""
+        if not self._fair:
+            while self._by_expiration and self.bytes + size > self.limits.total_bytes:
+                self._pop_first()
+            return True
+        while self.bytes + size > self.limits.total_bytes:
+            largest, most = max(self._source_bytes.items(), key=lambda item: item[1])
+            if self._source_bytes.get(source, 0) + size > most:
+                return False
+            self._evict_from(largest, max(size, most // _EVICTED_FRACTION))
+        return True
+
+    def _evict_from(self, source: PeerID, size: int) -> None:
+        """Drop records of one source, first the ones that expire first. A batch, since finding them costs a scan."""
+        theirs = [held.record for slots in self._keys.values() for held in slots.values() if held.source == source]
+        for record in sorted(theirs, key=lambda each: each.expiration):
+            if size <= 0:
+                break
+            size -= record_bytes(record)
+            self._remove(record.key, record.subkey)
+
+    # ----------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _insert(self, held: _Held) -> None:
+        record = held.record
+        self._keys.setdefault(record.key, {})[record.subkey] = held
+        self._account(held, 1)
+        self._count += 1
+        self._serial += 1
+        heapq.heappush(self._by_expiration, (record.expiration, self._serial, record.key, record.subkey))
+        if len(self._by_expiration) > 2 * self._count + 64:
+            self._rebuild_queue()
+
+    def _remove(self, key: bytes, subkey: bytes | None) -> None:
+        slots = self._keys.get(key)
+        if slots is None or (held := slots.pop(subkey, None)) is None:
+            return
+        if not slots:
+            del self._keys[key]
+        self._account(held, -1)
+        self._count -= 1
+
+    def _account(self, held: _Held, sign: int) -> None:
+        size = sign * record_bytes(held.record)
+        self.bytes += size
+        _add(self._key_bytes, held.record.key, sign * wire_bytes(held.record))
+        _add(self._source_bytes, held.source, size)
+        if held.record.owner is not None:
+            _add(self._owner_bytes, held.record.owner, size)
+
+    def _pop_first(self) -> None:
+        """Take the first of the queue, and drop its record unless a newer one lies in its slot."""
+        expiration, _, key, subkey = heapq.heappop(self._by_expiration)
+        held = self._keys.get(key, {}).get(subkey)
+        if held is not None and held.record.expiration == expiration:
+            self._remove(key, subkey)
+
+    def _rebuild_queue(self) -> None:
+        """Forget queued expirations of records that were replaced."""
+        self._by_expiration = [
+            (held.record.expiration, number, key, subkey)
+            for number, (key, subkey, held) in enumerate(
+                (key, subkey, held) for key, slots in self._keys.items() for subkey, held in slots.items()
+            )
+        ]
+        self._serial = len(self._by_expiration)
+        heapq.heapify(self._by_expiration)
+
+
+def _add(counts: dict[K, int], name: K, size: int) -> None:
+    counts[name] = counts.get(name, 0) + size
+    if not counts[name]:
+        del counts[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------- rates
+
+
+class RateLimiter:
+    """A token bucket for each peer (sans-IO).
+
+    Args:
+        rate_per_s: what each peer may use in the long run.
+        burst: what it may use at once.
+        max_peers: for how many peers this is remembered; the one heard from longest ago is forgotten first.
+    """
+
+    def __init__(self, rate_per_s: float, burst: float, *, max_peers: int = 4096) -> None:
+        self._rate_per_s, self._burst, self._max_peers = rate_per_s, burst, max_peers
+        self._left: dict[PeerID, tuple[float, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    def allows(self, peer: PeerID, cost: float, now: float) -> bool:
+        """Use `cost` tokens of this peer at this time (seconds on a clock that never goes back), if it has them."""
+        left, at = self._left.pop(peer, (self._burst, now))
+        left = min(self._burst, left + (now - at) * self._rate_per_s)
+        allowed = cost <= left
+        self._left[peer] = (left - cost if allowed else left, now)
+        if len(self._left) > self._max_peers:
+            self._left.pop(next(iter(self._left)))
+        return allowed

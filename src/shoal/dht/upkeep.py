@@ -1,0 +1,224 @@
+"""What a DHT node does unasked, so that records stay where they are looked for while nodes come and go.
+
+==============  =========================================================================================
+when            what
+==============  =========================================================================================
+table changed   after `repair_delay_s`: each key held here whose nearest nodes changed is given to the new ones
+                among them, by the two nearest of its present holders
+`republish_s`   what this node wrote is published again; keys held here that nobody renewed in this time are
+                given to all nodes that should hold them, by the nearest holder
+`refresh_s`     buckets without lookups are looked into, nodes without a sign of life are pinged
+`retry_lost_s`  a few nodes that were lost, and initial peers that are missing, are pinged; when one answers, the
+                own neighbourhood is looked up through it: two halves of a network grow together
+==============  =========================================================================================
+
+All of it is work in the background: errors of peers end there, and all periods carry some chance, so that nodes that
+started together do not work together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from shoal.clock import Env
+from shoal.dht.crawl import Caller, Crawler
+from shoal.dht.neighbours import Neighbours
+from shoal.dht.publish import Publisher
+from shoal.dht.routing import id_of_key, node_id
+from shoal.dht.settings import DhtSettings
+from shoal.dht.vault import Vault
+from shoal.errors import PeerError
+from shoal.peer import PeerID
+from shoal.wire import Contact, DhtPing, Record
+
+__all__ = ["Upkeep"]
+
+_BUCKETS_AT_ONCE = 4
+_LOST_AT_ONCE = 3
+_DUTY = 2
+_KEYS_AT_ONCE = 64
+
+
+class _Placed:
+    """Who should hold a key, as of the last time this was looked at, and when a record of it last came in."""
+
+    __slots__ = ("at", "nodes")
+
+    def __init__(self, nodes: Sequence[PeerID], at: float) -> None:
+        self.nodes = dict.fromkeys(nodes)
+        self.at = at
+
+
+class Upkeep:
+    """The background work of one node.
+
+    Args:
+        env: clock and chance.
+        settings: the periods.
+        own: this node.
+        neighbours: what is known of the others.
+        vault: the records.
+        caller: makes pings.
+        crawler: makes lookups.
+        publisher: moves records.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        settings: DhtSettings,
+        own: PeerID,
+        neighbours: Neighbours,
+        vault: Vault,
+        caller: Caller,
+        crawler: Crawler,
+        publisher: Publisher,
+    ) -> None:
+        self._env, self._settings, self._own = env, settings, own
+        self._neighbours, self._vault = neighbours, vault
+        self._caller, self._crawler, self._publisher = caller, crawler, publisher
+        self._placed: dict[bytes, _Placed] = {}
+        self._repairing = False
+        self._started = False
+
+    def start(self) -> None:
+        """Begin the periodic work. Safe to call twice."""
+        if self._started:
+            return
+        self._started = True
+        settings = self._settings
+        self._caller.spawn(self._every(settings.refresh_s, self.refresh))
+        self._caller.spawn(self._every(settings.republish_s, self.republish))
+        self._caller.spawn(self._every(settings.retry_lost_s, self.retry_lost))
+
+    async def _every(self, period_s: float, work: Callable[[], Awaitable[object]]) -> None:
+        while True:
+            await asyncio.sleep(period_s * (0.75 + 0.5 * self._env.rng.random()))
+            await work()
+
+    # ------------------------------------------------------------------------------------------------------- records
+
+    def record_held(self, record: Record) -> None:
+        """A record was taken in: whoever sent it gave it to the nodes that are nearest now, too."""
+        now = asyncio.get_running_loop().time()
+        placed = self._placed.get(record.key)
+        if placed is None:
+            self._placed[record.key] = _Placed(self._holders(record.key), now)
+        else:
+            placed.at = now
+
+    def _holders(self, key: bytes) -> list[PeerID]:
+        """The nodes that should hold a key, as far as is known here, nearest first."""
+        target, replicas = id_of_key(key), self._settings.replicas
+        nodes = [contact.peer for contact in self._neighbours.table.nearest(target, replicas)]
+        nodes.append(self._own)
+        return sorted(nodes, key=lambda peer: node_id(peer) ^ target)[:replicas]
+
+    def table_changed(self) -> None:
+        """A node came into the table, or left it."""
+        if not self._repairing:
+            self._repairing = True
+            self._caller.spawn(self._repair_soon())
+
+    async def _repair_soon(self) -> None:
+        await asyncio.sleep(self._settings.repair_delay_s * (1.0 + self._env.rng.random()))
+        self._repairing = False
+        await self.repair()
+
+    async def repair(self) -> None:
+        """Give keys to nodes that should hold them since the table changed."""
+        joined, lost = self._neighbours.take_changes()
+        if not joined and not lost:
+            return
+        moves: dict[PeerID, list[bytes]] = {}
+        for number, key in enumerate(self._vault.held.keys(self._env.clock.time())):
+            placed = self._placed.get(key)
+            if placed is not None and self._affected(id_of_key(key), placed, joined, lost):
+                self._reassign(key, placed, moves)
+            if number % _KEYS_AT_ONCE == _KEYS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+        await self._move(moves)
+
+    def _affected(self, target: int, placed: _Placed, joined: list[PeerID], lost: list[PeerID]) -> bool:
+        if any(peer in placed.nodes for peer in lost):
+            return True
+        if len(placed.nodes) < self._settings.replicas:
+            return bool(joined)
+        farthest = max(node_id(peer) ^ target for peer in placed.nodes)
+        return any(node_id(peer) ^ target < farthest for peer in joined)
+
+    def _reassign(self, key: bytes, placed: _Placed, moves: dict[PeerID, list[bytes]]) -> None:
+        """Note which nodes have to get the key from here."""
+        target, table = id_of_key(key), self._neighbours.table
+        present = [peer for peer in placed.nodes if peer == self._own or peer in table]
+        present.sort(key=lambda peer: node_id(peer) ^ target)
+        holders = self._holders(key)
+        if self._own in present[:_DUTY]:
+            for peer in holders:
+                if peer not in placed.nodes:
+                    moves.setdefault(peer, []).append(key)
+        placed.nodes = dict.fromkeys(holders)
+
+    async def _move(self, moves: dict[PeerID, list[bytes]]) -> None:
+        now = self._env.clock.time()
+        for peer, keys in moves.items():
+            contact = self._neighbours.table.contact(peer)
+            records = [record for key in keys for record in self._vault.held.records(key, now)]
+            if contact is not None and records:
+                await self._publisher.hand_over(contact, records)
+
+    async def republish(self) -> None:
+        """Publish again what this node wrote, and keys held here that nobody renewed and nobody nearer looks after."""
+        now, at = self._env.clock.time(), asyncio.get_running_loop().time()
+        self._vault.own.purge(now)
+        own = list(self._vault.own)
+        if own:
+            await self._publisher.publish(own, [0] * len(own))
+        moves: dict[PeerID, list[bytes]] = {}
+        held = set(keys := self._vault.held.keys(now))
+        self._placed = {key: placed for key, placed in self._placed.items() if key in held}
+        for key in keys:
+            holders = self._holders(key)
+            placed = self._placed.setdefault(key, _Placed(holders, float("-inf")))
+            if placed.at < at - self._settings.republish_s / 2 and holders[0] == self._own:
+                placed.at = at
+                placed.nodes = dict.fromkeys(holders)
+                for peer in holders[1:]:
+                    moves.setdefault(peer, []).append(key)
+        await self._move(moves)
+
+    # --------------------------------------------------------------------------------------------------------- nodes
+
+    async def look_around(self) -> None:
+        """Look up this node's own id: its neighbours get to know it, and it them."""
+        search = self._crawler.search(node_id(self._own).to_bytes(32), count=self._settings.bucket_size)
+        await self._crawler.run([search], values=False)
+
+    async def refresh(self) -> None:
+        """Look into buckets that saw no lookup for long, and ask nodes that were silent for long."""
+        table, rng = self._neighbours.table, self._env.rng
+        before = asyncio.get_running_loop().time() - self._settings.refresh_s
+        due = table.due(before)
+        chosen = rng.sample(due, min(_BUCKETS_AT_ONCE, len(due)))
+        searches = [self._crawler.search(table.random_id(bucket, rng).to_bytes(32)) for bucket in chosen]
+        await self._crawler.run(searches, values=False)
+        await self._ping(table.quiet(before))
+
+    async def retry_lost(self) -> None:
+        """Ask a few lost nodes; if one is back, or never was gone, meet its neighbourhood."""
+        now = asyncio.get_running_loop().time()
+        missed = self._neighbours.missed(_LOST_AT_ONCE, self._env.rng, now)
+        if missed and await self._ping(missed):
+            await self.look_around()
+
+    async def _ping(self, contacts: Sequence[Contact]) -> int:
+        """Ask nodes for a sign of life; the number that gave one."""
+        return sum(await asyncio.gather(*(self._answers(contact) for contact in contacts)))
+
+    async def _answers(self, contact: Contact) -> bool:
+        try:
+            await self._caller.call(contact, DhtPing())
+        except PeerError:
+            return False
+        return True

@@ -1,0 +1,232 @@
+"""What a record is made of, who may write it, and what else it must satisfy.
+
+A record's value and subkey are MessagePack. A subkey is text, bytes or an integer, in its one shortest encoding, so
+that two subkeys that read the same are the same entry.
+
+**Signatures.** A record with an owner is signed by it over (key, subkey, value, expiration), for the purpose
+`RECORD_CONTEXT`: nobody else can change any of these, nor renew the record. This node signs all that it writes.
+
+**Entries that name a peer.** A subkey of exactly 32 *bytes* names the peer with these bytes as its id
+(`subkey=peer_id.to_bytes()`). Only that peer can write the entry. Other subkeys, and keys without subkeys, belong to
+nobody: whoever writes the later expiration wins.
+
+**Validators** say no by text. Nodes ask them before they hold a record and before they believe one that they were
+given; all of them must agree. Nodes with different validators live in one network: each keeps its own rules.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.dht.routing import key_of
+from shoal.errors import ConfigError
+from shoal.identity import Identity, verify
+from shoal.peer import PEER_ID_BYTES, PeerID
+from shoal.wire import Record, encode
+
+__all__ = [
+    "MAX_SUBKEY_BYTES",
+    "MAX_VALUE_BYTES",
+    "RECORD_CONTEXT",
+    "CompositeValidator",
+    "RecordValidator",
+    "SchemaValidator",
+    "SignatureValidator",
+    "Subkey",
+    "decode_subkey",
+    "decode_value",
+    "encode_subkey",
+    "encode_value",
+    "named_peer",
+    "signed_record",
+]
+
+RECORD_CONTEXT = b"dht record"
+"""What records are signed for: a signature made for anything else is worth nothing here."""
+
+MAX_VALUE_BYTES = 65536
+MAX_SUBKEY_BYTES = 256
+
+Subkey = str | bytes | int
+"""What names an entry of a dictionary."""
+
+_logger = logging.getLogger("shoal.dht")
+
+
+# ------------------------------------------------------------------------------------------------ values and subkeys
+
+
+def encode_value(value: object) -> bytes:
+    """A value as it lies in a record.
+
+    Raises:
+        ConfigError: it is not made of what MessagePack knows, or is longer than 64 KiB.
+    """
+    try:
+        data = msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"value cannot be stored in the DHT ({error}): use numbers, text, bytes, lists, dicts"
+        ) from None
+    if len(data) > MAX_VALUE_BYTES:
+        raise ConfigError(f"value is {len(data)} bytes when encoded, a record holds {MAX_VALUE_BYTES}: store less")
+    return data
+
+
+def decode_value(data: bytes) -> Any:  # noqa: ANN401 (whatever was stored)
+    """The value of a record.
+
+    Raises:
+        ValueError: it is not MessagePack.
+    """
+    try:
+        return msgspec.msgpack.decode(data)
+    except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"undecodable value: {error}") from None
+
+
+def encode_subkey(subkey: Subkey) -> bytes:
+    """A subkey as it lies in a record.
+
+    Raises:
+        ConfigError: it is not text, bytes or a 64-bit integer, or is too long.
+    """
+    if isinstance(subkey, bool) or not isinstance(subkey, str | bytes | int):
+        raise ConfigError(f"subkey must be str, bytes or int, got {type(subkey).__name__}")
+    try:
+        data = msgspec.msgpack.encode(subkey)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"subkey {subkey!r:.80} cannot be encoded: {error}") from None
+    if len(data) > MAX_SUBKEY_BYTES:
+        raise ConfigError(f"subkey is {len(data)} bytes when encoded, the most is {MAX_SUBKEY_BYTES}")
+    return data
+
+
+def decode_subkey(data: bytes) -> Subkey:
+    """Read a subkey back.
+
+    Raises:
+        ValueError: it is not a subkey in its shortest encoding.
+    """
+    subkey = decode_value(data)
+    if isinstance(subkey, bool) or not isinstance(subkey, str | bytes | int) or msgspec.msgpack.encode(subkey) != data:
+        raise ValueError("subkey is not text, bytes or an integer in its shortest encoding")
+    return subkey
+
+
+def named_peer(record: Record) -> PeerID | None:
+    """The peer that the record's subkey names, and that must own it; None if it names none.
+
+    Raises:
+        ValueError: the subkey is malformed.
+    """
+    subkey = decode_subkey(record.subkey) if record.subkey is not None else None
+    return PeerID(subkey) if isinstance(subkey, bytes) and len(subkey) == PEER_ID_BYTES else None
+
+
+# --------------------------------------------------------------------------------------------------------- signatures
+
+
+def _signed_bytes(key: bytes, subkey: bytes | None, value: bytes, expiration: float) -> bytes:
+    return encode((key, subkey, value, expiration))
+
+
+def signed_record(identity: Identity, key: bytes, subkey: bytes | None, value: bytes, expiration: float) -> Record:
+    """A record owned and signed by `identity`. All but `expiration` as they are on the wire."""
+    expiration = float(expiration)
+    signature = identity.sign(RECORD_CONTEXT, _signed_bytes(key, subkey, value, expiration))
+    return Record(key, subkey, value, expiration, identity.peer_id, signature)
+
+
+# --------------------------------------------------------------------------------------------------------- validators
+
+
+class RecordValidator(Protocol):
+    """Decides whether this node accepts a record."""
+
+    def refuses(self, record: Record) -> str:
+        """Why the record is not accepted, in a phrase that is told to whoever sent it; empty if it is."""
+        ...
+
+
+class SignatureValidator:
+    """Holds the rules that keep one peer from writing in another's name. Every node uses it."""
+
+    def refuses(self, record: Record) -> str:
+        try:
+            named = named_peer(record)
+        except ValueError as error:
+            return str(error)
+        if named is not None and record.owner != named:
+            return "the subkey names a peer that does not own the record"
+        if record.owner is None:
+            return "signed, but by nobody" if record.signature else ""
+        signed = _signed_bytes(record.key, record.subkey, record.value, record.expiration)
+        return "" if verify(record.owner, RECORD_CONTEXT, signed, record.signature) else "wrong signature"
+
+
+class FormValidator:
+    """Refuses what no reader could read. Every node uses it."""
+
+    def refuses(self, record: Record) -> str:
+        if not math.isfinite(record.expiration):
+            return "expiration is not a number"
+        try:
+            decode_value(record.value)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+
+class SchemaValidator:
+    """Refuses values of the wrong type under the keys that it knows; lets all others pass.
+
+    Args:
+        types: for each key, the type of its value (of its entries' values, for a dictionary): anything that `msgspec`
+            can convert to, such as `int`, `list[str]` or a `msgspec.Struct` with constraints.
+    """
+
+    def __init__(self, types: Mapping[str | bytes, Any]) -> None:
+        self._decoders = {key_of(key): msgspec.msgpack.Decoder(kind) for key, kind in types.items()}
+
+    def refuses(self, record: Record) -> str:
+        decoder = self._decoders.get(record.key)
+        if decoder is None:
+            return ""
+        try:
+            decoder.decode(record.value)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            return f"value does not fit its schema: {error}"
+        return ""
+
+
+class CompositeValidator:
+    """Accepts what all its validators accept; they are asked in order, up to the first refusal.
+
+    Args:
+        validators: the first ones; `add` takes more.
+    """
+
+    def __init__(self, validators: Iterable[RecordValidator] = ()) -> None:
+        self._validators = list(validators)
+
+    def add(self, *validators: RecordValidator) -> None:
+        """Ask these, too, from now on."""
+        self._validators += validators
+
+    def refuses(self, record: Record) -> str:
+        for validator in self._validators:
+            try:
+                refusal = validator.refuses(record)
+            except Exception as error:
+                # A validator is the user's code, and what it chokes on came from the network: the record is at fault.
+                _logger.warning("%s failed on a record", type(validator).__name__, exc_info=error)
+                return f"{type(validator).__name__} failed: {type(error).__name__}"
+            if refusal:
+                return refusal
+        return ""

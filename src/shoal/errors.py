@@ -1,0 +1,118 @@
+"""Every exception that shoal raises on purpose.
+
+::
+
+    ShoalError
+    ├── ConfigError            an argument, file or setting is wrong: the message names it (also a ValueError)
+    ├── LocalError             this process misused an object
+    │   ├── ClosedError        the object was shut down, or what it stands on was
+    │   └── SimulationError    a simulation cannot go on: deadlock, a limit, something that takes real time
+    ├── PeerError              another peer, or the way to it, is at fault (carries .peer_id)
+    │   ├── PeerUnreachable    no connection could be made, or it was lost
+    │   ├── PeerTimeout        the peer did not answer in time (also a TimeoutError)
+    │   ├── PeerProtocolError  the peer sent something that the protocol does not allow
+    │   └── PeerRefused        the peer answered, and said no (version, identity, limits, wrong run)
+    ├── RoundFailed            an averaging round ended without a result; no tensor was touched
+    │   └── SchemaMismatch     the peers' tensors differ; names the first that does
+    └── StateUnavailable       no donor gave a complete, verified state; nothing was applied
+
+Who is at fault decides what happens: a `PeerError` costs that peer its place, never the process its life; a
+`ConfigError` or `LocalError` is the caller's to mend. `assert` is kept for shoal's own invariants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.peer import PeerID
+
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "LocalError",
+    "PeerError",
+    "PeerProtocolError",
+    "PeerRefused",
+    "PeerTimeout",
+    "PeerUnreachable",
+    "RoundFailed",
+    "SchemaMismatch",
+    "ShoalError",
+    "SimulationError",
+    "StateUnavailable",
+]
+
+
+class ShoalError(Exception):
+    """Base of every exception that shoal raises on purpose."""
+
+
+class ConfigError(ShoalError, ValueError):
+    """An argument, a file or a setting is wrong; the message names it and says what to do."""
+
+
+class LocalError(ShoalError):
+    """This process used an object in a way it does not allow."""
+
+
+class ClosedError(LocalError):
+    """The object was shut down, or what it stands on was."""
+
+
+class SimulationError(LocalError):
+    """A simulation (`shoal.sim`) cannot go on: a deadlock, a limit, or something that would take real time."""
+
+
+class PeerError(ShoalError):
+    """Another peer, or the way to it, is at fault.
+
+    Args:
+        message: what happened, in words for a log.
+        peer_id: the peer at fault; None before the other side has proved who it is.
+    """
+
+    def __init__(self, message: str, peer_id: PeerID | None = None) -> None:
+        super().__init__(f"{message} (peer {peer_id.short()})" if peer_id is not None else message)
+        self.message = message
+        self.peer_id = peer_id
+
+
+class PeerUnreachable(PeerError):
+    """No connection to the peer could be made, or the one there was is lost."""
+
+
+class PeerTimeout(PeerError, TimeoutError):
+    """The peer is connected, as far as is known, but did not answer in time."""
+
+
+class PeerProtocolError(PeerError):
+    """The peer sent bytes that the protocol does not allow. Its connection is dropped."""
+
+
+class PeerRefused(PeerError):
+    """The peer answered and said no: another protocol version, another identity, a limit, another run."""
+
+
+class RoundFailed(ShoalError):
+    """An averaging round ended without a result. The averaged tensors are as they were before it.
+
+    Args:
+        reason: what happened, one phrase.
+        peers: the peers that caused it, if any are known.
+    """
+
+    def __init__(self, reason: str, peers: Sequence[PeerID] = ()) -> None:
+        blamed = f" (peers {', '.join(peer.short() for peer in peers)})" if peers else ""
+        super().__init__(f"{reason}{blamed}")
+        self.reason = reason
+        self.peers = tuple(peers)
+
+
+class SchemaMismatch(RoundFailed):
+    """The peers' tensors, codecs or run settings differ; `reason` names the first difference."""
+
+
+class StateUnavailable(ShoalError):
+    """No donor gave a complete and verified state before the deadline. Nothing was applied."""

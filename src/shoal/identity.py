@@ -1,0 +1,184 @@
+"""Who a peer is: an Ed25519 key pair whose public half is the `PeerID`.
+
+Signatures are domain-separated: what is signed is ``b"shoal/1 " + context + b"\\0" + message``, and a context holds no
+zero byte. So a proof made to open a connection can never pass as a signed DHT record, nor the other way round.
+
+A key file is PEM (PKCS8, not encrypted), the format that `openssl genpkey -algorithm ed25519` writes. It is created
+with mode 0600 and refused when others can read it (on systems with POSIX modes).
+
+Source: RFC 8032 (Ed25519), by way of the `cryptography` package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+
+from shoal.errors import ConfigError
+from shoal.peer import PeerID
+
+__all__ = ["SEED_BYTES", "SIGNATURE_BYTES", "Identity", "verify"]
+
+SEED_BYTES = 32
+"""Length of the secret that an identity is derived from."""
+
+SIGNATURE_BYTES = 64
+"""Length of every signature."""
+
+_MAX_FILE_BYTES = 16 << 10
+
+
+class Identity:
+    """A peer's secret key. Make one with `ephemeral`, `load`, `create`, `load_or_create` or, in tests, `from_seed`.
+
+    Args:
+        key: the private key.
+    """
+
+    __slots__ = ("_key", "_peer_id")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self._peer_id = PeerID(key.public_key().public_bytes_raw())
+
+    @classmethod
+    def ephemeral(cls) -> Identity:
+        """A new identity that is forgotten with the process."""
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def from_seed(cls, seed: bytes) -> Identity:
+        """The identity that follows from 32 bytes: for simulation, where everything must follow from one seed.
+
+        Raises:
+            ConfigError: `seed` is not 32 bytes.
+        """
+        if not isinstance(seed, bytes) or len(seed) != SEED_BYTES:
+            raise ConfigError(f"seed must be {SEED_BYTES} bytes, got {seed!r:.80}")
+        return cls(Ed25519PrivateKey.from_private_bytes(seed))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Identity:
+        """Read a key file.
+
+        Raises:
+            ConfigError: there is no such file, others can read it, or it holds no Ed25519 key; says what to do.
+        """
+        try:
+            return cls._load(path)
+        except FileNotFoundError as error:
+            raise ConfigError(f"no key file at {os.fspath(path)}: create one with Identity.create(path)") from error
+
+    @classmethod
+    def create(cls, path: str | os.PathLike[str]) -> Identity:
+        """Make a new identity and write it to a new file that only its owner can read.
+
+        Raises:
+            ConfigError: the file exists already, or cannot be written.
+        """
+        try:
+            return cls._create(path)
+        except FileExistsError as error:
+            raise ConfigError(f"key file {os.fspath(path)} exists: load it, or choose another path") from error
+
+    @classmethod
+    def load_or_create(cls, path: str | os.PathLike[str]) -> Identity:
+        """Read the key file, or make it if there is none.
+
+        Raises:
+            ConfigError: as for `load` and `create`.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            return cls._load(path)
+        with contextlib.suppress(FileExistsError):
+            return cls._create(path)
+        return cls.load(path)  # another process made it just now
+
+    @classmethod
+    def _load(cls, path: str | os.PathLike[str]) -> Identity:
+        name = os.fspath(path)
+        try:
+            with Path(path).open("rb") as file:
+                mode = os.fstat(file.fileno()).st_mode
+                text = file.read(_MAX_FILE_BYTES)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"cannot read key file {name}: {error.strerror}") from error
+        if os.name == "posix" and mode & 0o077:
+            raise ConfigError(
+                f"others can read or write key file {name} (mode {stat.S_IMODE(mode):04o}): run `chmod 600 {name}`, "
+                "or create a new key if somebody may have read it"
+            )
+        try:
+            key = load_pem_private_key(text, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+            raise ConfigError(f"{name} is not a key file: expected an unencrypted PEM private key") from error
+        if not isinstance(key, Ed25519PrivateKey):
+            raise ConfigError(f"the key in {name} is not an Ed25519 key")
+        return cls(key)
+
+    @classmethod
+    def _create(cls, path: str | os.PathLike[str]) -> Identity:
+        identity = cls.ephemeral()
+        pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        try:
+            # The mode is given at birth: there is no moment in which others can open the file.
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"cannot create key file {os.fspath(path)}: {error.strerror}") from error
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(pem)
+        except OSError as error:
+            Path(path).unlink(missing_ok=True)
+            raise ConfigError(f"cannot write key file {os.fspath(path)}: {error.strerror}") from error
+        return identity
+
+    @property
+    def peer_id(self) -> PeerID:
+        """The public half."""
+        return self._peer_id
+
+    def sign(self, context: bytes, message: bytes) -> bytes:
+        """Sign `message` for one purpose.
+
+        Args:
+            context: the purpose, such as `b"record"`; a signature for one context is worth nothing in another.
+            message: what is signed.
+
+        Returns:
+            64 bytes.
+        """
+        return self._key.sign(_signed_bytes(context, message))
+
+    def __repr__(self) -> str:
+        return f"Identity({self._peer_id})"
+
+
+def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) -> bool:
+    """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception."""
+    try:
+        Ed25519PublicKey.from_public_bytes(peer_id.raw).verify(signature, _signed_bytes(context, message))
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _signed_bytes(context: bytes, message: bytes) -> bytes:
+    if not context or b"\0" in context:
+        raise ConfigError(f"context must be non-empty and without zero bytes, got {context!r:.80}")
+    return b"shoal/1 " + context + b"\0" + message

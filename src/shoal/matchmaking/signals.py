@@ -1,0 +1,361 @@
+"""What the group machine hears and what it says: its rules, events and actions. Pure values.
+
+Two times are used. `now` is the loop's time (monotonic): for windows, pauses and settling. An *expiration* is wall
+clock: it travels, and with the peer id it makes the order in which peers lead.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from shoal.peer import PeerID
+from shoal.wire import Contact
+
+__all__ = [
+    "MAX_GROUP_SIZE",
+    "Accept",
+    "Action",
+    "Ask",
+    "AskAccepted",
+    "AskLost",
+    "AskRedirected",
+    "AskRefused",
+    "BeginReceived",
+    "Cancel",
+    "Declaration",
+    "Declare",
+    "Declared",
+    "DirectoryFailed",
+    "DirectoryRead",
+    "Event",
+    "Fail",
+    "JoinAsked",
+    "JoinGone",
+    "Key",
+    "Memory",
+    "Mismatched",
+    "Nudge",
+    "Nudged",
+    "PeerGone",
+    "ReadDirectory",
+    "Redirect",
+    "Refuse",
+    "Rules",
+    "Start",
+    "StopAsking",
+    "Tick",
+    "Withdraw",
+]
+
+MAX_GROUP_SIZE = 256
+"""No group is larger, whatever `target_size` says: bounds the `Begin` message."""
+
+Key = tuple[float, PeerID]
+"""(expiration, peer id): the earlier of two peers leads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How one peer forms groups.
+
+    Attributes:
+        target_size: a group of this many starts at once; None: no size is full (but for `MAX_GROUP_SIZE`).
+        min_size: a smaller group never starts.
+        window_s: how long one declaration stands; at its end the group starts or the peer declares again.
+        deadline_s: no new window begins after this, counted from the start; None: one window only.
+        settle_s: shortest quiet time after a join before a group that is not full may start.
+        settle_max_s: longest such quiet time that is chosen by what was observed.
+        patience_s: a peer that stands in the directory for longer than this without joining is waited for no more.
+        reduces: whether this peer can reduce a slice.
+        leads: whether this peer can lead; False for a client, which never declares.
+        grace_s: a declaration counts as live until this long after its expiration, since clocks differ.
+        follow_grace_s: how long past its own window a follower waits for its leader's `Begin`.
+    """
+
+    target_size: int | None = None
+    min_size: int = 2
+    window_s: float = 5.0
+    deadline_s: float | None = None
+    settle_s: float = 0.05
+    settle_max_s: float = 0.5
+    patience_s: float = 3.0
+    reduces: bool = True
+    leads: bool = True
+    grace_s: float = 3.0
+    follow_grace_s: float = 3.0
+
+    @property
+    def full_size(self) -> int:
+        """The number of members at which a group is full."""
+        return min(self.target_size or MAX_GROUP_SIZE, MAX_GROUP_SIZE)
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A peer's word in the directory that it looks for a group until `expiration` (wall clock, seconds)."""
+
+    contact: Contact
+    expiration: float
+
+    @property
+    def peer(self) -> PeerID:
+        """Who declared."""
+        return self.contact.peer
+
+    @property
+    def key(self) -> Key:
+        """The declarer's place in the order of leaders."""
+        return self.expiration, self.contact.peer
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a peer keeps from one search to the next. Bounded.
+
+    Attributes:
+        lost: peers whose link was lost; their declarations with expirations up to the value are dead.
+        companions: the members of the last group under the same key: who is likely to come again.
+        read_s: how long the last read of the directory took: a measure of how far away the others are.
+    """
+
+    lost: dict[PeerID, float] = field(default_factory=dict)
+    companions: frozenset[PeerID] = frozenset()
+    read_s: float = 0.0
+
+    _MAX_LOST = 1024
+
+    def lose(self, peer: PeerID, expiration: float) -> None:
+        """Declarations of this peer up to `expiration` are dead."""
+        self.lost[peer] = max(expiration, self.lost.pop(peer, -math.inf))
+        if len(self.lost) > self._MAX_LOST:
+            del self.lost[next(iter(self.lost))]
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """The declaration is stored, or why it could not be."""
+
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRead:
+    """The read that was asked for last is done: who declares now, ourselves perhaps included."""
+
+    declarations: tuple[Declaration, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryFailed:
+    """The read that was asked for last gave nothing."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class JoinAsked:
+    """A peer with our schema and settings asks us to lead it. A peer without addresses (a client) can never lead."""
+
+    contact: Contact
+    expiration: float
+    reduces: bool
+
+
+@dataclass(frozen=True, slots=True)
+class JoinGone:
+    """A peer that we accepted left, or its stream is lost."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatched:
+    """A peer asked us whose schema or settings differ; it was refused. `text` names the first difference."""
+
+    peer: PeerID
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskAccepted:
+    """The peer that we asked leads us."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class AskRefused:
+    """The peer that we asked, or that led us, said no."""
+
+    peer: PeerID
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class AskRedirected:
+    """The peer that we asked, or that led us, follows `leader`."""
+
+    peer: PeerID
+    leader: Contact
+
+
+@dataclass(frozen=True, slots=True)
+class AskLost:
+    """The peer that we asked, or that led us, cannot be reached, broke the protocol, or said nothing in time."""
+
+    peer: PeerID
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BeginReceived:
+    """Our leader started the group."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Nudged:
+    """What came of a nudge: the code of the refusal, `redirected`, or `lost`."""
+
+    peer: PeerID
+    code: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The link to this peer is lost. (The shell has put it into `Memory.lost`.)"""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: `deadline()` is reached, or what `expected()` says may have changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Stop looking."""
+
+
+Event = (
+    Declared
+    | DirectoryRead
+    | DirectoryFailed
+    | JoinAsked
+    | JoinGone
+    | Mismatched
+    | AskAccepted
+    | AskRefused
+    | AskRedirected
+    | AskLost
+    | BeginReceived
+    | Nudged
+    | PeerGone
+    | Tick
+    | Cancel
+)
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    """Store our declaration in the directory; answered by `Declared`."""
+
+    expiration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take our declaration out of the directory. Not answered."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDirectory:
+    """Begin to read the directory now; answered by `DirectoryRead` or `DirectoryFailed`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Open a `Join` stream to this peer, with our `expiration`; answered by an `Ask…` event in bounded time."""
+
+    contact: Contact
+    expiration: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopAsking:
+    """Leave the peer that we asked or follow. No event about it is to come any more."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Nudge:
+    """Open a `Join` stream to a *later* peer, which refuses it but learns of us; answered by `Nudged`."""
+
+    contact: Contact
+    expiration: float
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    """Tell the asker that it is in."""
+
+    peer: PeerID
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Tell the asker, or a peer accepted before, that it is not in."""
+
+    peer: PeerID
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """Tell the asker, or a peer accepted before, to ask our leader."""
+
+    peer: PeerID
+    leader: Contact
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Begin the group of ourselves and these followers. The machine is done."""
+
+    followers: tuple[PeerID, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """No group: why, and because of whom. The machine is done."""
+
+    reason: str
+    peers: tuple[PeerID, ...] = ()
+    mismatch: bool = False
+
+
+Action = (
+    Declare
+    | Withdraw
+    | ReadDirectory
+    | Ask
+    | StopAsking
+    | Nudge
+    | Accept
+    | Refuse
+    | Redirect
+    | Start
+    | Fail
+)

@@ -1,0 +1,202 @@
+"""Names of peers and of the places where they listen. Pure values: no socket, no key.
+
+A `PeerID` *is* the peer's Ed25519 public key: who can sign with the key is the peer. An `Address` is one place where a
+peer can be dialed, written `/ip4/127.0.0.1/tcp/4000/p2p/<peer id>` (hosts as `ip4`, `ip6` or `dns`). An `Invite` is
+what one person sends another: a few addresses and the name of a run, with a checksum against typing errors.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from shoal.errors import ConfigError
+
+__all__ = ["Address", "Invite", "PeerID", "parse_peers"]
+
+PEER_ID_BYTES = 32
+_INVITE_SCHEME = "shoal:"
+_HOST_KINDS = {"ip4", "ip6", "dns"}
+
+
+class PeerID:
+    """The identity of a peer: its 32-byte Ed25519 public key, printed as 52 letters and digits (base32).
+
+    Args:
+        raw: the public key, exactly 32 bytes.
+
+    Raises:
+        ConfigError: `raw` is not 32 bytes.
+    """
+
+    __slots__ = ("_hash", "raw")
+
+    def __init__(self, raw: bytes) -> None:
+        if not isinstance(raw, bytes) or len(raw) != PEER_ID_BYTES:
+            raise ConfigError(f"a peer id is {PEER_ID_BYTES} bytes, got {raw!r}")
+        self.raw = raw
+        self._hash = hash(raw)
+
+    @classmethod
+    def parse(cls, text: str) -> PeerID:
+        """Read the printed form back. Raises `ConfigError` if `text` is not a peer id."""
+        try:
+            raw = base64.b32decode(text.upper() + "=" * (-len(text) % 8))
+        except (binascii.Error, ValueError):
+            raw = b""
+        if len(raw) != PEER_ID_BYTES or str(peer := cls(raw)) != text:
+            raise ConfigError(f"not a peer id: {text!r} (expected 52 characters of a-z and 2-7)")
+        return peer
+
+    def to_bytes(self) -> bytes:
+        """The 32 bytes of the public key."""
+        return self.raw
+
+    def short(self) -> str:
+        """The first 8 characters: enough for a log line, not for a decision."""
+        return str(self)[:8]
+
+    def __str__(self) -> str:
+        return base64.b32encode(self.raw).decode().rstrip("=").lower()
+
+    def __repr__(self) -> str:
+        return f"PeerID({str(self)!r})"
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PeerID) and self.raw == other.raw
+
+    def __lt__(self, other: PeerID) -> bool:
+        return self.raw < other.raw
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """One place where one peer listens: `/<ip4|ip6|dns>/HOST/tcp/PORT/p2p/PEERID`.
+
+    Attributes:
+        host: an IPv4 or IPv6 address, or a DNS name.
+        port: TCP port, 1 to 65535.
+        peer_id: who must answer there.
+    """
+
+    host: str
+    port: int
+    peer_id: PeerID
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} in an address is not within 1..65535")
+        if not re.fullmatch(r"[0-9A-Za-z.:_-]{1,253}", self.host):
+            raise ConfigError(f"host {self.host!r} in an address is not an IP address or a DNS name")
+
+    @property
+    def kind(self) -> str:
+        """`ip4`, `ip6` or `dns`."""
+        try:
+            return f"ip{ipaddress.ip_address(self.host).version}"
+        except ValueError:
+            return "dns"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read the printed form back. Raises `ConfigError` that says which piece is wrong."""
+        pieces = text.strip().split("/")
+        if len(pieces) != 7 or pieces[0] or pieces[3] != "tcp" or pieces[5] != "p2p":
+            raise ConfigError(
+                f"not an address: {text!r} (expected /ip4/HOST/tcp/PORT/p2p/PEERID, as printed by `shoal dht`)"
+            )
+        kind, host, port = pieces[1], pieces[2], pieces[4]
+        if kind not in _HOST_KINDS:
+            raise ConfigError(f"{kind!r} in address {text!r} is not one of ip4, ip6, dns")
+        if not port.isascii() or not port.isdigit():
+            raise ConfigError(f"port {port!r} in address {text!r} is not a number")
+        address = cls(host, int(port), PeerID.parse(pieces[6]))
+        if address.kind != kind:
+            raise ConfigError(f"host {host!r} in address {text!r} is {address.kind}, not {kind}")
+        return address
+
+    def __str__(self) -> str:
+        return f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/{self.peer_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Invite:
+    """What one person sends another to join: `shoal:` and base64url of addresses, run id and a checksum.
+
+    Attributes:
+        addresses: where to dial, at least one.
+        run_id: the run to join; empty when the invite names only the network.
+    """
+
+    addresses: tuple[Address, ...]
+    run_id: str = ""
+
+    def __str__(self) -> str:
+        body = msgspec.msgpack.encode((1, [str(address) for address in self.addresses], self.run_id))
+        packed = zlib.compress(body, 9)
+        text = base64.urlsafe_b64encode(packed + zlib.crc32(packed).to_bytes(4, "big"))
+        return _INVITE_SCHEME + text.decode().rstrip("=")
+
+    @classmethod
+    def parse(cls, text: str) -> Invite:
+        """Read an invite. Raises `ConfigError` if a character is missing or wrong."""
+        text = text.strip()
+        damaged = ConfigError(f"invite {text[:24]!r}… is damaged: copy the whole line again, from 'shoal:' to its end")
+        if not text.startswith(_INVITE_SCHEME):
+            raise ConfigError(f"not an invite: {text[:24]!r}… (an invite begins with {_INVITE_SCHEME!r})")
+        body = text.removeprefix(_INVITE_SCHEME)
+        try:
+            # b64decode would skip characters outside its alphabet: a typing error must not pass.
+            if len(body) > 8192 or not re.fullmatch(r"[A-Za-z0-9_-]+", body):
+                raise damaged
+            raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
+            packed, checksum = raw[:-4], raw[-4:]
+            if zlib.crc32(packed).to_bytes(4, "big") != checksum:
+                raise damaged
+            unpacked = zlib.decompressobj().decompress(packed, 65536)
+            version, addresses, run_id = msgspec.msgpack.decode(unpacked, type=tuple[int, list[str], str])
+        except (binascii.Error, zlib.error, msgspec.MsgspecError) as error:
+            raise damaged from error
+        if version != 1:
+            raise ConfigError(f"this invite has format {version}, made by a newer shoal: upgrade to read it")
+        if not addresses:
+            raise damaged
+        return cls(tuple(Address.parse(address) for address in addresses), run_id)
+
+
+def parse_peers(peers: str | Iterable[str | Address | Invite]) -> tuple[Address, ...]:
+    """Read `initial_peers`: addresses and invites, as text or objects, in one sequence.
+
+    Args:
+        peers: an iterable of addresses or invites; one string counts as a sequence of one.
+
+    Returns:
+        All addresses in the order given, each once.
+
+    Raises:
+        ConfigError: one of them is neither an address nor an invite.
+    """
+    items: Sequence[object] = [peers] if isinstance(peers, str) else list(peers)
+    found: dict[Address, None] = {}
+    for item in items:
+        if isinstance(item, Address):
+            found[item] = None
+        elif isinstance(item, Invite):
+            found.update(dict.fromkeys(item.addresses))
+        elif isinstance(item, str) and item.strip().startswith(_INVITE_SCHEME):
+            found.update(dict.fromkeys(Invite.parse(item).addresses))
+        elif isinstance(item, str):
+            found[Address.parse(item)] = None
+        else:
+            raise ConfigError(f"initial_peers must hold addresses or invites, got {type(item).__name__}")
+    return tuple(found)

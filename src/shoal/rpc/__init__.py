@@ -1,0 +1,10 @@
+"""Calls and streams between peers, over any transport.
+
+`Endpoint` is what the rest of shoal uses. See `endpoint` for its rules, `framing` for the bytes.
+"""
+
+from shoal.rpc.endpoint import Endpoint
+from shoal.rpc.framing import Limits
+from shoal.rpc.stream import Stream
+
+__all__ = ["Endpoint", "Limits", "Stream"]

@@ -1,0 +1,534 @@
+"""The endpoint: every call and every stream of this peer goes through it.
+
+- One call link per peer carries small calls either way, whoever dialed. A peer that only dials (client mode) is reached
+  over the link that it made.
+- Each stream has a connection of its own, taken from a small pool, so bulk data never delays a call. Before a stream is
+  opened there is a call link, whose heartbeat tells when a silent peer is gone; then all its streams are aborted.
+- What a peer sends is decoded into the declared type before a handler sees it. What is not decodable, too long or too
+  much costs that peer its connection or an answer of `busy`; it never raises here.
+- Loop thread only. After `close` nothing is left: no task, no connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.clock import Env
+from shoal.errors import (
+    ClosedError,
+    LocalError,
+    PeerError,
+    PeerProtocolError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+)
+from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
+from shoal.peer import PeerID
+from shoal.rpc.framing import Frame, Kind, Limits, pack, read_frame
+from shoal.rpc.link import CallLink, reply_frame
+from shoal.rpc.stream import Stream
+from shoal.transport.base import Connection, Transport
+from shoal.wire import (
+    Call,
+    Contact,
+    Failure,
+    Hello,
+    Message,
+    Opening,
+    OpenStream,
+    Request,
+    decode,
+    encode,
+    reply_type,
+    stream_types,
+)
+
+__all__ = ["Endpoint"]
+
+R = TypeVar("R")
+Q = TypeVar("Q", bound=Request[Any])
+Up = TypeVar("Up", bound=Message)
+Down = TypeVar("Down", bound=Message)
+
+CallHandler = Callable[[PeerID, Any], Awaitable[Any]]
+StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
+
+_MAX_CONTACTS = 8192
+_OPEN_TIMEOUT_S = 10.0
+_logger = logging.getLogger("shoal.rpc")
+
+
+class _Peer:
+    """What is open between us and one peer."""
+
+    __slots__ = ("dialing", "idle", "inbound", "links", "streams")
+
+    def __init__(self) -> None:
+        self.links: list[CallLink] = []
+        self.dialing: asyncio.Task[CallLink] | None = None
+        self.streams: set[Connection] = set()
+        self.inbound = 0
+        self.idle: list[Connection] = []
+
+    @property
+    def empty(self) -> bool:
+        return not (self.links or self.dialing or self.streams or self.idle)
+
+
+class Endpoint:
+    """Calls and streams of one peer.
+
+    Args:
+        transport: how peers are reached; the endpoint owns and closes it.
+        env: clock, chance, executor, events.
+        limits: what one peer may cost, and heartbeat periods.
+    """
+
+    def __init__(self, transport: Transport, env: Env, *, limits: Limits | None = None) -> None:
+        self.env = env
+        self.limits = limits or Limits()
+        self._transport = transport
+        self._peers: dict[PeerID, _Peer] = {}
+        self._contacts: dict[PeerID, Contact] = {}
+        self._calls: dict[str, tuple[type[Any], CallHandler]] = {}
+        self._streams: dict[str, tuple[type[Any], StreamHandler]] = {}
+        self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+        self._closed_traffic = (0, 0)
+        self._connections: set[Connection] = set()
+
+    # ------------------------------------------------------------------------------------------------- what we are
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Our own identity."""
+        return self._transport.peer_id
+
+    @property
+    def contact(self) -> Contact:
+        """How others reach us."""
+        return Contact(self.peer_id, tuple(self._transport.addresses)[:8])
+
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+        return self._closed
+
+    @property
+    def peers(self) -> tuple[PeerID, ...]:
+        """The peers that we have a call link with now."""
+        return tuple(peer for peer, state in self._peers.items() if state.links)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since the start, over all connections."""
+        sent, received = self._closed_traffic
+        for connection in self._connections:
+            sent, received = sent + connection.bytes_sent, received + connection.bytes_received
+        return sent, received
+
+    def clock_offset_s(self, peer: PeerID) -> float:
+        """How far the peer's wall clock is ahead of ours, as last estimated; 0.0 if unknown."""
+        state = self._peers.get(peer)
+        return state.links[0].clock_offset_s if state and state.links else 0.0
+
+    async def start(self, *, listen: bool = True) -> None:
+        """Begin to accept connections (unless `listen` is False: client mode).
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+        """
+        if listen:
+            await self._transport.listen(self._accept)
+
+    # ------------------------------------------------------------------------------------------------ what we serve
+
+    def serve(self, request: type[Request[R]], handler: Callable[[PeerID, Any], Awaitable[R]]) -> None:
+        """Answer requests of this type with `await handler(peer, request)`.
+
+        A `PeerError` that the handler raises is told to the caller; anything else is logged and told as "internal".
+        """
+        self._calls[_tag(request)] = (request, handler)
+
+    def serve_stream(self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]]) -> None:
+        """Run `await handler(stream, opening)` for each stream of this type that a peer opens.
+
+        When the handler returns, the stream is finished in order (END both ways); when it raises, given up.
+        """
+        self._streams[_tag(opening)] = (opening, handler)
+
+    def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
+        """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
+        self._lost_callbacks.append(callback)
+
+        def unsubscribe() -> None:
+            with suppress(ValueError):
+                self._lost_callbacks.remove(callback)
+
+        return unsubscribe
+
+    # ---------------------------------------------------------------------------------------------------- addresses
+
+    def learn(self, contact: Contact) -> None:
+        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored."""
+        addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
+        if addresses and contact.peer != self.peer_id:
+            self._contacts.pop(contact.peer, None)
+            self._contacts[contact.peer] = Contact(contact.peer, addresses)
+            if len(self._contacts) > _MAX_CONTACTS:
+                self._contacts.pop(next(iter(self._contacts)))
+
+    def contact_of(self, peer: PeerID) -> Contact:
+        """What is known of a peer's addresses."""
+        return self._contacts.get(peer) or Contact(peer)
+
+    def connected(self, peer: PeerID) -> bool:
+        """Whether there is a call link now: a call would not dial."""
+        state = self._peers.get(peer)
+        return bool(state and state.links)
+
+    def reachable(self, peer: PeerID) -> bool:
+        """Whether there is a call link, or an address to dial."""
+        state = self._peers.get(peer)
+        return bool(state and state.links) or peer in self._contacts
+
+    # --------------------------------------------------------------------------------------------- calls and streams
+
+    async def call(self, to: Contact | PeerID, request: Request[R], *, timeout_s: float) -> R:
+        """Send a request and wait for its reply; dials if there is no link.
+
+        Raises:
+            PeerTimeout: not done within `timeout_s` seconds, dialing included.
+            PeerUnreachable: no connection, or it broke.
+            PeerRefused: the peer said no.
+            PeerProtocolError: the reply is not of the declared type.
+        """
+        peer = self._peer_of(to)
+        method = _tag(type(request))
+        started = asyncio.get_running_loop().time()
+        link = await self._link(peer, timeout_s)
+        left_s = timeout_s - (asyncio.get_running_loop().time() - started)
+        body = await link.call(method, encode(request), max(left_s, 0.001))
+        try:
+            reply: R = decode(body, reply_type(type(request)))
+            return reply
+        except msgspec.MsgspecError as error:
+            self.env.events.emit(PeerDropped(peer=peer, where=method, reason=str(error)))
+            link.connection.abort()
+            raise PeerProtocolError(f"undecodable reply to {method}: {error}", peer) from error
+
+    async def open(self, to: Contact | PeerID, opening: Opening[Up, Down], *, timeout_s: float) -> Stream[Up, Down]:
+        """Open a stream. The other side may still refuse it: that shows at the first `recv`.
+
+        Raises:
+            PeerTimeout, PeerUnreachable, PeerRefused: no connection could be made.
+        """
+        peer = self._peer_of(to)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._link(peer, timeout_s)
+                connection = await self._stream_connection(peer, timeout_s)
+                state = self._state(peer)
+                state.streams.add(connection)
+                self._watch(peer)
+                stream: Stream[Up, Down] = Stream(
+                    connection,
+                    stream_types(type(opening))[1],
+                    self.limits,
+                    lambda reusable: self._stream_released(connection, reusable=reusable),
+                )
+                try:
+                    body = msgspec.Raw(encode(opening))
+                    await connection.write(pack(Kind.OPEN, OpenStream(_tag(type(opening)), body)))
+                except BaseException:
+                    stream.abort()
+                    raise
+                return stream
+        except TimeoutError:
+            raise PeerTimeout(f"no stream within {timeout_s:g} s", peer) from None
+
+    def _peer_of(self, to: Contact | PeerID) -> PeerID:
+        if self._closed:
+            raise ClosedError("this peer was shut down")
+        if isinstance(to, Contact):
+            self.learn(to)
+            to = to.peer
+        if to == self.peer_id:
+            raise LocalError("a peer does not call itself")
+        return to
+
+    # ------------------------------------------------------------------------------------------------------- dialing
+
+    async def _link(self, peer: PeerID, timeout_s: float) -> CallLink:
+        state = self._state(peer)
+        for link in state.links:
+            if not link.closed:
+                return link
+        if state.dialing is None:
+            state.dialing = self._spawn(self._dial_link(peer))
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(state.dialing)
+        except TimeoutError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
+
+    async def _dial_link(self, peer: PeerID) -> CallLink:
+        state = self._state(peer)
+        try:
+            connection = await self._dial(peer)
+            await connection.write(pack(Kind.HELLO, Hello(self.contact)))
+            return self._add_link(connection)
+        finally:
+            state.dialing = None
+            self._forget(peer)
+
+    async def _dial(self, peer: PeerID) -> Connection:
+        contact = self._contacts.get(peer)
+        if contact is None:
+            raise PeerUnreachable("no address is known, and it has not dialed us", peer)
+        connection = await self._transport.dial(peer, contact.addresses, timeout_s=self.limits.dial_timeout_s)
+        if self._closed:
+            connection.abort()
+            raise ClosedError("this peer was shut down")
+        self._connections.add(connection)
+        return connection
+
+    async def _stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
+        idle = self._state(peer).idle
+        while idle:
+            connection = idle.pop()
+            if not connection.closed:
+                return connection
+            self._drop(connection)
+        return await self._dial(peer)
+
+    # ----------------------------------------------------------------------------------------------------- accepting
+
+    def _accept(self, connection: Connection) -> None:
+        if self._closed:
+            connection.abort()
+            return
+        self._connections.add(connection)
+        self._spawn(self._serve_connection(connection))
+
+    async def _serve_connection(self, connection: Connection) -> None:
+        try:
+            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                frame = await read_frame(connection, self.limits)
+            if frame.kind is Kind.HELLO:
+                hello = decode(frame.header, Hello)
+                if hello.contact.peer == connection.peer_id:
+                    self.learn(hello.contact)
+                self._add_link(connection)
+                return  # the link reads on
+            while True:
+                if not await self._serve_stream(connection, frame):
+                    break
+                frame = await read_frame(connection, self.limits)
+        except TimeoutError:
+            pass  # said nothing: dropped below
+        except PeerUnreachable:
+            pass  # the dialer closed an idle stream connection, as it may
+        except (PeerProtocolError, msgspec.MsgspecError) as error:
+            self.env.events.emit(PeerDropped(peer=connection.peer_id, where="rpc", reason=str(error)))
+        self._drop(connection)
+
+    async def _serve_stream(self, connection: Connection, frame: Frame) -> bool:
+        """Serve one stream; True if the connection can carry another."""
+        peer = connection.peer_id
+        if frame.kind is not Kind.OPEN:
+            raise PeerProtocolError(f"{frame.kind.name} frame where a stream should begin", peer)
+        opening = decode(frame.header, OpenStream)
+        reusable = False
+
+        def released(ok: bool) -> None:
+            nonlocal reusable
+            reusable = ok
+
+        served = self._streams.get(opening.method)
+        state = self._state(peer)
+        kind = stream_types(served[0])[0] if served else Message
+        stream: Stream[Any, Any] = Stream(connection, kind, self.limits, released)
+        if served is None:
+            await stream.fail("unknown", f"no stream {opening.method!r} is served here")
+        elif state.inbound >= self.limits.streams_per_peer:
+            await stream.fail("busy", f"more than {self.limits.streams_per_peer} streams at once")
+        else:
+            state.inbound += 1
+            state.streams.add(connection)
+            self._watch(peer)
+            try:
+                await self._run_stream_handler(stream, served[1], decode(opening.body, served[0]))
+            finally:
+                state.inbound -= 1
+                state.streams.discard(connection)
+                self._forget(peer)
+        return reusable and not connection.closed
+
+    async def _run_stream_handler(self, stream: Stream[Any, Any], handler: StreamHandler, opening: Any) -> None:
+        try:
+            await handler(stream, opening)
+            if not stream.closed:
+                async with asyncio.timeout(_OPEN_TIMEOUT_S):
+                    await stream.finish()
+        except PeerRefused as refusal:
+            await stream.fail("refused", refusal.message)
+        except (PeerError, TimeoutError) as error:
+            _logger.debug("stream %s given up: %s", type(opening).__name__, error)
+        except ClosedError:
+            await stream.fail("refused", "shutting down")
+        except Exception as error:
+            self._warn(f"stream {type(opening).__name__}", error)
+            await stream.fail("internal", type(error).__name__)
+        finally:
+            stream.abort()
+
+    def serve_call(self, link: CallLink, call: Call) -> None:
+        """Serve an incoming call (for `CallLink`)."""
+        served = self._calls.get(call.method)
+        if served is None:
+            link.post(Failure(call.id, "unknown", f"no method {call.method!r} is served here"))
+        elif link.serving >= self.limits.calls_per_peer:
+            link.post(Failure(call.id, "busy", f"more than {self.limits.calls_per_peer} calls at once"))
+        else:
+            link.serving += 1
+            self._spawn(self._run_call_handler(link, call, *served))
+
+    async def _run_call_handler(self, link: CallLink, call: Call, kind: type[Any], handler: CallHandler) -> None:
+        answer: Any
+        try:
+            request = decode(call.body, kind)
+            async with asyncio.timeout(min(max(call.timeout_s, 0.0), 600.0)):
+                answer = reply_frame(call.id, await handler(link.peer_id, request))
+        except msgspec.MsgspecError as error:
+            answer = Failure(call.id, "bad", str(error)[:1000])
+        except PeerError as error:
+            answer = Failure(call.id, "refused", error.message[:1000])
+        except TimeoutError:
+            return  # the caller has stopped waiting
+        except ClosedError:
+            answer = Failure(call.id, "refused", "shutting down")
+        except Exception as error:
+            self._warn(f"call {call.method}", error)
+            answer = Failure(call.id, "internal", type(error).__name__)
+        finally:
+            link.serving -= 1
+        if not link.closed:
+            with suppress(PeerUnreachable):
+                link.post(answer)
+
+    # -------------------------------------------------------------------------------------------------- bookkeeping
+
+    def _state(self, peer: PeerID) -> _Peer:
+        return self._peers.setdefault(peer, _Peer())
+
+    def _forget(self, peer: PeerID) -> None:
+        if (state := self._peers.get(peer)) and state.empty:
+            del self._peers[peer]
+
+    def has_streams(self, peer: PeerID) -> bool:
+        """Whether a stream with this peer is open (for `CallLink`)."""
+        state = self._peers.get(peer)
+        return bool(state and state.streams)
+
+    def wall_time(self) -> float:
+        """Wall clock, seconds (for `CallLink`)."""
+        return self.env.clock.time()
+
+    def _watch(self, peer: PeerID) -> None:
+        for link in self._state(peer).links:
+            link.watch()
+
+    def _add_link(self, connection: Connection) -> CallLink:
+        state = self._state(connection.peer_id)
+        link = CallLink(connection, self, self.limits, self._spawn)
+        state.links.append(link)
+        link.start()
+        if len(state.links) == 1:
+            self.env.events.emit(PeerConnected(peer=connection.peer_id))
+        return link
+
+    def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
+        """A call link is gone (for `CallLink`)."""
+        peer = link.peer_id
+        self._count(link.connection)
+        state = self._state(peer)
+        with suppress(ValueError):
+            state.links.remove(link)
+        if isinstance(error, PeerProtocolError):
+            self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
+        if not state.links and not (expected and not state.streams) and not self._closed:
+            for connection in [*state.streams, *state.idle]:
+                self._drop(connection)
+            state.streams.clear()
+            state.idle.clear()
+            self.env.events.emit(PeerLost(peer=peer, reason=error.message))
+            for callback in list(self._lost_callbacks):
+                callback(peer, error.message)
+        self._forget(peer)
+
+    def _stream_released(self, connection: Connection, *, reusable: bool) -> None:
+        state = self._state(connection.peer_id)
+        state.streams.discard(connection)
+        if reusable and not self._closed and len(state.idle) < self.limits.idle_streams:
+            state.idle.append(connection)
+        else:
+            self._drop(connection)
+        self._forget(connection.peer_id)
+
+    def _count(self, connection: Connection) -> None:
+        if connection in self._connections:
+            self._connections.discard(connection)
+            sent, received = self._closed_traffic
+            self._closed_traffic = (sent + connection.bytes_sent, received + connection.bytes_received)
+
+    def _drop(self, connection: Connection) -> None:
+        connection.abort()
+        self._count(connection)
+
+    def _warn(self, where: str, error: Exception) -> None:
+        _logger.error("internal error in %s", where, exc_info=error)
+        self.env.events.emit(Warned(where=where, message=f"{type(error).__name__}: {error}"))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, PeerError | ClosedError):
+            self._warn("background task", error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def close(self) -> None:
+        """Tell all peers that we leave, close everything. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        links = [link for state in self._peers.values() for link in state.links]
+        await asyncio.gather(*(link.close(leaving=True) for link in links))
+        for connection in list(self._connections):
+            self._drop(connection)
+        current = asyncio.current_task()
+        tasks = [task for task in self._tasks if task is not current]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._transport.close()
+        self._peers.clear()
+
+
+def _tag(kind: type[Any]) -> str:
+    tag = kind.__struct_config__.tag
+    return str(tag)

@@ -1,0 +1,255 @@
+"""A call link: one connection that carries calls, replies and heartbeats, either way.
+
+Small frames that are ready at the same time leave in one write. A link notices its own end (the transport says so) and
+the other side's silence (heartbeat), and fails every call that still waits on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
+from shoal.peer import PeerID
+from shoal.rpc.framing import Kind, Limits, pack, read_frame
+from shoal.transport.base import Connection
+from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Reply, decode, encode
+
+__all__ = ["CallLink"]
+
+_CallMessage: TypeAlias = Call | Reply | Failure | Beat | BeatReply | Bye
+
+
+class LinkOwner(Protocol):
+    """What a link asks of its endpoint."""
+
+    def wall_time(self) -> float:
+        """Wall clock, seconds."""
+        ...
+
+    def has_streams(self, peer: PeerID) -> bool:
+        """Whether the peer must be watched closely."""
+        ...
+
+    def serve_call(self, link: CallLink, call: Call) -> None:
+        """An incoming call."""
+        ...
+
+    def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
+        """The link is gone; `expected` if one side only closed an idle link."""
+        ...
+
+
+class CallLink:
+    """One end of a call link.
+
+    Args:
+        connection: the connection, used by nobody else.
+        owner: the endpoint.
+        limits: bounds and heartbeat periods.
+        spawn: starts a task that the endpoint owns.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        owner: LinkOwner,
+        limits: Limits,
+        spawn: Callable[..., asyncio.Task[None]],
+    ) -> None:
+        self.connection = connection
+        self.serving = 0
+        self.clock_offset_s = 0.0
+        self._owner, self._limits, self._spawn = owner, limits, spawn
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._next_id = 1
+        self._outbox: list[bytes] = []
+        self._outbox_bytes = 0
+        self._flushing = False
+        self._closed = False
+        self._said_bye: Bye | None = None
+        self._last_heard = self._last_used = self._loop.time()
+        self._next_tick = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Who is on the other side."""
+        return self.connection.peer_id
+
+    @property
+    def closed(self) -> bool:
+        """True once the link can carry no more calls."""
+        return self._closed
+
+    def start(self) -> None:
+        """Start to read and to watch."""
+        self._spawn(self._read_loop())
+        self.watch()
+
+    def heard(self) -> None:
+        """Note a sign of life that came another way (on a stream)."""
+        self._last_heard = self._loop.time()
+
+    # -------------------------------------------------------------------------------------------------------- calls
+
+    async def call(self, method: str, body: bytes, timeout_s: float) -> msgspec.Raw:
+        """Send a call and wait for the body of its reply.
+
+        Raises:
+            PeerTimeout: no reply within `timeout_s`.
+            PeerUnreachable: the link broke first.
+            PeerRefused: the peer said no, and why.
+        """
+        if self._closed:
+            raise PeerUnreachable("the link is closed", self.peer_id)
+        number = self._next_id
+        self._next_id += 1
+        self._last_used = self._loop.time()
+        reply: asyncio.Future[msgspec.Raw] = self._loop.create_future()
+        self._waiting[number] = reply
+        try:
+            self.post(Call(number, method, timeout_s, msgspec.Raw(body)))
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            raise PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id) from None
+        finally:
+            del self._waiting[number]
+
+    def post(self, message: _CallMessage) -> None:
+        """Queue a small message; never waits.
+
+        Raises:
+            PeerUnreachable: too much is queued already; the peer does not read.
+        """
+        frame = pack(Kind.CALL, message)
+        if self._outbox_bytes + len(frame) > self._limits.outbox_bytes:
+            raise PeerUnreachable("the peer does not read: too many small messages wait", self.peer_id)
+        self._outbox.append(frame)
+        self._outbox_bytes += len(frame)
+        if not self._flushing and not self._closed:
+            self._flushing = True
+            self._spawn(self._flush())
+
+    async def _flush(self) -> None:
+        try:
+            while self._outbox:
+                frames, self._outbox = self._outbox, []
+                self._outbox_bytes = 0
+                await self.connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
+        except PeerError as error:
+            self._lose(error)
+        finally:
+            self._flushing = False
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    async def _read_loop(self) -> None:
+        try:
+            while True:
+                frame = await read_frame(self.connection, self._limits)
+                if frame.kind is not Kind.CALL:
+                    raise PeerProtocolError(f"{frame.kind.name} frame on a call link", self.peer_id)
+                # mypy cannot see a union as a type argument; msgspec can.
+                self._handle(decode(frame.header, _CallMessage))  # type: ignore[arg-type]
+        except msgspec.MsgspecError as error:
+            self._lose(PeerProtocolError(f"undecodable message on a call link: {error}", self.peer_id))
+        except PeerError as error:
+            self._lose(error)
+
+    def _handle(self, message: _CallMessage) -> None:
+        self._last_heard = self._loop.time()
+        match message:
+            case Call():
+                self._last_used = self._last_heard
+                self._owner.serve_call(self, message)
+            case Reply(id=number, body=body):
+                if (waiting := self._waiting.get(number)) and not waiting.done():
+                    waiting.set_result(body)
+            case Failure(id=number, code=code, text=text):
+                if (waiting := self._waiting.get(number)) and not waiting.done():
+                    waiting.set_exception(PeerRefused(text or code, self.peer_id))
+            case Beat(time=asked):
+                self.post(BeatReply(asked, self._owner.wall_time()))
+            case BeatReply(asked=asked, time=theirs):
+                now = self._owner.wall_time()
+                self.clock_offset_s = theirs - (asked + now) / 2
+            case Bye():
+                self._said_bye = message
+                self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
+
+    # ------------------------------------------------------------------------------------------------------ watching
+
+    def watch(self) -> None:
+        """Look again when the next heartbeat is due; call it when the peer became more important."""
+        if self._closed:
+            return
+        period_s = self._limits.beat_s if self._owner.has_streams(self.peer_id) else self._limits.idle_beat_s
+        now = self._loop.time()
+        if self._timer is not None:
+            if self._next_tick <= now + period_s:
+                return
+            self._timer.cancel()
+        self._next_tick = now + period_s
+        self._timer = self._loop.call_at(self._next_tick, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        now, limits = self._loop.time(), self._limits
+        busy = self._owner.has_streams(self.peer_id)
+        period_s = limits.beat_s if busy else limits.idle_beat_s
+        limit_s = limits.silence_s if busy else 3 * limits.idle_beat_s
+        if now - self._next_tick > period_s:
+            self._last_heard = now  # we ourselves were stopped: that says nothing about the others
+        silent_s = now - self._last_heard
+        if silent_s >= limit_s:
+            self._lose(PeerUnreachable(f"silent for {silent_s:.1f} s", self.peer_id))
+            return
+        if not busy and not self._waiting and not self.serving and now - self._last_used > limits.idle_close_s:
+            self._spawn(self.close(leaving=False))
+            return
+        if silent_s >= period_s * 0.9:
+            try:
+                self.post(Beat(self._owner.wall_time()))
+            except PeerUnreachable as error:
+                self._lose(error)
+                return
+        self.watch()
+
+    # ------------------------------------------------------------------------------------------------------- closing
+
+    async def close(self, *, leaving: bool) -> None:
+        """Say Bye and close. Calls that still wait fail."""
+        if self._closed:
+            return
+        self._said_bye = Bye(leaving)
+        try:
+            async with asyncio.timeout(1.0):
+                await self.connection.write(pack(Kind.CALL, self._said_bye))
+                await self.connection.close()
+        except (PeerError, TimeoutError):
+            pass  # the other side is gone already: nothing left to say to it
+        self._lose(PeerUnreachable("the link was closed", self.peer_id))
+
+    def _lose(self, error: PeerError) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self.connection.abort()
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(PeerUnreachable(f"connection lost: {error.message}", self.peer_id))
+        expected = self._said_bye is not None and not self._said_bye.leaving
+        self._owner.link_closed(self, error, expected)
+
+
+def reply_frame(number: int, message: object) -> Reply:
+    """The reply to call `number`."""
+    return Reply(number, msgspec.Raw(encode(message)))

@@ -1,0 +1,435 @@
+"""How bytes move in the simulated network: hosts, their access lines, and the two flows of each pipe.
+
+What is modelled, per direction of a pipe (a `Flow`):
+
+- A write leaves the host when its uplink is free, flies for the link's latency, and arrives when the downlink has had
+  time for it. Segments of several pipes take turns on the uplink; on the downlink they come in the order in which they
+  were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of bulk, as fair queueing does for
+  sparse flows; they still use up their share of the line.
+- At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
+  queue, which is what makes a writer wait. Credit comes back after one latency, a quarter of the window at a time.
+- Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe: loss costs a round trip for bulk, and a
+  retransmission timeout for a small message.
+- A closed path (partition, stall, a machine that is gone) holds what would leave and what would arrive; nothing ends by
+  it. When it opens again, all comes in order.
+
+Costs: one timer per segment, two when the uplink has a rate; no work per byte but the checksum of the trace.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import random
+import struct
+import zlib
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.sim.owner import Owner
+from shoal.transport.base import HIGH_WATER_BYTES, PipeAcceptor, PipeUser
+
+__all__ = ["Delivery", "Flow", "Host", "Line", "Link", "Medium", "PipeEnd"]
+
+SMALL_BYTES = 2048
+_PACKET_BYTES = 1460
+_RETRANSMIT_S = 0.2
+_SOON_S = 1e-9  # a real loop may fire a timer this much early
+
+_NOBODY = contextvars.Context()
+_TRACE = struct.Struct("<dIIQI")
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """The way between two hosts.
+
+    Attributes:
+        latency_s: one way, seconds.
+        jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
+        loss: the part of packets that is lost, 0 to 1. Nothing goes missing: what is lost comes later.
+    """
+
+    latency_s: float = 0.01
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+
+class Delivery(NamedTuple):
+    """One line of the trace: bytes that arrived."""
+
+    time_s: float
+    source: str
+    target: str
+    nbytes: int
+    crc32: int
+
+
+class Medium:
+    """What all flows of a network share: the loop, chance, the window and the trace."""
+
+    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "window_bytes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, log: bool) -> None:
+        self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
+        self.deliveries = self.delivered_bytes = 0
+        self.log: list[Delivery] | None = [] if log else None
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def at(self, when: float, callback: Callable[[], object]) -> None:
+        """Call back at a time, on behalf of nobody: a host that is frozen or killed does not stop its network."""
+        self.loop.call_at(when, callback, context=_NOBODY)
+
+    def delivered(self, source: Host, target: Host, data: bytes) -> None:
+        """Write a delivery into the trace."""
+        now, nbytes, crc32 = self.loop.time(), len(data), zlib.crc32(data)
+        self.deliveries += 1
+        self.delivered_bytes += nbytes
+        source.bytes_out += nbytes
+        target.bytes_in += nbytes
+        self._digest.update(_TRACE.pack(now, source.index, target.index, nbytes, crc32))
+        if self.log is not None:
+            self.log.append(Delivery(now, source.name, target.name, nbytes, crc32))
+
+    def digest(self) -> str:
+        """Hash of the trace so far."""
+        return self._digest.hexdigest()
+
+
+class Line:
+    """One direction of a host's access to the network.
+
+    Attributes:
+        rate: bytes per second; None for no limit.
+    """
+
+    __slots__ = ("busy_until", "rate", "small_until")
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self.busy_until = self.small_until = 0.0
+
+    def occupy(self, start: float, nbytes: int) -> float:
+        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through."""
+        if self.rate is None:
+            return start
+        taken_s = nbytes / self.rate
+        self.busy_until = max(self.busy_until, start) + taken_s
+        if nbytes > SMALL_BYTES:
+            return self.busy_until
+        self.small_until = max(self.small_until, start) + taken_s
+        return self.small_until
+
+
+class Host:
+    """A machine, and the process on it.
+
+    Attributes:
+        life: who owns the tasks of the process; a new one after each restart.
+        alive: the process runs, or is stalled.
+        up: the machine answers; a crashed process leaves it up, a vanished machine is not.
+        stalled_until: neither sends nor receives before this time; None if it does.
+        awake: takes part in the network: the machine is up and not stalled.
+        group: the side of the partition it is on.
+        slowness: its lines are slower, and its latencies longer, by this factor.
+    """
+
+    def __init__(self, medium: Medium, name: str, index: int, *, up: float | None, down: float | None) -> None:
+        self.name, self.index = name, index
+        self.life = Owner(name)
+        self.alive = True
+        self.up = True
+        self.stalled_until: float | None = None
+        self.awake = True
+        self.group = 0
+        self.slowness = 1.0
+        self.rates = (up, down)
+        self.uplink, self.downlink = Line(up), Line(down)
+        self.listeners: dict[int, tuple[PipeAcceptor, bytes]] = {}
+        self.next_port = 4000
+        self.ends: dict[PipeEnd, None] = {}
+        self.ghosts: list[PipeEnd] = []
+        self.bytes_out = self.bytes_in = 0
+        self._medium = medium
+        self._queue: deque[Flow] = deque()  # flows with something to send, in turn
+        self._pumping = False
+
+    def set_state(self, *, alive: bool, up: bool, stalled_until: float | None) -> None:
+        """Change what the host can do."""
+        self.alive, self.up, self.stalled_until = alive, up, stalled_until
+        self.awake = up and stalled_until is None
+
+    def slow_down(self, factor: float) -> None:
+        """Make both lines and all latencies slower by `factor`, against what they are by nature."""
+        self.slowness = factor
+        for line, rate in zip((self.uplink, self.downlink), self.rates, strict=True):
+            line.rate = None if rate is None else rate / factor
+
+    def reopen(self, delay_s: float) -> None:
+        """Paths to and from this host may be open again: what waited moves on, what is late arrives after `delay_s`."""
+        for end in list(self.ends):
+            end.into.reopen(delay_s)
+            end.out.reopen(delay_s)
+
+    def want_turn(self, flow: Flow) -> None:
+        """Queue for the uplink."""
+        if not flow.in_turn:
+            flow.in_turn = True
+            self._queue.append(flow)
+        if not self._pumping:
+            self._pump()
+
+    def _pump(self) -> None:
+        """Let the flows send a segment each, one after another, at the rate of the uplink."""
+        self._pumping = True
+        queue, line = self._queue, self.uplink
+        now = self._medium.loop.time()
+        while queue and (line.rate is None or line.busy_until <= now + _SOON_S):
+            flow = queue.popleft()
+            flow.in_turn = False
+            if flow.send_next() and not flow.in_turn:
+                flow.in_turn = True
+                queue.append(flow)
+        if queue:
+            self._medium.at(line.busy_until, self._pump)
+        else:
+            self._pumping = False
+
+
+class PipeEnd:
+    """One end of a pipe: what the transport sees of it (`Pipe`)."""
+
+    __slots__ = ("finishing", "host", "into", "open", "opened", "out", "user")
+
+    def __init__(self, host: Host, user: PipeUser) -> None:
+        self.host, self.user = host, user
+        self.open, self.opened, self.finishing = True, False, False
+        self.out: Flow
+        self.into: Flow
+        host.ends[self] = None
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that have not left this host."""
+        return self.out.queued_bytes
+
+    def send(self, data: bytes) -> None:
+        """Send; see `Pipe`. On a pipe that has ended the bytes go nowhere."""
+        if self.open and not self.finishing:
+            self.out.send(data)
+
+    def consumed(self, nbytes: int) -> None:
+        """Give credit back to the other side."""
+        if self.open:
+            self.into.consumed(nbytes)
+
+    def finish(self) -> None:
+        """End after what is queued."""
+        if self.open and not self.finishing:
+            self.finishing = True
+            self.out.end_if_empty()
+
+    def abort(self, reason: str) -> None:
+        """End now."""
+        if self.open:
+            self.out.reset("the connection was reset by the other side")
+            self.lose(reason)
+
+    def lose(self, reason: str) -> None:
+        """This end is over."""
+        if self.open:
+            self.open = False
+            del self.host.ends[self]
+            self.out.clear()
+            if self.opened:
+                self.user.pipe_lost(reason)
+
+
+class Flow:
+    """One direction of a pipe."""
+
+    __slots__ = (
+        "_credit_held",
+        "_end_sent",
+        "_flying",
+        "_last_arrival",
+        "_late",
+        "_medium",
+        "_owed",
+        "_queue",
+        "_unread",
+        "dst",
+        "in_turn",
+        "link",
+        "queued_bytes",
+        "receiver",
+        "sender",
+        "src",
+    )
+
+    def __init__(self, medium: Medium, sender: PipeEnd, receiver: PipeEnd, link: Link) -> None:
+        self.sender, self.receiver = sender, receiver
+        self.src, self.dst = sender.host, receiver.host
+        self.link = link
+        self.queued_bytes = 0
+        self.in_turn = False
+        self._medium = medium
+        self._queue: deque[bytes] = deque()
+        self._flying: deque[bytes | Callable[[], None]] = deque()
+        self._last_arrival = 0.0
+        self._late = 0  # how many of those in flight should have arrived, and could not
+        self._unread = 0  # bytes sent for which no credit has come back
+        self._owed = 0  # bytes read there for which no credit was sent
+        self._credit_held = 0
+        self._end_sent = False
+
+    # ------------------------------------------------------------------------------------------------------- leaving
+
+    def _may_leave(self) -> bool:
+        src = self.src
+        return src.awake and src.group == self.dst.group and self._unread < self._medium.window_bytes
+
+    def _unlimited(self) -> bool:
+        return self.src.uplink.rate is None or self.src is self.dst
+
+    def send(self, data: bytes) -> None:
+        """Let the bytes leave now if they can, else queue them."""
+        if not self._queue and (len(data) <= SMALL_BYTES or self._unlimited()) and self._may_leave():
+            self._leave(data)
+            return
+        self._queue.append(data)
+        self.queued_bytes += len(data)
+        self.kick()
+
+    def kick(self) -> None:
+        """Something changed: send on what can be sent."""
+        if self._queue and self._may_leave():
+            if self._unlimited():
+                while self.send_next():
+                    pass
+            else:
+                self.src.want_turn(self)
+        elif self.sender.finishing:
+            self.end_if_empty()
+
+    def send_next(self) -> bool:
+        """Let the first segment of the queue leave; returns whether another can follow."""
+        if not self._queue or not self._may_leave():
+            return False
+        data = self._queue.popleft()
+        before = self.queued_bytes
+        self.queued_bytes = before - len(data)
+        self._leave(data)
+        if self.queued_bytes <= HIGH_WATER_BYTES < before:
+            self.sender.user.resume_writing()
+        if not self._queue:
+            if self.sender.finishing:
+                self.end_if_empty()
+            return False
+        return self._may_leave()
+
+    def _leave(self, data: bytes) -> None:
+        now, nbytes = self._medium.loop.time(), len(data)
+        self._unread += nbytes
+        if self.src is self.dst:
+            self._fly(data, now)
+            return
+        left = self.src.uplink.occupy(now, nbytes)
+        delay_s = self._delay_s(nbytes)
+        # The first byte is there one latency after it left: both lines are busy with the segment at the same time.
+        self._fly(data, max(left + delay_s, self.dst.downlink.occupy(now + delay_s, nbytes)))
+
+    def _delay_s(self, nbytes: int) -> float:
+        link, rng = self.link, self._medium.rng
+        latency_s = link.latency_s * max(self.src.slowness, self.dst.slowness)
+        delay_s = latency_s
+        if link.jitter_s:
+            delay_s += rng.random() * link.jitter_s
+        if link.loss and rng.random() > (1.0 - link.loss) ** (1 + nbytes // _PACKET_BYTES):
+            # Later packets show that one is missing, but nothing follows a small message: only a timeout tells.
+            delay_s += 2 * latency_s if nbytes > SMALL_BYTES else max(_RETRANSMIT_S, 2 * latency_s)
+        return delay_s
+
+    def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
+        self._last_arrival = arrival = max(arrival, self._last_arrival)
+        self._flying.append(item)
+        self._medium.at(arrival, self._arrive)
+
+    def signal(self, callback: Callable[[], None]) -> None:
+        """Something other than bytes, called at the other side when it arrives, in its place among the bytes."""
+        now = self._medium.loop.time()
+        self._fly(callback, now if self.src is self.dst else now + self._delay_s(0))
+
+    # ------------------------------------------------------------------------------------------------------ arriving
+
+    def _may_arrive(self) -> bool:
+        return self.dst.awake and self.src.group == self.dst.group
+
+    def _arrive(self) -> None:
+        """The next in flight is due."""
+        if self._late or not self._may_arrive():
+            self._late += 1
+        else:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        item = self._flying.popleft()
+        if not isinstance(item, bytes):
+            item()
+            return
+        if self.receiver.open:
+            self._medium.delivered(self.src, self.dst, item)
+            self.receiver.user.data_received(item)
+
+    def reopen(self, delay_s: float) -> None:
+        """The path is open again, or may be: what is late arrives after `delay_s`."""
+        if self._late or self._credit_held:
+            self._medium.at(self._medium.loop.time() + delay_s, self._catch_up)
+        self.kick()
+
+    def _catch_up(self) -> None:
+        if self._may_arrive():
+            count, self._late = self._late, 0
+            for _ in range(count):
+                self._deliver()
+        if self._credit_held:
+            count, self._credit_held = self._credit_held, 0
+            self._credit(count)
+
+    # ---------------------------------------------------------------------------------------------- credit and the end
+
+    def consumed(self, nbytes: int) -> None:
+        """The receiver has taken these bytes: tell the sender, but not each time."""
+        self._owed += nbytes
+        if self._owed * 4 >= self._medium.window_bytes:
+            nbytes, self._owed = self._owed, 0
+            delay_s = 0.0 if self.src is self.dst else self._delay_s(0)
+            self._medium.at(self._medium.loop.time() + delay_s, lambda: self._credit(nbytes))
+
+    def _credit(self, nbytes: int) -> None:
+        if not self.src.awake or self.src.group != self.dst.group:
+            self._credit_held += nbytes
+            return
+        self._unread -= nbytes
+        self.kick()
+
+    def end_if_empty(self) -> None:
+        """Send the end of the pipe if all bytes have left."""
+        if not self._queue and not self._end_sent and self.src.awake and self.src.group == self.dst.group:
+            self.reset("the connection was closed by the other side")
+            self.sender.lose("closed on this side")
+
+    def reset(self, reason: str) -> None:
+        """Send the end of the pipe now; what is queued is dropped, what is in flight arrives before it."""
+        if not self._end_sent:
+            self._end_sent = True
+            self.clear()
+            self.signal(lambda: self.receiver.lose(reason))
+
+    def clear(self) -> None:
+        """Drop what is queued."""
+        self._queue.clear()
+        self.queued_bytes = 0

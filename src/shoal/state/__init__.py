@@ -1,0 +1,26 @@
+"""Serve, fetch, verify and resume a peer's state.
+
+`manifest` and `plan` are pure: what a state looks like, and which chunks are missing. `snapshot` and `donor` are the
+donor's side, `assembly` and `download` the receiver's. See those for their invariants.
+"""
+
+from shoal.state.donor import ShareLimits, StateDonor, StateServer
+from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
+from shoal.state.manifest import Accept, Manifest, TensorSpec, matching
+from shoal.state.snapshot import HoldState, SharedState
+
+__all__ = [
+    "Accept",
+    "Donor",
+    "DownloadLimits",
+    "DownloadedState",
+    "HoldState",
+    "Manifest",
+    "ShareLimits",
+    "SharedState",
+    "StateDonor",
+    "StateServer",
+    "TensorSpec",
+    "download_state",
+    "matching",
+]

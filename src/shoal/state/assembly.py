@@ -1,0 +1,106 @@
+"""Where a state is put together: one buffer per tensor, filled chunk by chunk, handed over only when all is verified.
+
+Invariants: a tensor that travels uncompressed is received into its final memory, so the state is held once; a
+compressed one is held encoded and decoded one by one at the end. Memory is taken when a tensor's first byte arrives,
+not when a donor announces it. No tensor leaves before every chunk was verified, and the values were looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from shoal.compression import allocate
+from shoal.errors import ConfigError, PeerProtocolError
+from shoal.state.manifest import Manifest, TensorSpec
+
+__all__ = ["Assembly"]
+
+_LOOK_AT = 1 << 20
+"""Elements looked at together: bounds the memory that the look takes."""
+
+
+class Assembly:
+    """The buffers of one download.
+
+    Args:
+        manifest: the layout; only that matters here, and the hashes are the plan's.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory taken so far."""
+        return sum(data.nbytes for _, data in self._buffers.values())
+
+    def buffers(self, chunk: int) -> list[memoryview]:
+        """The places, one after another, that the bytes of a chunk go to.
+
+        Raises:
+            PeerProtocolError: the machine does not have the memory for a tensor that was announced.
+        """
+        return [self._buffer(tensor)[1][start:stop] for tensor, start, stop in self._manifest.pieces(chunk)]
+
+    def has(self, chunk: int, digest: bytes) -> bool:
+        """Whether what lies in the place of a chunk has this SHA-256."""
+        found = hashlib.sha256()
+        for data in self.buffers(chunk):
+            found.update(data)
+        return found.digest() == digest
+
+    def finish(self, *, require_finite: bool) -> list[torch.Tensor]:
+        """Take the tensors out, decoded; the assembly is of no more use.
+
+        Raises:
+            PeerProtocolError: a value is NaN or infinite, and `require_finite`.
+        """
+        tensors: list[torch.Tensor] = []
+        for position, spec in enumerate(self._manifest.tensors):
+            tensor = self._take(position, spec)
+            if require_finite and not _finite(tensor):
+                raise PeerProtocolError(f"tensor {position} of its state holds NaN or infinity")
+            tensors.append(tensor.view(spec.shape))
+        return tensors
+
+    def _buffer(self, position: int) -> tuple[torch.Tensor, memoryview]:
+        if position not in self._buffers:
+            spec = self._manifest.tensors[position]
+            if _is_final(spec):
+                self._buffers[position] = _allocate(spec.numel, spec.dtype)
+            else:
+                self._buffers[position] = _allocate(spec.encoded_bytes, torch.uint8)
+        return self._buffers[position]
+
+    def _take(self, position: int, spec: TensorSpec) -> torch.Tensor:
+        tensor, data = self._buffer(position)
+        del self._buffers[position]
+        if _is_final(spec):
+            return tensor
+        decoded, _ = _allocate(spec.numel, spec.dtype)
+        try:
+            spec.codec.decode_into(data, spec.dtype, decoded)
+        except ConfigError as error:
+            raise PeerProtocolError(f"tensor {position} of its state cannot be decoded: {error}") from error
+        return decoded
+
+
+def _is_final(spec: TensorSpec) -> bool:
+    """Whether what arrives is the tensor. A bool is looked at first: bytes from elsewhere need not be 0 or 1."""
+    return spec.raw and spec.dtype is not torch.bool
+
+
+def _allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+    try:
+        return allocate(numel, dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise PeerProtocolError(f"no memory for a tensor of {numel * dtype.itemsize} bytes") from error
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    if not tensor.dtype.is_floating_point:
+        return True
+    return all(bool(torch.isfinite(part).all()) for part in tensor.split(_LOOK_AT) if part.numel())

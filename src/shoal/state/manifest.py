@@ -1,0 +1,256 @@
+"""What a state looks like: its tensors, and the chunks that it travels in. Pure values: no loop, no network.
+
+A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own. The encodings follow one another
+without gaps and are cut to chunks of equal size, each with its SHA-256. A manifest from the network is believed only as
+far as it was checked here, before anything is allocated for it:
+
+- sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
+- there are as many hashes as chunks;
+- metadata is plain: None, bool, int, float, str, bytes, list, dict.
+
+Two manifests of the same layout describe the same bytes wherever their hashes are equal, whoever made them: a download
+goes on from one donor to the next on that.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NoReturn
+
+import msgspec
+import torch
+
+from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
+from shoal.errors import ConfigError, PeerProtocolError
+from shoal.wire import ManifestReply, encode
+
+__all__ = ["Accept", "Manifest", "TensorSpec", "chunk_size", "describe", "matching", "read_manifest"]
+
+MIN_CHUNK_BYTES = 1 << 10
+CHUNK_BYTES = 1 << 20
+MAX_CHUNK_BYTES = 16 << 20
+MAX_CHUNKS = 4096
+"""So many hashes fit beside the rest into one message; larger states get larger chunks."""
+
+MAX_METADATA_BYTES = 1 << 20
+_MAX_DIMS = 32
+_MAX_ELEMENTS = 1 << 44
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a state, without its values.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        codec: how it is encoded.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    codec: CompressionBase
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def raw_bytes(self) -> int:
+        """Size in memory."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Size as it is sent."""
+        return self.codec.encoded_bytes(self.numel, self.dtype)
+
+    @property
+    def raw(self) -> bool:
+        """Whether the encoding is the tensor's memory itself."""
+        return self.codec == NoCompression()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One snapshot of one donor.
+
+    Attributes:
+        snapshot: its name at the donor.
+        epoch: the epoch that the donor says it is of.
+        metadata: what goes with the tensors.
+        tensors: the tensors in order.
+        chunk_bytes: size of every chunk but the last.
+        hashes: SHA-256 of every chunk.
+    """
+
+    snapshot: bytes
+    epoch: int
+    metadata: Any
+    tensors: tuple[TensorSpec, ...]
+    chunk_bytes: int
+    hashes: tuple[bytes, ...]
+    offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Where each tensor's encoding begins, and where the last one ends."""
+
+    def __post_init__(self) -> None:
+        sizes = (spec.encoded_bytes for spec in self.tensors)
+        object.__setattr__(self, "offsets", tuple(accumulate(sizes, initial=0)))
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the encoded state."""
+        return self.offsets[-1]
+
+    def same_layout(self, other: Manifest) -> bool:
+        """Whether chunk `i` covers the same elements in both."""
+        return self.tensors == other.tensors and self.chunk_bytes == other.chunk_bytes
+
+    def chunk_range(self, chunk: int) -> tuple[int, int]:
+        """First byte of a chunk within the encoded state, and the byte after its last."""
+        start = chunk * self.chunk_bytes
+        return start, min(start + self.chunk_bytes, self.total_bytes)
+
+    def pieces(self, chunk: int) -> Iterator[tuple[int, int, int]]:
+        """What a chunk covers: (tensor, first byte within its encoding, byte after the last), in order."""
+        start, stop = self.chunk_range(chunk)
+        tensor = bisect.bisect_right(self.offsets, start) - 1
+        while start < stop:
+            first, end = self.offsets[tensor], min(self.offsets[tensor + 1], stop)
+            if end > start:
+                yield tensor, start - first, end - first
+            start, tensor = max(start, end), tensor + 1
+
+    def to_message(self) -> ManifestReply:
+        """The manifest as it is sent. Raises `ConfigError` if the metadata is not plain or too large."""
+        try:
+            metadata = encode(self.metadata)
+            _decode_metadata(metadata)
+        except (msgspec.MsgspecError, NotImplementedError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"the state's metadata must be plain values (no tensors, no objects): {error}") from error
+        if len(metadata) > MAX_METADATA_BYTES:
+            raise ConfigError(
+                f"the state's metadata takes {len(metadata)} bytes, at most {MAX_METADATA_BYTES} can be sent: "
+                "put large values into tensors"
+            )
+        tensors = [(list(s.shape), dtype_name(s.dtype), s.codec.name, s.encoded_bytes) for s in self.tensors]
+        return ManifestReply(self.snapshot, self.epoch, metadata, tensors, self.chunk_bytes, list(self.hashes))
+
+
+Accept = Callable[[Manifest], str | None]
+"""Looks at a manifest before anything is fetched: None to take it, else why not."""
+
+
+def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] | None) -> tuple[TensorSpec, ...]:
+    """The layout of a state. `codecs` has one per tensor; None: no compression.
+
+    Raises:
+        ConfigError: numbers differ, or a codec does not support its tensor.
+    """
+    chosen = [NoCompression()] * len(tensors) if codecs is None else list(codecs)
+    if len(chosen) != len(tensors):
+        raise ConfigError(f"a state of {len(tensors)} tensors needs as many codecs, got {len(chosen)}")
+    for position, (tensor, codec) in enumerate(zip(tensors, chosen, strict=True)):
+        dtype_name(tensor.dtype)
+        if not codec.supports(tensor.dtype):
+            raise ConfigError(f"codec {codec.name!r} does not support tensor {position} of the state ({tensor.dtype})")
+    return tuple(TensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True))
+
+
+def chunk_size(total_bytes: int) -> int:
+    """The chunk size for a state of this size: 1 MiB, and more only where there would be too many chunks.
+
+    It follows from the size alone, so that donors of equal states cut them alike.
+
+    Raises:
+        ConfigError: the state is larger than can be shared (64 GiB).
+    """
+    size = CHUNK_BYTES
+    while total_bytes > size * MAX_CHUNKS:
+        size *= 2
+    if size > MAX_CHUNK_BYTES:
+        raise ConfigError(
+            f"a state of {total_bytes} bytes cannot be shared, the limit is {MAX_CHUNK_BYTES * MAX_CHUNKS}"
+        )
+    return size
+
+
+def matching(tensors: Sequence[torch.Tensor], *, min_epoch: int = 0) -> Accept:
+    """Accept only states whose tensors have these shapes and dtypes, from this epoch on."""
+    ours = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+    def accept(manifest: Manifest) -> str | None:
+        if manifest.epoch < min_epoch:
+            return f"its state is of epoch {manifest.epoch}, wanted is {min_epoch} or later"
+        theirs = [(spec.shape, spec.dtype) for spec in manifest.tensors]
+        for position, (have, want) in enumerate(zip(theirs, ours, strict=False)):
+            if have != want:
+                return f"tensor {position} of its state is {_show(have)}, ours is {_show(want)}"
+        if len(theirs) != len(ours):
+            return f"its state has {len(theirs)} tensors, ours has {len(ours)}"
+        return None
+
+    return accept
+
+
+def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
+    """Check a manifest from the network. Nothing is allocated for it.
+
+    Args:
+        reply: what the donor sent.
+        max_state_bytes: the largest state that is taken, both encoded and decoded.
+
+    Raises:
+        PeerProtocolError: it contradicts itself, or is over a limit; says what.
+    """
+    try:
+        metadata = _decode_metadata(reply.metadata)
+        tensors = tuple(_read_spec(position, *entry) for position, entry in enumerate(reply.tensors))
+    except (msgspec.MsgspecError, ConfigError, RecursionError) as error:
+        raise PeerProtocolError(f"bad manifest: {error}") from error
+    for size in (sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)):
+        if size > max_state_bytes:
+            raise PeerProtocolError(f"bad manifest: a state of {size} bytes, the limit is {max_state_bytes}")
+    if not MIN_CHUNK_BYTES <= reply.chunk_bytes <= MAX_CHUNK_BYTES:
+        raise PeerProtocolError(f"bad manifest: chunks of {reply.chunk_bytes} bytes")
+    if reply.epoch < 0:
+        raise PeerProtocolError(f"bad manifest: epoch {reply.epoch}")
+    manifest = Manifest(reply.snapshot, reply.epoch, metadata, tensors, reply.chunk_bytes, tuple(reply.hashes))
+    chunks = -(-manifest.total_bytes // manifest.chunk_bytes)
+    if len(manifest.hashes) != chunks:
+        raise PeerProtocolError(f"bad manifest: {len(manifest.hashes)} hashes for {chunks} chunks")
+    return manifest
+
+
+def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: int) -> TensorSpec:
+    if len(shape) > _MAX_DIMS or any(size < 0 for size in shape):
+        raise ConfigError(f"tensor {position} has the shape {shape[: _MAX_DIMS + 1]}")
+    # Empty dimensions do not excuse giant ones: strides are computed from them.
+    if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
+        raise ConfigError(f"tensor {position} has too many elements: {shape}")
+    spec = TensorSpec(tuple(shape), dtype_by_name(dtype), codec_by_name(codec))
+    if not spec.codec.supports(spec.dtype):
+        raise ConfigError(f"tensor {position} is {dtype}, which codec {codec!r} does not support")
+    if spec.encoded_bytes != nbytes:
+        raise ConfigError(f"tensor {position} should take {spec.encoded_bytes} bytes, not {nbytes}")
+    return spec
+
+
+def _no_extensions(code: int, data: memoryview) -> NoReturn:
+    raise msgspec.ValidationError(f"MessagePack extension {code} in metadata")
+
+
+_metadata_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
+
+
+def _decode_metadata(data: bytes) -> Any:  # noqa: ANN401 (whatever plain values the donor put there)
+    return _metadata_decoder.decode(data)
+
+
+def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{dtype_name(tensor[1])}{list(tensor[0])}"

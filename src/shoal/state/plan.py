@@ -1,0 +1,98 @@
+"""Which chunks of a state are still missing, who has them and who is sending them. Pure logic: no loop, no network.
+
+A chunk is missing, then in flight from one donor, then verified; a donor that gives up returns its chunks to missing.
+Invariants: a chunk is in flight from at most one donor; a verified chunk is never asked for again, except when the plan
+moves to a manifest that says something else of it. The plan does not care how many donors send at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from shoal.state.manifest import Manifest
+
+__all__ = ["ChunkPlan"]
+
+D = TypeVar("D", bound=Hashable)
+
+
+class ChunkPlan(Generic[D]):
+    """The plan of one download.
+
+    Args:
+        manifest: the snapshot to get. Donors are any hashable values.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._missing = dict.fromkeys(range(len(manifest.hashes)))  # a set that keeps its order
+        self._in_flight: dict[int, D] = {}
+        self._verified: dict[int, D] = {}
+        self._holdings: dict[D, frozenset[int]] = {}
+
+    @property
+    def manifest(self) -> Manifest:
+        """The snapshot that is being fetched."""
+        return self._manifest
+
+    @property
+    def complete(self) -> bool:
+        """True once every chunk is verified."""
+        return len(self._verified) == len(self._manifest.hashes)
+
+    @property
+    def verified(self) -> int:
+        """Number of verified chunks."""
+        return len(self._verified)
+
+    @property
+    def contributors(self) -> tuple[D, ...]:
+        """Who sent the chunks that are verified, each once, in the order of the chunks."""
+        return tuple(dict.fromkeys(donor for _, donor in sorted(self._verified.items(), key=lambda item: item[0])))
+
+    def move_to(self, manifest: Manifest) -> bool:
+        """Fetch this snapshot from now on; nothing may be in flight.
+
+        Chunks whose hash is the same are kept. Returns False if the layout differs, so that nothing could be kept and
+        buffers for the old one are of no use.
+        """
+        assert not self._in_flight, "move_to() while chunks are in flight"
+        same = self._manifest.same_layout(manifest)
+        old = self._manifest.hashes if same else ()
+        kept = {chunk: d for chunk, d in self._verified.items() if same and old[chunk] == manifest.hashes[chunk]}
+        self._manifest = manifest
+        self._verified = kept
+        self._missing = dict.fromkeys(chunk for chunk in range(len(manifest.hashes)) if chunk not in kept)
+        self._holdings.clear()
+        return same
+
+    def offer(self, donor: D, manifest: Manifest) -> int:
+        """A donor has this snapshot; returns how many of our chunks it can send."""
+        ours = self._manifest
+        if not ours.same_layout(manifest):
+            return 0
+        equal = (i for i, (a, b) in enumerate(zip(ours.hashes, manifest.hashes, strict=True)) if a == b)
+        self._holdings[donor] = frozenset(equal)
+        return len(self._holdings[donor])
+
+    def take(self, donor: D, limit: int | None = None) -> list[int]:
+        """Missing chunks that this donor is to send now, in order, at most `limit`; they are in flight from now on."""
+        holds = self._holdings.get(donor, frozenset())
+        taken = [chunk for chunk in self._missing if chunk in holds][:limit]
+        for chunk in taken:
+            del self._missing[chunk]
+            self._in_flight[chunk] = donor
+        return taken
+
+    def verify(self, chunk: int) -> None:
+        """A chunk in flight has arrived, and its hash is right."""
+        self._verified[chunk] = self._in_flight.pop(chunk)
+
+    def release(self, donor: D) -> None:
+        """A donor sends nothing more: what is in flight from it is missing again, and it holds nothing."""
+        self._holdings.pop(donor, None)
+        back = [chunk for chunk, sender in self._in_flight.items() if sender == donor]
+        for chunk in back:
+            del self._in_flight[chunk]
+        self._missing = dict.fromkeys(sorted([*self._missing, *back]))

@@ -1,0 +1,241 @@
+"""A donor's snapshots: consistent copies of the state, shared by all who ask while the state is the same.
+
+Invariants:
+
+- A snapshot is one version: the owner holds the state still (its lock) while it is encoded, and no longer. Hashing and
+  sending work on the copy.
+- At most `max_snapshots` copies exist at any time, the one being made included. When all are in use, those who ask get
+  the newest of them, although the state has moved on.
+- A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shoal.clock import Env
+from shoal.compression import CompressionBase, allocate
+from shoal.errors import ClosedError, ConfigError
+from shoal.state.manifest import Manifest, chunk_size, describe
+from shoal.wire import ManifestReply, encode
+
+__all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
+
+_HASH_AT_ONCE = 64
+"""Chunks hashed in one go, so that other work gets its turn in the executor."""
+
+_HASH_BYTES = 34
+"""One SHA-256 in MessagePack."""
+
+_ABOUT_TO_OPEN_S = 2.0
+"""Whoever was told of a snapshot opens a stream for it within this time, or may have to ask again."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """The state of a donor while it is held still.
+
+    Attributes:
+        metadata: plain values (as MessagePack has them) that go with the tensors.
+        tensors: the live tensors, on any device; they are read, not kept.
+        codecs: one per tensor; None for no compression.
+        epoch: which epoch this is.
+    """
+
+    metadata: Any
+    tensors: Sequence[torch.Tensor]
+    codecs: Sequence[CompressionBase] | None = None
+    epoch: int = 0
+
+
+HoldState = Callable[[], AbstractAsyncContextManager[SharedState]]
+"""`async with hold() as state:` no tensor of `state` changes within the block: the owner's lock is held."""
+
+
+@dataclass(eq=False, slots=True)
+class Snapshot:
+    """One copy of the state, encoded and hashed.
+
+    Attributes:
+        version: the owner's version of the state.
+        manifest: what it holds.
+        message: the manifest as it is sent.
+        data: the encoded tensors, one after another.
+        streams: how many receivers are taking it.
+        told_at: when somebody was last told of it, seconds of the loop.
+        used_at: when somebody was last told of it or had done with it.
+    """
+
+    version: Hashable
+    manifest: Manifest
+    message: ManifestReply
+    data: memoryview
+    streams: int = 0
+    told_at: float = 0.0
+    used_at: float = 0.0
+
+
+class SnapshotStore:
+    """Makes, shares and frees the snapshots of one state.
+
+    Args:
+        env: chance and executor.
+        hold: gives the state, held still.
+        version: the current version of the state: cheap, and different whenever the state is.
+        max_snapshots: copies at any time, at least 1.
+        linger_s: how long a copy that nobody takes is kept, seconds.
+        max_message_bytes: the largest manifest that can be sent.
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        hold: HoldState,
+        version: Callable[[], Hashable],
+        *,
+        max_snapshots: int,
+        linger_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        self._env, self._hold, self._version = env, hold, version
+        self._max_snapshots, self._linger_s, self._max_message_bytes = max_snapshots, linger_s, max_message_bytes
+        self._snapshots: list[Snapshot] = []
+        self._making: asyncio.Task[Snapshot] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed = False
+
+    @property
+    def held(self) -> tuple[Snapshot, ...]:
+        """The copies that exist, oldest first."""
+        return tuple(self._snapshots)
+
+    async def current(self, *, timeout_s: float) -> Snapshot | None:
+        """A snapshot of the state as it is now, made if there is none yet; None if that takes longer than `timeout_s`.
+
+        It is made to the end in any case, for the next one who asks.
+
+        Raises:
+            ConfigError: the state cannot be sent (see the message).
+            ClosedError: the store is closed.
+        """
+        if self._closed:
+            raise ClosedError("the state is not shared any more")
+        version = self._version()
+        for snapshot in self._snapshots:
+            if snapshot.version == version:
+                return self._tell(snapshot)
+        if self._making is None:
+            if not self._make_room():
+                return self._tell(self._snapshots[-1])
+            self._making = asyncio.get_running_loop().create_task(self._make())
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
+        making = self._making
+        await asyncio.wait({making}, timeout=timeout_s)
+        if not making.done():
+            return None
+        if making.cancelled():
+            raise ClosedError("the state is not shared any more")
+        return self._tell(making.result())
+
+    def find(self, name: bytes) -> Snapshot | None:
+        """The snapshot of this name, if it still exists."""
+        return next((snapshot for snapshot in self._snapshots if snapshot.manifest.snapshot == name), None)
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """A receiver takes this snapshot from now on: it stays until `end`."""
+        snapshot.streams += 1
+
+    def end(self, snapshot: Snapshot) -> None:
+        """A receiver has done with it."""
+        snapshot.streams -= 1
+        snapshot.used_at = asyncio.get_running_loop().time()
+
+    def close(self) -> None:
+        """Free everything; what is being made is given up."""
+        self._closed = True
+        if self._making is not None:
+            self._making.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._snapshots.clear()
+
+    # -------------------------------------------------------------------------------------------------------- making
+
+    async def _make(self) -> Snapshot:
+        try:
+            snapshot = await self._copy()
+            self._snapshots.append(snapshot)
+            return self._tell(snapshot)
+        finally:
+            self._making = None
+
+    async def _copy(self) -> Snapshot:
+        run = self._env.executor.run
+        async with self._hold() as state:
+            version = self._version()
+            layout = self._plan(state)
+            data = await run(_encode_all, layout, state.tensors)
+        hashes: list[bytes] = []
+        batch = _HASH_AT_ONCE * layout.chunk_bytes
+        for start in range(0, data.nbytes, batch):
+            hashes += await run(_hash_chunks, data[start : start + batch], layout.chunk_bytes)
+        manifest = replace(layout, hashes=tuple(hashes))
+        return Snapshot(version, manifest, manifest.to_message(), data)
+
+    def _plan(self, state: SharedState) -> Manifest:
+        """The manifest but for the hashes; a state that cannot be sent is found out here, before it is copied."""
+        specs = describe(state.tensors, state.codecs)
+        total = sum(spec.encoded_bytes for spec in specs)
+        chunk_bytes = chunk_size(total)
+        plan = Manifest(self._env.rng.randbytes(16), state.epoch, state.metadata, specs, chunk_bytes, ())
+        size = len(encode(plan.to_message())) + _HASH_BYTES * -(-total // chunk_bytes)
+        if size > self._max_message_bytes:
+            raise ConfigError(
+                f"the description of the state takes {size} bytes, at most {self._max_message_bytes} can be sent: "
+                "share fewer tensors or less metadata"
+            )
+        return plan
+
+    # ------------------------------------------------------------------------------------------------------- freeing
+
+    def _tell(self, snapshot: Snapshot) -> Snapshot:
+        snapshot.told_at = snapshot.used_at = asyncio.get_running_loop().time()
+        self._free_later()
+        return snapshot
+
+    def _make_room(self) -> bool:
+        """Free copies until there is room for one more; False if all are in use."""
+        now = asyncio.get_running_loop().time()
+        idle = [s for s in self._snapshots if s.streams == 0 and now - s.told_at >= _ABOUT_TO_OPEN_S]
+        while len(self._snapshots) >= self._max_snapshots and idle:
+            self._snapshots.remove(idle.pop(0))
+        return len(self._snapshots) < self._max_snapshots
+
+    def _free_later(self) -> None:
+        if self._timer is None and self._snapshots:
+            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._free)
+
+    def _free(self) -> None:
+        self._timer = None
+        now = asyncio.get_running_loop().time()
+        self._snapshots = [s for s in self._snapshots if s.streams > 0 or now - s.used_at < self._linger_s]
+        self._free_later()
+
+
+def _encode_all(layout: Manifest, tensors: Sequence[torch.Tensor]) -> memoryview:
+    _, data = allocate(layout.total_bytes, torch.uint8)
+    for position, (spec, tensor) in enumerate(zip(layout.tensors, tensors, strict=True)):
+        spec.codec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
+    return data
+
+
+def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:
+    return [hashlib.sha256(data[i : i + chunk_bytes]).digest() for i in range(0, data.nbytes, chunk_bytes)]

@@ -1,0 +1,212 @@
+"""What a transport is: a way to listen, to dial, and to get an authenticated pipe of bytes.
+
+The seam is small on purpose. A `Connection` is a reliable, ordered pipe of bytes, both ways, to *one proven peer*.
+Messages, calls and streams are built on it in `shoal.rpc`, once for all transports. A stream of tensor data has a
+connection of its own, so flow control is the transport's own backpressure and bulk data never delays calls.
+
+Rules that every transport keeps (held by one conformance suite, `tests/conformance`):
+
+- `write` returns when its buffers may be reused and the queue is below the high-water mark.
+- `readinto` fills the whole buffer or raises; bytes come in order, none twice, none lost.
+- `close` delivers what was written, then ends the pipe: the other side reads it all, then gets `PeerUnreachable`.
+- `abort` ends it at once, also for a writer or reader that waits; both sides notice.
+- The other side's identity was proved before `dial` returned or the acceptor was called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from shoal.peer import Address, PeerID
+
+__all__ = [
+    "HIGH_WATER_BYTES",
+    "Acceptor",
+    "Buffer",
+    "Connection",
+    "Network",
+    "Pipe",
+    "PipeAcceptor",
+    "PipeUser",
+    "Transport",
+]
+
+HIGH_WATER_BYTES = 4 << 20
+"""A writer waits while more than this is queued: bounds memory per connection."""
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Connection(Protocol):
+    """An authenticated, reliable, ordered pipe of bytes to one peer. Used from the loop thread only."""
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Who is on the other side (proved)."""
+        ...
+
+    @property
+    def dialed(self) -> bool:
+        """True if this side dialed, False if it accepted."""
+        ...
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed to `write` so far."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes returned by `readinto` so far."""
+        ...
+
+    @property
+    def closed(self) -> bool:
+        """True once no more bytes can be written."""
+        ...
+
+    async def write(self, *buffers: Buffer) -> None:
+        """Send the buffers one after another; wait while more than `HIGH_WATER_BYTES` is queued.
+
+        When it returns, the buffers may be reused. Two writes at once never mix their bytes.
+
+        Raises:
+            PeerUnreachable: the pipe is closed or broke.
+        """
+        ...
+
+    async def readinto(self, buffer: bytearray | memoryview) -> None:
+        """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
+
+        Raises:
+            PeerUnreachable: the pipe ended or broke before the buffer was full.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Send what is queued (for a few seconds at most), then end the pipe. Safe to call twice."""
+        ...
+
+    def abort(self) -> None:
+        """End the pipe at once; what is queued is lost. Safe to call twice."""
+        ...
+
+
+Acceptor = Callable[[Connection], None]
+"""Called in the loop, once per authenticated incoming connection."""
+
+
+class Transport(Protocol):
+    """A way to reach peers, with one identity."""
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Our own identity."""
+        ...
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Where others can dial us; empty before `listen` and for a peer that only dials."""
+        ...
+
+    async def listen(self, acceptor: Acceptor) -> None:
+        """Start to accept connections.
+
+        Raises:
+            ConfigError: the host or port cannot be listened on; the message names it.
+        """
+        ...
+
+    async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> Connection:
+        """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
+
+        Raises:
+            PeerUnreachable: nobody answered at any address.
+            PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
+            PeerTimeout: not done within `timeout_s`.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Stop listening and abort every connection. Safe to call twice."""
+        ...
+
+
+# ----------------------------------------------------------------------------------------- below an in-memory transport
+
+
+class Pipe(Protocol):
+    """One end of a reliable, ordered pipe between two hosts of a `Network`: no identity, no reader's buffer."""
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes handed to `send` that have not left this host."""
+        ...
+
+    def send(self, data: bytes) -> None:
+        """Send these bytes: they arrive in one `data_received`. Never waits; whoever sends minds `queued_bytes`."""
+        ...
+
+    def consumed(self, nbytes: int) -> None:
+        """Say that the user has taken so many of the received bytes: the other side may send as many more."""
+        ...
+
+    def finish(self) -> None:
+        """Send what is queued, then end the pipe. `pipe_lost` is called here once all has left, there once it came."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """End the pipe at once: `pipe_lost` is called here now, and there as soon as word of it comes."""
+        ...
+
+
+class PipeUser(Protocol):
+    """Who uses one end of a `Pipe`. The network calls these in the loop, one after another."""
+
+    def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
+        """The pipe is open. `greeting` is what the other side gave to `open` or `listen`."""
+        ...
+
+    def data_received(self, data: bytes) -> None:
+        """The next bytes came."""
+        ...
+
+    def resume_writing(self) -> None:
+        """What was queued has sunk to `HIGH_WATER_BYTES` or less."""
+        ...
+
+    def pipe_lost(self, reason: str) -> None:
+        """The pipe has ended; nothing more comes or goes. Called once, after `pipe_opened`."""
+        ...
+
+
+PipeAcceptor = Callable[[bytes], PipeUser | None]
+"""Called with the greeting of whoever opens a pipe: returns who uses our end of it, or None to refuse."""
+
+
+class Network(Protocol):
+    """Hosts by name, ports, and pipes between them: what `transport.memory` stands on. `shoal.sim` has one."""
+
+    def listen(self, host: str, port: int, acceptor: PipeAcceptor, *, greeting: bytes) -> int:
+        """Take in pipes at this port of `host` (0: any that is free); returns the port.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        ...
+
+    def unlisten(self, host: str, port: int) -> None:
+        """Take in no more pipes there."""
+        ...
+
+    async def open(self, source: str, host: str, port: int, *, greeting: bytes, user: PipeUser) -> None:
+        """Open a pipe from host `source` to a port of `host`; returns after `user.pipe_opened` was called.
+
+        Waits for as long as no answer comes: the caller sets the deadline, and whoever gives up cancels.
+
+        Raises:
+            PeerUnreachable: there is no such host, or nobody listens there.
+            PeerRefused: the acceptor refused.
+        """
+        ...

@@ -1,0 +1,227 @@
+"""How two peers prove who they are, inside a TLS channel whose certificates nobody vouches for.
+
+The server's certificate is self-signed and lives as long as its transport. What ties the channel to the peers is that
+both sign, with their Ed25519 keys, the certificate *that they see*: a man in the middle has to show another one, so what
+he relays does not verify. The signed message (context `transport`) is::
+
+    role (b"client" or b"server") 0x00 | version u16 | SHA-256 of the server's certificate (DER)
+    | client's PeerID | server's PeerID | client's nonce | server's nonce        (32 bytes each)
+
+Frames, each a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a msgpack array whose first item is the type:
+
+====  ===========  =======  ====================================================================================
+step  frame        from     fields
+====  ===========  =======  ====================================================================================
+1     hello        client   min_version, max_version, peer_id (its own), wanted (who it dialed), nonce
+2     proof        server   version (highest that both speak), nonce, signature
+3     proof        client   version (the same), nonce (the same as in hello), signature
+4     welcome      server   (none): the connection is the acceptor's now
+any   refusal      server   reason, min_version, max_version; the connection ends
+====  ===========  =======  ====================================================================================
+
+The server checks that it is the one wanted before it signs anything; the client checks the server's proof before it
+sends its own. A nonce of each side makes every proof good for one connection only. Later versions may append fields
+to `hello`: unknown trailing fields are ignored, so an old peer can still say which versions it speaks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from typing import Annotated, NamedTuple, TypeVar
+
+import msgspec
+
+from shoal.errors import PeerProtocolError, PeerRefused
+from shoal.identity import SIGNATURE_BYTES, Identity, verify
+from shoal.peer import PEER_ID_BYTES, PeerID
+from shoal.transport.tls import TlsConnection
+
+__all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
+
+MAX_FRAME_BYTES = 1024
+"""Longest frame before a connection is authenticated."""
+
+_CONTEXT = b"transport"
+_NONCE_BYTES = 32
+
+_Id = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+_Nonce = Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+_Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+_Version = Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class Versions(NamedTuple):
+    """The versions of the protocol that one side speaks, from `lowest` to `highest`, both included."""
+
+    lowest: int
+    highest: int
+
+    def __str__(self) -> str:
+        return f"{self.lowest}" if self.lowest == self.highest else f"{self.lowest} to {self.highest}"
+
+    def common(self, other: Versions) -> int | None:
+        """The highest version that both speak, or None."""
+        highest = min(self.highest, other.highest)
+        return highest if highest >= max(self.lowest, other.lowest) else None
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all frames."""
+
+
+class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
+    min_version: _Version
+    max_version: _Version
+    peer_id: _Id
+    wanted: _Id
+    nonce: _Nonce
+
+
+class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
+    version: _Version
+    nonce: _Nonce
+    signature: _Signature
+
+
+class _Welcome(_Frame, frozen=True, array_like=True, tag="welcome"):
+    pass
+
+
+class _Refusal(_Frame, frozen=True, array_like=True, tag="refusal"):
+    reason: Annotated[str, msgspec.Meta(max_length=300)]
+    min_version: _Version
+    max_version: _Version
+
+
+F = TypeVar("F", bound=_Frame)
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Hello | _Proof | _Welcome | _Refusal).decode
+
+
+class _Channel(NamedTuple):
+    """What both proofs are about."""
+
+    version: int
+    certificate: bytes
+    client: PeerID
+    server: PeerID
+    client_nonce: bytes
+    server_nonce: bytes
+
+    def message(self, role: bytes) -> bytes:
+        digest = hashlib.sha256(self.certificate).digest()
+        ids = self.client.raw + self.server.raw
+        return role + b"\0" + self.version.to_bytes(2, "big") + digest + ids + self.client_nonce + self.server_nonce
+
+
+async def greet_as_client(connection: TlsConnection, identity: Identity, wanted: PeerID, versions: Versions) -> None:
+    """Do the TLS handshake, make the server prove that it is `wanted`, and prove who we are.
+
+    Args:
+        connection: a fresh TCP connection.
+        identity: our own.
+        wanted: who must be on the other side.
+        versions: what we speak.
+
+    Raises:
+        PeerRefused: the server is somebody else, speaks no version of ours, or said no.
+        PeerProtocolError: it sent what the protocol does not allow.
+        PeerUnreachable: it does not speak TLS 1.3, or is gone.
+    """
+    certificate = await connection.start_tls()
+    nonce = os.urandom(_NONCE_BYTES)
+    await _send(connection, _Hello(*versions, identity.peer_id.raw, wanted.raw, nonce))
+    proof = await _expect(connection, _Proof, wanted, versions)
+    if versions.common(Versions(proof.version, proof.version)) is None:
+        raise PeerProtocolError(f"chose protocol version {proof.version}, which was not offered", wanted)
+    channel = _Channel(proof.version, certificate, identity.peer_id, wanted, nonce, proof.nonce)
+    if not verify(wanted, _CONTEXT, channel.message(b"server"), proof.signature):
+        raise PeerRefused(
+            "whoever answers at this address cannot prove to be the peer that was dialed: a wrong address, "
+            "or somebody in between",
+            wanted,
+        )
+    signature = identity.sign(_CONTEXT, channel.message(b"client"))
+    await _send(connection, _Proof(proof.version, nonce, signature))
+    await _expect(connection, _Welcome, wanted, versions)
+    connection.authenticated(wanted, proof.version)
+
+
+async def greet_as_server(
+    connection: TlsConnection,
+    identity: Identity,
+    versions: Versions,
+    *,
+    certificate: bytes,
+    admit: Callable[[PeerID], str | None],
+) -> None:
+    """Do the TLS handshake, prove who we are if we are the one wanted, and make the client prove who it is.
+
+    Args:
+        connection: a fresh TCP connection.
+        identity: our own.
+        versions: what we speak.
+        certificate: the one that this side's TLS context shows, DER.
+        admit: called with a proved client; returns why it may not stay, or None if it may.
+
+    Raises:
+        PeerRefused: the client was told no; the connection is closed.
+        PeerProtocolError: it sent what the protocol does not allow.
+        PeerUnreachable: it does not speak TLS 1.3, or is gone.
+    """
+    await connection.start_tls()
+    hello = await _expect(connection, _Hello, None, versions)
+    client, offered = PeerID(hello.peer_id), Versions(hello.min_version, hello.max_version)
+    version = versions.common(offered)
+    if hello.wanted != identity.peer_id.raw:
+        raise await _refuse(connection, "the peer that was dialed is not the one that answers here", client, versions)
+    if version is None:
+        raise await _refuse(connection, f"protocol version {offered} is not spoken here", client, versions)
+    channel = _Channel(version, certificate, client, identity.peer_id, hello.nonce, os.urandom(_NONCE_BYTES))
+    signature = identity.sign(_CONTEXT, channel.message(b"server"))
+    await _send(connection, _Proof(version, channel.server_nonce, signature))
+    proof = await _expect(connection, _Proof, client, versions)
+    if not verify(client, _CONTEXT, channel.message(b"client"), proof.signature):
+        raise await _refuse(connection, "the proof of identity does not verify", client, versions)
+    if (objection := admit(client)) is not None:
+        raise await _refuse(connection, objection, client, versions)
+    connection.authenticated(client, version)
+    await _send(connection, _Welcome())
+
+
+async def _send(connection: TlsConnection, frame: _Frame) -> None:
+    body = _encode(frame)
+    await connection.write(len(body).to_bytes(2, "big") + body)
+
+
+async def _expect(connection: TlsConnection, kind: type[F], peer_id: PeerID | None, ours: Versions) -> F:
+    """Read one frame, which must be of `kind`. A refusal becomes `PeerRefused`."""
+    header = bytearray(2)
+    await connection.readinto(header)
+    size = int.from_bytes(header, "big")
+    if not 0 < size <= MAX_FRAME_BYTES:
+        raise PeerProtocolError(f"a greeting frame of {size} bytes (at most {MAX_FRAME_BYTES} are allowed)", peer_id)
+    body = bytearray(size)
+    await connection.readinto(body)
+    try:
+        frame = _decode(body)
+    except msgspec.MsgspecError as error:
+        raise PeerProtocolError(f"a greeting frame that cannot be read: {error}", peer_id) from error
+    if isinstance(frame, _Refusal):
+        reason = "".join(letter if letter.isprintable() else "?" for letter in frame.reason)
+        theirs = Versions(frame.min_version, frame.max_version)
+        raise PeerRefused(f"{reason} (it speaks protocol version {theirs}, this side {ours})", peer_id)
+    if not isinstance(frame, kind):
+        raise PeerProtocolError(f"sent {type(frame).__name__} where {kind.__name__} was expected", peer_id)
+    return frame
+
+
+async def _refuse(connection: TlsConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
+    """Say no, and wait until the other side has hung up: until then the connection counts as unauthenticated."""
+    await _send(connection, _Refusal(reason, *ours))
+    await connection.close()
+    await connection.wait_lost()
+    return PeerRefused(f"told no: {reason}", client)

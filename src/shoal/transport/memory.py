@@ -1,0 +1,366 @@
+"""A transport without sockets: connections over a `Network` of named hosts, such as the simulated one of `shoal.sim`.
+
+It runs on any asyncio loop, real or virtual. What travels when, and what is lost, is the network's affair; here are the
+connection's promises: bytes in order, writers that wait while too much is queued, readers that wait until their buffer
+is full, an end that both sides see.
+
+Whoever opens a pipe greets with two peer ids, its own and the one it wants; who listens greets with its own. Nothing is
+signed: everybody on such a network lives in this process. Bytes are copied twice, out of the writer's buffer and into
+the reader's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal.errors import ClosedError, LocalError, PeerRefused, PeerTimeout, PeerUnreachable
+from shoal.peer import PEER_ID_BYTES, Address, PeerID
+from shoal.transport.base import HIGH_WATER_BYTES, Acceptor, Buffer, Network, Pipe
+
+__all__ = ["MemoryConnection", "MemoryTransport"]
+
+SEGMENT_BYTES = 64 << 10
+"""A longer write travels in pieces of this size, so that others get their turn between them."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""How long `close` waits for what is queued to leave."""
+
+_CLOSED_HERE = "closed on this side"
+
+
+class HasPeerID(Protocol):
+    """An `Identity`, as far as this transport needs one."""
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Who it is."""
+        ...
+
+
+class MemoryConnection:
+    """One end of a connection; made by `MemoryTransport` only. Also the user of its `Pipe`."""
+
+    def __init__(self, transport: MemoryTransport, peer_id: PeerID, *, dialed: bool) -> None:
+        self._transport, self._peer_id, self._dialed = transport, peer_id, dialed
+        self._pipe: Pipe | None = None
+        self._closing = False
+        self._lost: str | None = None
+        self._sent = self._received = 0
+        # Writing: one writer at a time; the others queue at the lock, so that no two writes mix.
+        self._turn = asyncio.Lock()
+        self._room: asyncio.Future[None] | None = None
+        self._gone: asyncio.Future[None] | None = None
+        # Reading: what came and nobody took, from byte `_head` of its first piece on; or the buffer that waits for it.
+        self._pieces: deque[bytes] = deque()
+        self._head = 0
+        self._unpaid = 0
+        self._target: memoryview | None = None
+        self._filled = 0
+        self._full: asyncio.Future[None] | None = None
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self._peer_id
+
+    @property
+    def dialed(self) -> bool:
+        return self._dialed
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._received
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._lost is not None
+
+    def __repr__(self) -> str:
+        state = f"closed: {self._lost}" if self.closed else "open"
+        return f"<MemoryConnection to {self._peer_id.short()}, {state}>"
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    async def write(self, *buffers: Buffer) -> None:
+        pipe = self._open_pipe()
+        size = sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
+        if size <= SEGMENT_BYTES and not self._turn.locked() and pipe.queued_bytes <= HIGH_WATER_BYTES:
+            if size:
+                self._send(pipe, buffers[0] if len(buffers) == 1 else b"".join(buffers))
+            if pipe.queued_bytes <= HIGH_WATER_BYTES:
+                return
+            buffers = ()
+        async with self._turn:
+            whole = True
+            try:
+                for buffer in buffers:
+                    view = memoryview(buffer).cast("B")
+                    for start in range(0, len(view), SEGMENT_BYTES):
+                        await self._wait_for_room(pipe)
+                        self._send(pipe, view[start : start + SEGMENT_BYTES])
+                        whole = False
+                whole = True
+                await self._wait_for_room(pipe)
+            except asyncio.CancelledError:
+                if not whole:
+                    self._abort("a write was cancelled half-way")
+                raise
+
+    def _send(self, pipe: Pipe, data: Buffer) -> None:
+        copy = bytes(data)
+        self._sent += len(copy)
+        pipe.send(copy)
+
+    async def _wait_for_room(self, pipe: Pipe) -> None:
+        self._open_pipe()
+        while pipe.queued_bytes > HIGH_WATER_BYTES:
+            self._room = asyncio.get_running_loop().create_future()
+            try:
+                await self._room
+            finally:
+                self._room = None
+            self._open_pipe()
+
+    def _open_pipe(self) -> Pipe:
+        if self._pipe is None or self.closed:
+            raise self._end_error()
+        return self._pipe
+
+    def _end_error(self) -> PeerUnreachable:
+        return PeerUnreachable(f"the connection has ended: {self._lost or _CLOSED_HERE}", self._peer_id)
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    async def readinto(self, buffer: bytearray | memoryview) -> None:
+        if self._target is not None:
+            raise LocalError("another read of this connection is waiting: one reader at a time")
+        target = memoryview(buffer).cast("B")
+        filled = self._take(target) if self._pieces else 0
+        if filled < len(target):
+            if self.closed:
+                self._put_back(target[:filled])
+                raise self._end_error()
+            self._target, self._filled = target, filled
+            self._full = asyncio.get_running_loop().create_future()
+            try:
+                await self._full
+            except BaseException:
+                self._put_back(target[: self._filled])
+                raise
+            finally:
+                self._target = self._full = None
+        self._received += len(target)
+
+    def _take(self, target: memoryview) -> int:
+        """Move as much as there is and as fits into `target`; returns how much."""
+        pieces, head, filled, size = self._pieces, self._head, 0, len(target)
+        while pieces and filled < size:
+            piece = pieces[0]
+            count = min(len(piece) - head, size - filled)
+            if count == len(piece):
+                target[filled : filled + count] = piece
+            else:
+                target[filled : filled + count] = memoryview(piece)[head : head + count]
+            filled += count
+            head += count
+            if head == len(piece):
+                pieces.popleft()
+                head = 0
+        self._head = head
+        self._pay(filled)
+        return filled
+
+    def _put_back(self, data: memoryview) -> None:
+        """A read that did not come to its end consumes nothing."""
+        if data and not self._closing:
+            if self._head:
+                self._pieces[0] = self._pieces[0][self._head :]
+                self._head = 0
+            self._pieces.appendleft(bytes(data))
+            self._unpaid += len(data)
+
+    def _pay(self, nbytes: int) -> None:
+        """Let the other side send on, but once only for bytes that were put back."""
+        paid = min(self._unpaid, nbytes)
+        self._unpaid -= paid
+        if nbytes > paid and self._pipe is not None:
+            self._pipe.consumed(nbytes - paid)
+
+    # -------------------------------------------------------------------------------------------------------- ending
+
+    async def close(self) -> None:
+        if self._lost is None and self._pipe is not None:
+            if not self._closing:
+                self._closing = True
+                self._fail_waiters()
+                self._pipe.finish()
+            # pipe_lost may have been called within finish().
+            if self._lost is None:
+                if self._gone is None:
+                    self._gone = asyncio.get_running_loop().create_future()
+                await asyncio.wait((self._gone,), timeout=CLOSE_TIMEOUT_S)
+        self.abort()
+
+    def abort(self) -> None:
+        self._abort(_CLOSED_HERE)
+
+    def _abort(self, reason: str) -> None:
+        if self._lost is None and self._pipe is not None:
+            self._closing = True
+            self._pipe.abort(reason)
+        self._pieces.clear()
+        self._head = 0
+
+    def _fail_waiters(self) -> None:
+        for waiter in (self._room, self._full):
+            if waiter is not None and not waiter.done():
+                waiter.set_exception(self._end_error())
+
+    # ------------------------------------------------------------------------------------------ called by the network
+
+    def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
+        self._pipe = pipe
+        self._transport.connected(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._target is None or self._full is None or self._full.done():
+            self._pieces.append(data)
+            return
+        space = len(self._target) - self._filled
+        if len(data) <= space:
+            self._target[self._filled : self._filled + len(data)] = data
+            self._filled += len(data)
+            self._pay(len(data))
+        else:
+            self._pieces.append(data)
+            self._filled += self._take(self._target[self._filled :])
+        if self._filled == len(self._target):
+            self._full.set_result(None)
+
+    def resume_writing(self) -> None:
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+
+    def pipe_lost(self, reason: str) -> None:
+        self._lost = reason
+        self._fail_waiters()
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)
+        self._transport.disconnected(self)
+
+
+class MemoryTransport:
+    """`Transport` over a `Network`.
+
+    Args:
+        identity: who we are, or just the peer id.
+        network: the network; all transports on it are in this process.
+        host: the name of the host we are on. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
+        port: where to listen; 0 takes a free port.
+        client_mode: only dial: `listen` does nothing and there are no addresses.
+    """
+
+    def __init__(
+        self,
+        identity: HasPeerID | PeerID,
+        network: Network,
+        *,
+        host: str,
+        port: int = 0,
+        client_mode: bool = False,
+    ) -> None:
+        self._peer_id = identity if isinstance(identity, PeerID) else identity.peer_id
+        self._network, self._host, self._port, self._client_mode = network, host, port, client_mode
+        self._acceptor: Acceptor | None = None
+        self._context: contextvars.Context | None = None
+        self._addresses: tuple[Address, ...] = ()
+        self._connections: dict[MemoryConnection, None] = {}
+        self._closed = False
+
+    @property
+    def peer_id(self) -> PeerID:
+        return self._peer_id
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        return self._addresses
+
+    async def listen(self, acceptor: Acceptor) -> None:
+        self._check_open()
+        if self._acceptor is not None:
+            raise LocalError("this transport listens already")
+        if self._client_mode:
+            return
+        port = self._network.listen(self._host, self._port, self._accept, greeting=self._peer_id.raw)
+        # What the acceptor starts belongs to whoever listens, not to the network that calls it.
+        self._acceptor, self._context = acceptor, contextvars.copy_context()
+        self._addresses = (Address(self._host, port, self._peer_id),)
+
+    async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> MemoryConnection:
+        self._check_open()
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        failures: list[PeerUnreachable | PeerRefused | PeerTimeout] = []
+        for index, address in enumerate(addresses):
+            # An address that does not answer uses up its share of the time, not that of the others.
+            share_s = (deadline - asyncio.get_running_loop().time()) / (len(addresses) - index)
+            try:
+                async with asyncio.timeout(max(0.0, share_s)):
+                    return await self._open(peer_id, address)
+            except TimeoutError:
+                failures.append(
+                    PeerTimeout(f"no answer from {address.host}:{address.port} in {share_s:.3g} s", peer_id)
+                )
+            except (PeerUnreachable, PeerRefused) as error:
+                failures.append(type(error)(f"{error.message} ({address.host}:{address.port})", peer_id))
+        for kind in (PeerRefused, PeerUnreachable, PeerTimeout):
+            for failure in failures:
+                if isinstance(failure, kind):
+                    raise failure
+        raise PeerUnreachable("no address to dial is known", peer_id)
+
+    async def _open(self, peer_id: PeerID, address: Address) -> MemoryConnection:
+        connection = MemoryConnection(self, peer_id, dialed=True)
+        await self._network.open(
+            self._host, address.host, address.port, greeting=self._peer_id.raw + peer_id.raw, user=connection
+        )
+        if self._closed:
+            connection.abort()
+            self._check_open()
+        return connection
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for address in self._addresses:
+            self._network.unlisten(self._host, address.port)
+        self._addresses = ()
+        for connection in list(self._connections):
+            connection.abort()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this transport was closed")
+
+    def _accept(self, greeting: bytes) -> MemoryConnection | None:
+        dialer, wanted = greeting[:PEER_ID_BYTES], greeting[PEER_ID_BYTES:]
+        if wanted != self._peer_id.raw or len(dialer) != PEER_ID_BYTES:
+            return None
+        return MemoryConnection(self, PeerID(dialer), dialed=False)
+
+    def connected(self, connection: MemoryConnection) -> None:
+        """A connection of ours is open: hand an incoming one to the acceptor."""
+        self._connections[connection] = None
+        if not connection.dialed and self._acceptor is not None and self._context is not None:
+            self._context.copy().run(self._acceptor, connection)
+
+    def disconnected(self, connection: MemoryConnection) -> None:
+        """A connection of ours has ended."""
+        self._connections.pop(connection, None)

@@ -1,0 +1,72 @@
+"""Sockets as the TCP transport wants them, and their end in a forked child.
+
+A forked child (a DataLoader worker) inherits descriptors: it would keep a killed parent's connections open, and the
+other peers would wait for them. So every socket made here is closed in a child right after the fork. The parent's
+connections do not notice: closing a copy of a descriptor sends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import os
+import socket
+import weakref
+from typing import Any
+
+__all__ = ["new_socket", "outside_host", "resolve", "tune"]
+
+_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Every socket of every transport of this process."""
+
+
+def _close_in_child() -> None:
+    """Run in a forked child: give its copies of our sockets back. The parent's connections do not notice."""
+    for sock in list(_sockets):
+        # detach: the descriptor's number may soon be another file's, which the socket object must never close
+        if (descriptor := sock.detach()) >= 0:
+            os.close(descriptor)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+async def resolve(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    """Socket families and addresses of a host. Only a name takes the resolver (and the loop's thread for it)."""
+    with contextlib.suppress(ValueError):
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        return [(family, (host, port))]
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(family, sockaddr) for family, _, _, _, sockaddr in found]
+
+
+def new_socket(family: int) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    tune(sock)
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    _sockets.add(sock)
+    sock.setblocking(False)
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # not built in, or not allowed: the system's choice stays
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+def outside_host(host: str) -> str:
+    """What to announce for `host`: for all interfaces, the address this machine uses towards the outside."""
+    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1", "127.0.0.1"), "::": (socket.AF_INET6, "2001:db8::1", "::1")}
+    if host not in probes:
+        return host
+    family, somewhere, fallback = probes[host]
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((somewhere, 9))  # UDP: asks the routing table, sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return fallback

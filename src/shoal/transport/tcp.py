@@ -1,0 +1,354 @@
+"""Peers over TCP and TLS 1.3: listening, dialing, limits.
+
+`tls` is one connection, `handshake` the proof of identity, `certificate` the TLS settings, `sockets` the sockets; here
+connections are made, counted and closed. Strangers are cheap: at most `max_unauthenticated` connections have not proved
+who they are, each for at most `auth_timeout_s`. When one more arrives, the oldest of the host that holds most of them
+goes: closing the new one instead would let a few silent connections a second keep every good peer out.
+
+Invariant: after `close` there is no task, no socket and no timer of this transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import ssl
+from collections import Counter, deque
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from shoal.identity import Identity
+from shoal.peer import Address, PeerID
+from shoal.transport.base import Acceptor
+from shoal.transport.certificate import client_context, server_context
+from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
+from shoal.transport.sockets import new_socket, outside_host, resolve, tune
+from shoal.transport.tls import TlsConnection
+from shoal.wire import PROTOCOL_VERSIONS
+
+__all__ = ["TcpLimits", "TcpTransport"]
+
+_logger = logging.getLogger(__name__)
+
+_SCRATCH_BYTES = 256 << 10
+_BACKLOG = 512
+_ACCEPT_PAUSE_S = 0.1
+_STAGGER_S = 0.25
+"""The next address of a peer is tried after this long, beside the ones before it (as RFC 8305 does)."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TcpLimits:
+    """How much a `TcpTransport` lets others ask of it.
+
+    Attributes:
+        max_unauthenticated: connections that have not proved who they are.
+        auth_timeout_s: seconds for the TLS handshake and both proofs together.
+        max_connections_per_peer: connections with one peer; counted both ways, refused when it dials.
+        max_connections: connections with all peers; counted both ways, refused when somebody dials.
+    """
+
+    max_unauthenticated: int = 256
+    auth_timeout_s: float = 5.0
+    max_connections_per_peer: int = 96
+    max_connections: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)!r}")
+
+
+class TcpTransport:
+    """A `shoal.transport.base.Transport` over TCP and TLS 1.3. Used from the loop thread only.
+
+    Args:
+        identity: our key.
+        host: where to listen: an IP address or name of this machine; `0.0.0.0` or `::` for all its interfaces.
+        port: where to listen; 0 takes any free port.
+        announce_host: what others should dial, if that is not `host` (behind a port forwarding, or for a public name).
+            By default `host`, or for all interfaces the address that this machine uses towards the outside.
+        client_mode: never listen, only dial.
+        protocol_versions: lowest and highest protocol version that this side speaks.
+        limits: what others may ask of us.
+
+    Raises:
+        ConfigError: an argument is wrong.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        announce_host: str | None = None,
+        client_mode: bool = False,
+        protocol_versions: tuple[int, int] = PROTOCOL_VERSIONS,
+        limits: TcpLimits | None = None,
+    ) -> None:
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+            raise ConfigError(f"port must be a number within 0..65535, got {port!r}")
+        if not host or not isinstance(host, str):
+            raise ConfigError(f"host must be an IP address or a name, got {host!r}")
+        self._versions = Versions(*protocol_versions)
+        if not 1 <= self._versions.lowest <= self._versions.highest <= 65535:
+            raise ConfigError(f"protocol_versions must be (lowest, highest), got {protocol_versions!r}")
+        if announce_host is not None:
+            Address(announce_host, port or 1, identity.peer_id)  # checks it
+        self._identity, self._host, self._port = identity, host, port
+        self._announce_host, self._client_mode = announce_host, client_mode
+        self._limits = limits or TcpLimits()
+        self._client_context = client_context()
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._alive: set[TlsConnection] = set()
+        self._pending: dict[TlsConnection, str] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._listeners: list[socket.socket] = []
+        self._addresses: tuple[Address, ...] = ()
+        self._closed = False
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Our own identity."""
+        return self._identity.peer_id
+
+    @property
+    def addresses(self) -> Sequence[Address]:
+        """Where others can dial us; empty before `listen` and in client mode."""
+        return self._addresses
+
+    @property
+    def connections(self) -> int:
+        """How many connections to proved peers are open."""
+        return sum(connection.proved_peer_id is not None for connection in self._alive)
+
+    @property
+    def unauthenticated(self) -> int:
+        """How many accepted connections have not proved who they are."""
+        return len(self._pending)
+
+    async def listen(self, acceptor: Acceptor) -> None:
+        """Start to accept connections. In client mode this does nothing.
+
+        Args:
+            acceptor: called in the loop, once per authenticated incoming connection.
+
+        Raises:
+            ConfigError: the host or port cannot be listened on; the message names them.
+            LocalError: this transport listens already.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        if self._client_mode:
+            return
+        if self._listeners:
+            raise LocalError("this transport listens already")
+        listener = await self._bind()
+        self._listeners.append(listener)
+        port: int = listener.getsockname()[1]
+        host = self._announce_host or outside_host(self._host)
+        self._addresses = (Address(host, port, self.peer_id),)
+        context, certificate = server_context()
+        self._spawn(self._accept(listener, context, certificate, acceptor))
+
+    async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TlsConnection:
+        """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
+
+        An address that does not answer within a quarter of a second is joined by the next one. Addresses of other
+        peers are passed over.
+
+        Args:
+            peer_id: who must answer.
+            addresses: where to try.
+            timeout_s: seconds for all of it.
+
+        Raises:
+            PeerUnreachable: nobody answered at any address.
+            PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
+            PeerTimeout: not done within `timeout_s`.
+        """
+        if self._closed:
+            raise ClosedError("this transport is closed")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._dial_first(peer_id, [each for each in addresses if each.peer_id == peer_id])
+        except PeerError as error:
+            if self._closed:
+                raise ClosedError("this transport was closed while it dialed") from error
+            raise
+        except TimeoutError as error:
+            raise PeerTimeout(f"no connection within {timeout_s:g} s", peer_id) from error
+
+    async def close(self) -> None:
+        """Stop listening and abort every connection. Safe to call twice."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        self._addresses = ()
+        dying = list(self._alive)
+        for connection in dying:
+            connection.abort("the transport was closed")
+        await asyncio.gather(*(connection.wait_lost() for connection in dying))
+
+    # Listening
+
+    async def _bind(self) -> socket.socket:
+        try:
+            family, sockaddr = (await resolve(self._host, self._port))[0]
+            listener = new_socket(family)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        try:
+            if os.name == "posix":  # elsewhere it would let two processes share the port
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(sockaddr)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(
+                f"cannot listen on {self._host}:{self._port}: {error.strerror or error}; "
+                "choose another host or port (port 0 takes a free one)"
+            ) from error
+        return listener
+
+    async def _accept(
+        self, listener: socket.socket, context: ssl.SSLContext, certificate: bytes, acceptor: Acceptor
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, sockaddr = await loop.sock_accept(listener)
+            except ConnectionError:
+                continue
+            except OSError as error:  # out of descriptors or memory: others will end
+                _logger.warning("cannot accept connections for now: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            tune(sock)
+            connection = TlsConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)
+            self._make_room()
+            self._pending[connection] = sockaddr[0]
+            await loop.connect_accepted_socket(lambda made=connection: made, sock)  # type: ignore[misc]
+            self._spawn(self._authenticate(connection, certificate, acceptor))
+
+    def _make_room(self) -> None:
+        if len(self._pending) < self._limits.max_unauthenticated:
+            return
+        crowded = Counter(self._pending.values()).most_common(1)[0][0]
+        oldest = next(connection for connection, host in self._pending.items() if host == crowded)
+        del self._pending[oldest]
+        oldest.abort("too many unauthenticated connections")
+
+    async def _authenticate(self, connection: TlsConnection, certificate: bytes, acceptor: Acceptor) -> None:
+        try:
+            async with asyncio.timeout(self._limits.auth_timeout_s):
+                await greet_as_server(
+                    connection, self._identity, self._versions, certificate=certificate, admit=self._objection
+                )
+        except (PeerError, TimeoutError) as error:
+            _logger.debug("an incoming connection did not authenticate: %s", str(error) or "not in time")
+            connection.abort("not authenticated")
+            return
+        finally:
+            self._pending.pop(connection, None)
+        try:
+            acceptor(connection)
+        except Exception:
+            _logger.exception("the acceptor failed")
+            connection.abort()
+
+    def _objection(self, client: PeerID) -> str | None:
+        """Why one more connection from `client` is too many, or None."""
+        limits = self._limits
+        if sum(connection.proved_peer_id == client for connection in self._alive) >= limits.max_connections_per_peer:
+            return f"it has {limits.max_connections_per_peer} connections with this peer already, the most allowed"
+        if self.connections >= limits.max_connections:
+            return f"this peer has {limits.max_connections} connections already, the most allowed"
+        return None
+
+    # Dialing
+
+    async def _dial_first(self, peer_id: PeerID, addresses: Sequence[Address]) -> TlsConnection:
+        waiting = deque(addresses)
+        started: list[asyncio.Task[TlsConnection]] = []
+        racing: set[asyncio.Task[TlsConnection]] = set()
+        failure: PeerError = PeerUnreachable("no address to dial", peer_id)
+        chosen: TlsConnection | None = None
+        try:
+            while waiting or racing:
+                if waiting:
+                    started.append(self._spawn(self._connect(waiting.popleft())))
+                    racing.add(started[-1])
+                patience_s = _STAGGER_S if waiting else None
+                done, racing = await asyncio.wait(racing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    try:
+                        chosen = await self._prove(task.result(), peer_id)
+                    except PeerError as error:
+                        failure = failure if isinstance(failure, PeerRefused) else error
+                    else:
+                        return chosen
+            raise failure
+        finally:
+            for task in started:
+                task.cancel()
+            for result in await asyncio.gather(*started, return_exceptions=True):
+                if isinstance(result, TlsConnection) and result is not chosen:
+                    result.abort()
+
+    async def _connect(self, address: Address) -> TlsConnection:
+        """Make a TCP connection. Raises `PeerUnreachable`."""
+        loop = asyncio.get_running_loop()
+        failure: OSError | None = None
+        try:
+            targets = await resolve(address.host, address.port)
+        except OSError as error:
+            raise PeerUnreachable(f"cannot resolve {address.host}: {error}", address.peer_id) from error
+        for family, sockaddr in targets:
+            connection = TlsConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)
+            try:
+                sock = new_socket(family)
+            except OSError as error:
+                failure = error
+                continue
+            try:
+                await loop.sock_connect(sock, sockaddr)
+                await loop.create_connection(lambda made=connection: made, sock=sock)  # type: ignore[misc]
+            except OSError as error:
+                sock.close()
+                failure = error
+            except BaseException:
+                sock.close()
+                raise
+            else:
+                return connection
+        reason = (failure.strerror or failure) if failure is not None else "it has no address"
+        raise PeerUnreachable(f"no connection to {address.host}:{address.port}: {reason}", address.peer_id) from failure
+
+    async def _prove(self, connection: TlsConnection, peer_id: PeerID) -> TlsConnection:
+        limit_s = self._limits.auth_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await greet_as_client(connection, self._identity, peer_id, self._versions)
+        except PeerUnreachable as error:
+            raise PeerUnreachable(f"lost while proving identities: {error.message}", peer_id) from error
+        except TimeoutError as error:
+            raise PeerTimeout(f"it answered, but did not prove its identity within {limit_s:g} s", peer_id) from error
+        return connection
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,481 @@
+"""Every message of the protocol, and its version: the one place to see all that peers say to each other.
+
+Messages are msgspec structs, encoded as MessagePack arrays with a tag in front. Fields may be added at the end with a
+default without a new protocol version; anything else is a new version. Tensor bytes are never inside a message: a
+message announces a payload, which follows it raw (see `shoal.rpc`).
+
+Two kinds of message start something:
+
+- a `Request[Reply]` is sent by `Endpoint.call` and answered by exactly one reply;
+- an `Opening[Up, Down]` is sent by `Endpoint.open` and gives a stream, on which the opener sends `Up` messages and the
+  acceptor sends `Down` messages, in order, until each has said END.
+
+`docs/protocol.md` shows the same as tables.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args
+
+import msgspec
+
+from shoal.errors import ConfigError
+from shoal.peer import Address, PeerID
+
+__all__ = [
+    "PROTOCOL_VERSION",
+    "PROTOCOL_VERSIONS",
+    "Contact",
+    "Message",
+    "Opening",
+    "Request",
+    "decode",
+    "encode",
+]
+
+PROTOCOL_VERSION = 1
+"""The version spoken by this code."""
+
+PROTOCOL_VERSIONS = (1, 1)
+"""The lowest and the highest version that this code can speak; negotiated when a connection is made."""
+
+R = TypeVar("R")
+Up = TypeVar("Up")
+Down = TypeVar("Down")
+M = TypeVar("M")
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""A SHA-256 digest."""
+
+RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+"""Names one averaging round; drawn at random by the leader of the group."""
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of everything that is sent. The tag is the class name."""
+
+
+class Request(Message, Generic[R], frozen=True):
+    """A message that is answered by one `R`."""
+
+
+class Opening(Message, Generic[Up, Down], frozen=True):
+    """A message that opens a stream: the opener then sends `Up`, the acceptor `Down`."""
+
+
+# ----------------------------------------------------------------------------------------------------------- encoding
+
+
+def _encode_hook(value: object) -> object:
+    if isinstance(value, PeerID):
+        return value.raw
+    if isinstance(value, Address):
+        return str(value)
+    raise NotImplementedError(f"cannot send {type(value).__name__}")
+
+
+def _decode_hook(kind: type[Any], value: object) -> object:
+    if kind is PeerID and isinstance(value, bytes):
+        return PeerID(value)
+    if kind is Address and isinstance(value, str):
+        return Address.parse(value)
+    raise ConfigError(f"expected {kind.__name__}, got {type(value).__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
+
+
+_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    if (decoder := _decoders.get(kind)) is None:
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook)
+    return decoder
+
+
+def encode(message: object) -> bytes:
+    """The bytes of a message."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) -> M:
+    """Read a message of type `kind` (a struct, or a union of structs).
+
+    Raises:
+        msgspec.MsgspecError: the bytes are not MessagePack, or not such a message; says where.
+    """
+    return cast(M, _decoder(kind).decode(data))
+
+
+def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
+    for parent in getattr(kind, "__orig_bases__", ()):
+        if getattr(parent, "__origin__", None) is base:
+            return get_args(parent)
+    raise TypeError(f"{kind.__name__} does not say what it is answered with: derive from {base.__name__}[...]")
+
+
+def reply_type(request: type[Request[R]]) -> type[R]:
+    """What a request of this type is answered with."""
+    return cast("type[R]", _type_arguments(request, Request)[0])
+
+
+def stream_types(opening: type[Opening[Up, Down]]) -> tuple[type[Up], type[Down]]:
+    """What opener and acceptor send on a stream of this type."""
+    up, down = _type_arguments(opening, Opening)
+    return up, down
+
+
+# ------------------------------------------------------------------------------------------------------------- shared
+
+
+class Contact(Message, frozen=True):
+    """A peer and where it can be dialed; no addresses for a peer that only dials (client mode)."""
+
+    peer: PeerID
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=8)] = ()
+
+
+# ---------------------------------------------------------------------------------------------------- rpc (both levels)
+
+
+class Hello(Message, frozen=True):
+    """First frame on a connection that carries calls: who dials, and where it listens itself."""
+
+    contact: Contact
+
+
+class Call(Message, frozen=True):
+    """Asks for one reply within `timeout_s` seconds. `method` is the tag of the request in `body`."""
+
+    id: int
+    method: str
+    timeout_s: float
+    body: msgspec.Raw
+
+
+class Reply(Message, frozen=True):
+    """Answers the call with this id."""
+
+    id: int
+    body: msgspec.Raw
+
+
+class Failure(Message, frozen=True):
+    """Answers a call, or ends a stream, that could not be served.
+
+    `code`: `refused` (the handler said no), `busy` (a limit), `unknown` (no such method), `bad` (not decodable) or
+    `internal` (the handler failed). `id` is the call's id, 0 on a stream.
+    """
+
+    id: int
+    code: str
+    text: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Beat(Message, frozen=True):
+    """Asks for a sign of life. `time` is the sender's wall clock, seconds."""
+
+    time: float
+
+
+class BeatReply(Message, frozen=True):
+    """The sign of life: the asker's time given back, and the answerer's own wall clock."""
+
+    asked: float
+    time: float
+
+
+class Bye(Message, frozen=True):
+    """Last frame before an orderly close. `leaving`: the peer is going away; else the connection was only idle."""
+
+    leaving: bool
+
+
+class OpenStream(Message, frozen=True):
+    """Begins a stream on a connection of its own. `method` is the tag of the opening message in `body`."""
+
+    method: str
+    body: msgspec.Raw
+
+
+# --------------------------------------------------------------------------------------------------------------- dht
+
+Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+"""Where a record lies in the DHT: SHA-256 of the application's key."""
+
+
+class Record(Message, frozen=True):
+    """One value, or one entry of a dictionary, in the DHT.
+
+    A record with an `owner` is signed by it over (key, subkey, value, expiration): see `shoal.dht.validation`.
+    """
+
+    key: Key
+    subkey: Annotated[bytes, msgspec.Meta(max_length=256)] | None
+    value: Annotated[bytes, msgspec.Meta(max_length=65536)]
+    expiration: float
+    owner: PeerID | None = None
+    signature: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
+
+
+class DhtPong(Message, frozen=True):
+    """Answers `DhtPing` with the contact of the answerer."""
+
+    contact: Contact
+
+
+class DhtPing(Request[DhtPong], frozen=True):
+    """Is this a DHT node, and where does it listen?"""
+
+
+class DhtFound(Message, frozen=True):
+    """For one key: the records held here (all entries of a dictionary), and the nearest nodes known here.
+
+    `more`: the answer did not fit in this reply, and is empty; ask for the key again. Never so for all keys.
+    """
+
+    records: list[Record]
+    nearest: Annotated[list[Contact], msgspec.Meta(max_length=64)]
+    more: bool = False
+
+
+class DhtFindReply(Message, frozen=True):
+    """Answers `DhtFind`, in the order of its keys."""
+
+    found: Annotated[list[DhtFound], msgspec.Meta(max_length=64)]
+
+
+class DhtFind(Request[DhtFindReply], frozen=True):
+    """Records and nearest nodes for each key. `values=False` asks for nodes only."""
+
+    keys: Annotated[list[Key], msgspec.Meta(max_length=64)]
+    values: bool = True
+
+
+class DhtStoreReply(Message, frozen=True):
+    """For each record: empty if it is held now, else why not."""
+
+    refused: Annotated[list[str], msgspec.Meta(max_length=256)]
+
+
+class DhtStore(Request[DhtStoreReply], frozen=True):
+    """Hold these records until they expire."""
+
+    records: Annotated[list[Record], msgspec.Meta(max_length=256)]
+
+
+# --------------------------------------------------------------------------------------------------------- matchmaking
+
+
+class Member(Message, frozen=True):
+    """One member of a group, as the leader tells all others.
+
+    `bandwidth` is in bytes/s, None where the peer did not say; `reduces` is False for a client or a peer with
+    bandwidth 0; `gathered` is the peer's own MessagePack value for all others.
+    """
+
+    contact: Contact
+    reduces: bool
+    bandwidth: float | None
+    gathered: Annotated[bytes, msgspec.Meta(max_length=65536)]
+
+
+class JoinAccepted(Message, frozen=True):
+    """You are in; wait for `Begin` on this stream."""
+
+
+class JoinRefused(Message, frozen=True):
+    """You are not in. `code`: `full`, `not-looking`, `schema`, `settings`, `started`; `text` names what differs."""
+
+    code: str
+    text: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class JoinRedirected(Message, frozen=True):
+    """Ask this peer instead: I follow it."""
+
+    leader: Contact
+
+
+class Begin(Message, frozen=True):
+    """The group is formed. `slices[i]` elements of the flat vector, in order, are reduced by member i.
+
+    `decider` is the index of the member whose `Commit` decides; the leader names itself.
+    """
+
+    round_id: RoundID
+    members: Annotated[list[Member], msgspec.Meta(max_length=256)]
+    decider: int
+    slices: Annotated[list[int], msgspec.Meta(max_length=256)]
+    part_bytes: int
+
+
+class Held(Message, frozen=True):
+    """I hold the average of this part: of this attempt, from these contributors (bit i = member i), this digest."""
+
+    part: int
+    attempt: int
+    contributors: Annotated[bytes, msgspec.Meta(max_length=32)]
+    digest: Digest
+
+
+class Report(Message, frozen=True):
+    """Member to decider: parts newly held, members that I cannot get parts from, and bytes moved so far in this round.
+
+    Sent when there is news, and about once a second without: growing `moved_bytes` show that a slow member is at work.
+    """
+
+    held: list[Held] = []
+    lost: list[int] = []
+    moved_bytes: int = 0
+
+
+class Assign(Message, frozen=True):
+    """Decider to member: from now on, get these parts from member `owner`, under `attempt`.
+
+    A higher attempt than before: older bytes of the part are void and contributions are sent again, to `owner`.
+    The same attempt: `owner` holds the average already; ask it.
+    """
+
+    parts: list[int]
+    attempt: int
+    owner: int
+
+
+class Commit(Message, frozen=True):
+    """The decider's verdict: the round succeeds, with exactly these averages, one entry per part in order."""
+
+    round_id: RoundID
+    parts: list[Held]
+
+
+class Abort(Message, frozen=True):
+    """The decider's verdict: the round fails."""
+
+    round_id: RoundID
+    reason: Annotated[str, msgspec.Meta(max_length=1024)]
+
+
+class Leave(Message, frozen=True):
+    """Follower to leader: count me out; or member to decider: I gave up this round."""
+
+
+class Join(
+    Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Commit | Abort], frozen=True
+):
+    """Follower asks leader to be in its next group. After `Begin` the same stream carries the round's control.
+
+    `group` is the group key; `schema` describes the tensors (see `shoal.allreduce.schema`); `settings` are named values
+    that must be equal in the whole run; `expiration` (wall clock, seconds) is when the follower's own window ends.
+    """
+
+    group: str
+    schema: bytes
+    settings: dict[str, str]
+    expiration: float
+    member: Member
+
+
+# ----------------------------------------------------------------------------------------------------------- all-reduce
+
+
+class PartData(Message, frozen=True):
+    """Payload follows: my values of this part, encoded, to be counted with `weight`."""
+
+    part: int
+    attempt: int
+    weight: float
+
+
+class PartRequest(Message, frozen=True):
+    """Send me the average of this part of this attempt when you have it."""
+
+    part: int
+    attempt: int
+
+
+class PartAverage(Message, frozen=True):
+    """Payload follows: the average of this part, encoded once for everyone."""
+
+    held: Held
+
+
+class PartAbsent(Message, frozen=True):
+    """I do not have the average that you asked for, and shall not make it."""
+
+    part: int
+    attempt: int
+
+
+class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
+    """A member's stream to the reducer of a slice: contributions up, averages down."""
+
+    round_id: RoundID
+
+
+class Verdict(Message, frozen=True):
+    """What I know of a round: its commit if I have it; else whether I may still learn it from the decider."""
+
+    commit: Commit | None
+    may_learn: bool
+
+
+class AskVerdict(Request[Verdict], frozen=True):
+    """Member to member, when the decider is lost: do you have the verdict?"""
+
+    round_id: RoundID
+
+
+class TellVerdict(Request[Verdict], frozen=True):
+    """Member to member: here is the commit, in case the decider is gone."""
+
+    commit: Commit
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
+
+class ManifestReply(Message, frozen=True):
+    """What a donor offers: one consistent snapshot.
+
+    `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' SHA-256. `metadata` is MessagePack.
+    """
+
+    snapshot: RoundID
+    epoch: int
+    metadata: Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
+    tensors: list[tuple[list[int], str, str, int]]
+    chunk_bytes: int
+    hashes: list[Digest]
+
+
+class ManifestPending(Message, frozen=True):
+    """Not yet: ask again. `busy`: too many others take the state already; else the snapshot is still being made."""
+
+    busy: bool
+
+
+class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
+    """Snapshot your state under this prefix and describe it (refused if you share none)."""
+
+    prefix: str
+
+
+class Chunk(Message, frozen=True):
+    """Payload follows: bytes of this chunk of the snapshot, beginning at `offset` within it.
+
+    A chunk may come in several pieces, in order: so a slow donor still shows that it lives.
+    """
+
+    index: int
+    offset: int = 0
+
+
+class FetchChunks(Opening[Chunk, Chunk], frozen=True):
+    """Send these chunks of this snapshot, in this order. The opener sends nothing but END."""
+
+    prefix: str
+    snapshot: RoundID
+    chunks: list[int]

@@ -1,0 +1,55 @@
+"""What holds for every test: one thread per process, hypothesis from fixed seeds, and the size of the long tests.
+
+Tests marked `long` are left out by default. `pytest -m long --soak=sample` (the default size) runs them at a size for
+every commit, `--soak=full` at their own; how many that is, each test says itself, through the `soak` fixture.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before torch is imported, here or in a child process: many peers share few cores, and sums keep one order.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+# No deadlines and no complaint about slowness: how long an example takes says more about the machine than the code.
+settings.register_profile(
+    "default", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("long", settings.get_profile("default"), derandomize=False, max_examples=5_000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--soak`."""
+    parser.addoption(
+        "--soak", choices=("sample", "full"), default="sample", help="size of the tests marked long (-m long)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the hypothesis profile; `--hypothesis-profile` comes later and wins."""
+    settings.load_profile("long" if config.getoption("--soak") == "full" else "default")
+
+
+def pytest_report_header() -> str:
+    """Say what a failure may depend on."""
+    return f"PYTHONHASHSEED={os.environ.get('PYTHONHASHSEED', 'random')}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in tests/integration as such."""
+    integration = Path(__file__).parent / "integration"
+    for item in items:
+        if integration in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture
+def soak(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
+    """`soak(sample, full)` is how many plans, seeds or rounds a long test runs under the chosen `--soak`."""
+    full_size = request.config.getoption("--soak") == "full"
+    return lambda sample, full: full if full_size else sample

@@ -1,0 +1,309 @@
+"""The commit rule as a pure model: three peers, two parts, every order of messages, crashes and suspicions.
+
+This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.allreduce.commit` follows it.
+A state is a tuple of small tuples, so that all reachable states can be held in a set. What is *not* modelled is
+over-approximated: contributions are not messages here, an owner may finish the average of its part at any moment; a
+member may learn a commit from any living peer that knows it, at any moment. More can happen here than in the protocol.
+
+An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
+equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+PEERS = (0, 1, 2)
+PARTS = (0, 1)
+DECIDER = 0
+MIN_GROUP = 2
+NONE = -1
+
+Pair = tuple[int, int]
+
+
+class Member(NamedTuple):
+    """What one peer knows: per part the attempt and owner it believes in, and the attempt that it holds."""
+
+    attempt: Pair
+    owner: Pair
+    held: Pair = (NONE, NONE)
+    commit: Pair | None = None
+    succeeded: Pair | None = None
+
+
+class State(NamedTuple):
+    """Everything: peers, decider, and what is on its way."""
+
+    alive: tuple[bool, bool, bool]
+    members: tuple[Member, Member, Member]
+    finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
+    suspects: frozenset[int]
+    attempt: Pair  # the decider's assignment
+    owner: Pair
+    reported: tuple[Pair, Pair, Pair]  # what the decider knows each member to hold
+    commit: Pair | None
+    aborted: bool
+    averages: frozenset[tuple[int, int, int, int]]  # (part, attempt, sender, receiver) on the way
+    reports: tuple[tuple[Pair, ...], ...]  # member -> decider, in order
+    control: tuple[tuple[object, ...], ...]  # decider -> member, in order
+
+
+class Broken(AssertionError):
+    """A reachable state breaks the rule."""
+
+
+def start(owner: Pair) -> State:
+    """The group has begun; nothing was averaged."""
+    member = Member(attempt=(0, 0), owner=owner)
+    return State(
+        alive=(True, True, True),
+        members=(member, member, member),
+        finished=((), ()),
+        suspects=frozenset(),
+        attempt=(0, 0),
+        owner=owner,
+        reported=((NONE, NONE),) * 3,
+        commit=None,
+        aborted=False,
+        averages=frozenset(),
+        reports=((), (), ()),
+        control=((), (), ()),
+    )
+
+
+def _put(items: tuple, index: int, value: object) -> tuple:  # type: ignore[type-arg]
+    return (*items[:index], value, *items[index + 1 :])
+
+
+def _with_member(state: State, peer: int, member: Member) -> State:
+    """Replace a member; it succeeds the moment it holds exactly what was committed; report what it newly holds."""
+    before = state.members[peer]
+    if member.commit is not None and member.held == member.commit and member.succeeded is None:
+        member = member._replace(succeeded=member.held)
+    state = state._replace(members=_put(state.members, peer, member))
+    if member.held != before.held:
+        if peer == DECIDER:
+            state = state._replace(reported=_put(state.reported, peer, member.held))
+        else:
+            state = state._replace(reports=_put(state.reports, peer, (*state.reports[peer], member.held)))
+    return state
+
+
+def _hold(state: State, peer: int, part: int, attempt: int) -> State:
+    member = state.members[peer]
+    if attempt < member.attempt[part] or member.held[part] >= attempt:
+        return state  # older bytes are void
+    if member.commit is not None and attempt != member.commit[part]:
+        return state
+    return _with_member(
+        state,
+        peer,
+        member._replace(attempt=_put(member.attempt, part, attempt), held=_put(member.held, part, attempt)),
+    )
+
+
+def _send(state: State, peers: Iterator[int] | frozenset[int], message: object) -> State:
+    for peer in sorted(peers):
+        state = state._replace(control=_put(state.control, peer, (*state.control[peer], message)))
+    return state
+
+
+def _assigned(state: State, peer: int, part: int, attempt: int, owner: int) -> State:
+    """A member processes Assign."""
+    member = state.members[peer]
+    if member.commit is not None or attempt < member.attempt[part]:
+        return state
+    held = member.held if member.held[part] >= attempt else _put(member.held, part, NONE)
+    member = member._replace(
+        attempt=_put(member.attempt, part, attempt), owner=_put(member.owner, part, owner), held=held
+    )
+    # The member's loss of an old average needs no report: the decider raised the attempt itself.
+    state = state._replace(members=_put(state.members, peer, member))
+    if held[part] == NONE and owner != peer and state.alive[owner] and state.members[owner].held[part] >= attempt:
+        theirs = state.members[owner].held[part]
+        state = state._replace(averages=state.averages | {(part, theirs, owner, peer)})
+    return state
+
+
+def _suspect(state: State, lost: int) -> State:
+    """The decider leaves `lost` out: its parts get another owner, who holds them already or averages them again."""
+    state = state._replace(suspects=state.suspects | {lost})
+    live = [peer for peer in PEERS if peer not in state.suspects]
+    if len(live) < MIN_GROUP:
+        return state._replace(aborted=True)
+    for part in PARTS:
+        if state.owner[part] != lost:
+            continue
+        holders = [peer for peer in live if state.reported[peer][part] == state.attempt[part]]
+        if len(holders) == len(live):
+            continue
+        attempt = state.attempt[part] if holders else state.attempt[part] + 1
+        owner = (holders or live)[0]
+        state = state._replace(attempt=_put(state.attempt, part, attempt), owner=_put(state.owner, part, owner))
+        for peer in live:
+            if peer == DECIDER:
+                state = _assigned(state, peer, part, attempt, owner)
+            else:
+                state = _send(state, frozenset({peer}), ("assign", part, attempt, owner))
+    return state
+
+
+def _forget(state: State) -> State:
+    """Drop what can make no difference any more, so that equal futures are one state."""
+    members = state.members
+    for peer, member in enumerate(members):
+        if not state.alive[peer]:
+            members = _put(members, peer, Member((0, 0), (0, 0), succeeded=member.succeeded))
+        elif member.commit is not None:
+            members = _put(members, peer, member._replace(attempt=member.commit, owner=(NONE, NONE)))
+    useful = {
+        (part, attempt, sender, receiver)
+        for part, attempt, sender, receiver in state.averages
+        if state.alive[receiver]
+        and attempt >= members[receiver].attempt[part]
+        and attempt > members[receiver].held[part]
+        and members[receiver].succeeded is None
+    }
+    state = state._replace(members=members, averages=frozenset(useful))
+    control = tuple(queue if state.alive[peer] else () for peer, queue in enumerate(state.control))
+    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+        state = state._replace(
+            reported=((NONE, NONE),) * 3,
+            reports=((), (), ()),
+            attempt=(0, 0),
+            owner=(0, 0),
+            suspects=frozenset(),
+        )
+    else:
+        reports = tuple(() if peer in state.suspects else queue for peer, queue in enumerate(state.reports))
+        state = state._replace(reports=reports)
+    return state._replace(control=control)
+
+
+def steps(state: State, crashes: int) -> Iterator[tuple[str, bool, State]]:
+    """Every step from here: (name, whether it must happen sooner or later, the state after)."""
+    yield from _member_steps(state)
+    yield from _delivery_steps(state)
+    yield from _decider_steps(state)
+    if sum(not alive for alive in state.alive) < crashes:
+        for peer in PEERS:
+            if state.alive[peer]:
+                yield f"crash {peer}", False, state._replace(alive=_put(state.alive, peer, False))
+
+
+def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
+    for peer in PEERS:
+        member = state.members[peer]
+        if not state.alive[peer]:
+            continue
+        for part in PARTS:
+            attempt = member.attempt[part]
+            if member.owner[part] == peer and member.held[part] < attempt and member.commit is None:
+                if attempt in state.finished[part]:
+                    raise Broken(f"part {part} attempt {attempt} was averaged twice")
+                after = _hold(state, peer, part, attempt)
+                sent = {(part, attempt, peer, other) for other in PEERS if other != peer}
+                finished = _put(after.finished, part, (*after.finished[part], attempt))
+                after = after._replace(finished=finished, averages=after.averages | sent)
+                yield f"{peer} averages part {part} attempt {attempt}", True, after
+        if member.commit is None:
+            continue
+        for other in PEERS:
+            if other == peer or not state.alive[other]:
+                continue
+            if state.members[other].commit is None:
+                yield f"{peer} relays the commit to {other}", True, _learn(state, other, member.commit)
+            for part in PARTS:
+                if member.held[part] != member.commit[part] and state.members[other].held[part] == member.commit[part]:
+                    yield f"{peer} fetches part {part} from {other}", True, _hold(state, peer, part, member.commit[part])
+
+
+def _learn(state: State, peer: int, commit: Pair) -> State:
+    member = state.members[peer]
+    held: Pair = tuple(h if h == c else NONE for h, c in zip(member.held, commit, strict=True))  # type: ignore[assignment]
+    return _with_member(state, peer, member._replace(commit=commit, attempt=commit, held=held))
+
+
+def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
+    for average in state.averages:
+        part, attempt, sender, receiver = average
+        left = state._replace(averages=state.averages - {average})
+        if state.alive[receiver]:
+            yield f"{receiver} receives part {part} attempt {attempt}", True, _hold(left, receiver, part, attempt)
+        if not state.alive[sender] or not state.alive[receiver]:
+            yield f"part {part} attempt {attempt} to {receiver} is lost", False, left
+    for peer in PEERS:
+        if state.control[peer]:
+            message, rest = state.control[peer][0], state.control[peer][1:]
+            left = state._replace(control=_put(state.control, peer, rest))
+            if state.alive[peer]:
+                assert isinstance(message, tuple)
+                after = _learn(left, peer, message[1]) if message[0] == "commit" else _assigned(left, peer, *message[1:])
+                yield f"{peer} receives {message}", True, after
+            if not state.alive[DECIDER]:
+                yield f"control to {peer} is lost", False, state._replace(control=_put(state.control, peer, ()))
+        if state.reports[peer] and state.alive[DECIDER]:
+            held, later = state.reports[peer][0], state.reports[peer][1:]
+            left = state._replace(reports=_put(state.reports, peer, later), reported=_put(state.reported, peer, held))
+            yield f"decider hears that {peer} holds {held}", True, left
+
+
+def _decider_steps(state: State) -> Iterator[tuple[str, bool, State]]:
+    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+        return
+    live = [peer for peer in PEERS if peer not in state.suspects]
+    if all(state.reported[peer] == state.attempt for peer in live):
+        after = state._replace(commit=state.attempt)
+        after = _learn(after, DECIDER, state.attempt)
+        yield "decider commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
+    for peer in PEERS:
+        if peer != DECIDER and peer not in state.suspects:
+            yield f"decider suspects {peer}", not state.alive[peer], _suspect(state, peer)
+
+
+def check(state: State) -> None:
+    """Agreement: nobody that succeeded, dead or alive, holds anything but what was committed."""
+    for peer in PEERS:
+        if (result := state.members[peer].succeeded) is not None and result != state.commit:
+            raise Broken(f"peer {peer} succeeded with {result}, committed was {state.commit}")
+
+
+def check_end(state: State) -> None:
+    """When nothing more must happen and the decider lives: all who live have the average, or too few are left."""
+    if not state.alive[DECIDER] or state.aborted:
+        return
+    if state.commit is None:
+        raise Broken("the decider lives, enough members live, and there is no verdict")
+    for peer in PEERS:
+        if state.alive[peer] and state.members[peer].succeeded is None:
+            raise Broken(f"peer {peer} lives and never learns the average")
+
+
+def explore(owner: Pair, crashes: int) -> int:
+    """Visit every reachable state; returns how many there are. Raises `Broken` with the way there."""
+    first = start(owner)
+    came_from: dict[State, tuple[State, str] | None] = {first: None}
+    frontier = [first]
+    while frontier:
+        state = frontier.pop()
+        try:
+            check(state)
+            must = False
+            for name, fair, after in steps(state, crashes):
+                after = _forget(after)
+                must = must or (fair and after != state)
+                if after not in came_from:
+                    came_from[after] = (state, name)
+                    frontier.append(after)
+            if not must:
+                check_end(state)
+        except Broken as broken:
+            path = []
+            step = came_from[state]
+            while step is not None:
+                path.append(step[1])
+                step = came_from[step[0]]
+            raise Broken(f"{broken}, after: {'; '.join(reversed(path))}") from None
+    return len(came_from)

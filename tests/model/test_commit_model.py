@@ -1,0 +1,248 @@
+"""The commit rule, exhaustively: the pure model, and the protocol's own state machines, in every reachable state."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from shoal.allreduce.commit import Ask, Average, Contribute, DeciderRules, MemberRules, Send
+from shoal.wire import Assign, Commit, Held, Report
+from tests.model import commit_model
+from tests.model.commit_model import DECIDER, PARTS, PEERS, Broken
+
+OWNERS = [(1, 2), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+def test_model_keeps_agreement_and_always_ends(owner: tuple[int, int]) -> None:
+    """No order of messages, two crashes and any suspicions breaks agreement or leaves a living member without the average."""
+    assert commit_model.explore(owner, crashes=2) > 5_000
+
+
+def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a part is averaged again under its old number, two different averages have one name: the search finds it."""
+    suspect = commit_model._suspect
+
+    def careless(state: commit_model.State, lost: int) -> commit_model.State:
+        after = suspect(state, lost)
+        control = tuple(
+            tuple((m[0], m[1], state.attempt[m[1]], m[3]) if m[0] == "assign" else m for m in queue)  # type: ignore[index]
+            for queue in after.control
+        )
+        return after._replace(attempt=state.attempt, control=control)
+
+    monkeypatch.setattr(commit_model, "_suspect", careless)
+    with pytest.raises(Broken):
+        commit_model.explore((1, 2), crashes=1)
+
+
+def test_model_finds_a_decider_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the decider commits what one other member holds, that member's crash takes the average with it: it is found."""
+    decider_steps = commit_model._decider_steps
+
+    def hasty(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
+        theirs = state.reported[1]
+        if state.commit is None and theirs == state.attempt:
+            state = state._replace(reported=(theirs, theirs, theirs))
+        yield from decider_steps(state)
+
+    monkeypatch.setattr(commit_model, "_decider_steps", hasty)
+    with pytest.raises(Broken):
+        commit_model.explore((1, 2), crashes=1)
+
+
+def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a member succeeds as soon as it holds every part, two members can end with different averages."""
+    with_member = commit_model._with_member
+
+    def impatient(state: commit_model.State, peer: int, member: commit_model.Member) -> commit_model.State:
+        if commit_model.NONE not in member.held and member.succeeded is None:
+            member = member._replace(succeeded=member.held)
+        return with_member(state, peer, member)
+
+    monkeypatch.setattr(commit_model, "_with_member", impatient)
+    with pytest.raises(Broken):
+        commit_model.explore((1, 2), crashes=1)
+
+
+class World:
+    """The real state machines of three members, and every message on its way: one state of the search."""
+
+    def __init__(self, owner: tuple[int, int]) -> None:
+        self.alive = [True] * 3
+        self.members = [MemberRules(peer, owner) for peer in PEERS]
+        self.decider = DeciderRules(
+            b"r" * 16, owner, [True] * 3, DECIDER, min_group_size=2, stall_s=1.0, now=0.0
+        )
+        self.averaging: list[tuple[int, int, int]] = sorted((owner[p], p, 0) for p in PARTS)
+        self.finished: list[tuple[int, int]] = []
+        self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
+        self.reports: list[list[Report]] = [[], [], []]
+        self.control: list[list[Any]] = [[], [], []]
+
+    def key(self) -> bytes:
+        """The state as bytes, without what can make no difference any more."""
+        return pickle.dumps(self)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def finish(self, peer: int, part: int, attempt: int) -> None:
+        """The owner averages a part and sends it to everybody."""
+        self.averaging.remove((peer, part, attempt))
+        if attempt < self.members[peer].attempt[part]:
+            return
+        if (part, attempt) in self.finished:
+            raise Broken(f"part {part} attempt {attempt} was averaged twice")
+        self.finished.append((part, attempt))
+        self.finished.sort()
+        self.obtain(peer, part, attempt)
+        self.averages += [(part, attempt, peer, other) for other in PEERS if other != peer]
+
+    def obtain(self, peer: int, part: int, attempt: int) -> None:
+        """The bytes of an average reach a member."""
+        member = self.members[peer]
+        if member.wants(part, attempt):
+            member.expect(part, attempt)
+            digest = f"{part}/{attempt}".encode().ljust(32)
+            member.averaged(Held(part, attempt, b"\x07", digest))
+        if news := member.take_report():
+            self.reports[peer].append(Report(held=news))
+
+    def hear(self, peer: int) -> None:
+        """The decider reads a member's next report."""
+        self.tell(self.decider.reported(peer, self.reports[peer].pop(0), 0.0))
+
+    def tell(self, sends: list[Send]) -> None:
+        for member, message in sends:
+            self.control[member].append(message)
+
+    def obey(self, peer: int) -> None:
+        """A member reads the decider's next message."""
+        message = self.control[peer].pop(0)
+        member = self.members[peer]
+        if isinstance(message, Commit):
+            member.committed(message)
+        elif isinstance(message, Assign):
+            for action in member.assigned(message):
+                match action:
+                    case Average(part, attempt):
+                        self.averaging = sorted({*self.averaging, (peer, part, attempt)})
+                    case Ask(part, attempt, owner):
+                        held = self.members[owner].held[part]
+                        if self.alive[owner] and held is not None:
+                            self.averages.append((part, held.attempt, owner, peer))
+                    case Contribute():
+                        pass  # an owner may average whenever it likes here
+        else:
+            member.give_up("aborted")
+
+    def tidy(self) -> None:
+        """Drop what can make no difference any more."""
+        for peer in PEERS:
+            if not self.alive[peer]:
+                self.control[peer] = []
+                self.averaging = [work for work in self.averaging if work[0] != peer]
+            if self.members[peer].succeeded:
+                self.averaging = [work for work in self.averaging if work[0] != peer]
+                self.members[peer].owner = []
+            elif not self.alive[peer]:
+                self.members[peer] = MemberRules(peer, ())
+                self.members[peer].failed = "dead"
+        if self.decider.verdict is not None or not self.alive[DECIDER]:
+            verdict = self.decider.verdict
+            self.decider = DeciderRules(b"r" * 16, (), (), DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+            self.decider.verdict = verdict
+        self.reports = [queue if peer in self.decider.live else [] for peer, queue in enumerate(self.reports)]
+        self.averages = sorted({a for a in self.averages if self.members[a[3]].wants(a[0], a[1])})
+
+
+def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
+    """Every step from here: (method, whether it must happen sooner or later, arguments)."""
+    for work in world.averaging:
+        yield "finish", True, work
+    for average in world.averages:
+        yield "obtain", True, (average[3], average[0], average[1])
+        if not world.alive[average[2]]:
+            yield "lose", False, (average,)
+    for peer in PEERS:
+        if world.reports[peer] and world.alive[DECIDER]:
+            yield "hear", True, (peer,)
+        if world.control[peer]:
+            yield "obey", True, (peer,)
+        if world.control[peer] and not world.alive[DECIDER] and peer != DECIDER:
+            yield "cut", False, (peer,)
+        if peer != DECIDER and peer in world.decider.live and world.alive[DECIDER] and world.decider.verdict is None:
+            yield "suspect", not world.alive[peer], (peer,)
+        commit = world.members[peer].commit
+        for other in PEERS:
+            if other != peer and world.alive[peer] and world.alive[other] and commit is not None:
+                if world.members[other].commit is None and world.members[other].failed is None:
+                    yield "relay", True, (other, peer)
+                for part in world.members[other].missing():
+                    held = world.members[peer].held[part]
+                    if world.members[other].commit is not None and held is not None:
+                        yield "obtain", True, (other, part, held.attempt)
+        if world.alive[peer] and world.alive.count(False) < crashes:
+            yield "crash", False, (peer,)
+
+
+def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
+    match name:
+        case "lose":
+            world.averages.remove(arguments[0])
+        case "cut":
+            world.control[arguments[0]] = []
+        case "suspect":
+            world.tell(world.decider.lost(arguments[0], 0.0))
+        case "relay":
+            commit = world.members[arguments[1]].commit
+            assert commit is not None
+            world.members[arguments[0]].committed(commit)
+        case "crash":
+            world.alive[arguments[0]] = False
+        case _:
+            getattr(world, name)(*arguments)
+    world.tidy()
+
+
+def _check(world: World) -> None:
+    results = [tuple(h.digest for h in m.held if h) for m in world.members if m.succeeded]
+    if len(set(results)) > 1:
+        raise Broken(f"members succeeded with different averages: {results}")
+
+
+def _check_end(world: World) -> None:
+    if not world.alive[DECIDER] or world.decider.verdict is None:
+        if world.alive[DECIDER]:
+            raise Broken("the decider lives and there is no verdict")
+        return
+    for peer in PEERS:
+        if isinstance(world.decider.verdict, Commit) and world.alive[peer] and not world.members[peer].succeeded:
+            raise Broken(f"peer {peer} lives and never gets the average")
+
+
+@pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 1), ((0, 1), 2)])
+def test_state_machines_keep_agreement_and_always_end(owner: tuple[int, int], crashes: int) -> None:
+    """The code that runs in the protocol, in every order of messages, crashes and suspicions."""
+    first = World(owner).key()
+    seen = {first}
+    frontier = [first]
+    while frontier:
+        state = frontier.pop()
+        here: World = pickle.loads(state)  # noqa: S301 (our own bytes)
+        _check(here)
+        must = False
+        for name, fair, arguments in list(_moves(here, crashes)):
+            world: World = pickle.loads(state)  # noqa: S301
+            _apply(world, name, arguments)
+            after = world.key()
+            must = must or (fair and after != state)
+            if after not in seen:
+                seen.add(after)
+                frontier.append(after)
+        if not must:
+            _check_end(here)
+    assert len(seen) > 1_000

@@ -1,0 +1,92 @@
+"""The package as users see it: a handful of names, and nothing heavy before it is used."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+PUBLIC = {
+    "Address",
+    "ConfigError",
+    "DHT",
+    "DecentralizedAverager",
+    "Invite",
+    "Optimizer",
+    "PeerID",
+    "RoundFailed",
+    "SchemaMismatch",
+    "ShoalError",
+    "StateUnavailable",
+    "__version__",
+    "compression",
+    "sim",
+}
+HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "torch"}
+
+
+def modules_after(code: str) -> set[str]:
+    """Run `code` in a new interpreter and return the names of all modules that are loaded at its end."""
+    script = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=60)
+    return set(json.loads(done.stdout))
+
+
+def type_checking_imports() -> dict[str, str]:
+    """The names that type checkers see in the package, each with the module that it is imported from."""
+    tree = ast.parse(Path(shoal.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    return {
+        alias.name: str(node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """`import shoal` loads neither torch nor any other package that takes time."""
+    loaded = modules_after("import shoal")
+    assert "shoal" in loaded
+    assert not HEAVY & loaded
+
+
+def test_names_and_errors_do_without_torch() -> None:
+    """Addresses, invites and exceptions can be used without loading torch."""
+    loaded = modules_after("import shoal\nshoal.PeerID, shoal.Address, shoal.Invite, shoal.ShoalError")
+    assert "shoal.peer" in loaded
+    assert "torch" not in loaded
+
+
+def test_public_names_are_these_and_no_others() -> None:
+    """What is public is decided, not grown: a new name is added here too."""
+    assert set(shoal.__all__) == PUBLIC
+    assert len(shoal.__all__) == len(PUBLIC)
+    assert set(dir(shoal)) >= PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC))
+def test_every_public_name_loads(name: str) -> None:
+    """Each public name leads to the object that its home module has under that name."""
+    value = getattr(shoal, name)
+    home = type_checking_imports().get(name)
+    if home is None:
+        assert name == "__version__"
+    elif home == "shoal":
+        assert value is sys.modules[f"shoal.{name}"]
+    else:
+        assert value is getattr(sys.modules[home], name)
+
+
+def test_type_checkers_see_what_users_get() -> None:
+    """The names imported for type checkers are the public ones."""
+    assert set(type_checking_imports()) == PUBLIC - {"__version__"}
+
+
+def test_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    """A misspelt name fails as it does in any module."""
+    with pytest.raises(AttributeError, match="'Optimiser'"):
+        _ = shoal.Optimiser  # type: ignore[attr-defined]

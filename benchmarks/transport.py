@@ -107,9 +107,7 @@ def main() -> None:
     print(f"TCP + TLS 1.3, one way, {size >> 20} MiB per run in pieces of {args.chunk_kib} KiB, {args.runs} runs")
     print(f"{'':>8}{'MB/s':>8}{'CPU-s/GiB send':>17}{'receive':>10}")
     for name, row in [*((str(number + 1), run) for number, run in enumerate(results)), ("median", medians)]:
-        print(
-            f"{name:>8}{row['mb_per_s']:8.0f}{row['send_cpu_s_per_gib']:17.2f}{row['receive_cpu_s_per_gib']:10.2f}"
-        )
+        print(f"{name:>8}{row['mb_per_s']:8.0f}{row['send_cpu_s_per_gib']:17.2f}{row['receive_cpu_s_per_gib']:10.2f}")
     print(
         f"connect {medians['connect_ms']:.1f} ms; "
         f"peak memory {medians['send_rss_mib']:.0f} MiB sender, {medians['receive_rss_mib']:.0f} MiB receiver"

@@ -1,7 +1,7 @@
 """Who a peer is: an Ed25519 key pair whose public half is the `PeerID`.
 
-Signatures are domain-separated: what is signed is ``b"shoal/1 " + context + b"\\0" + message``, and a context holds no
-zero byte. So a proof made to open a connection can never pass as a signed DHT record, nor the other way round.
+Signatures are domain-separated: what is signed is ``b"shoal/1 "``, the context, a zero byte, the message; a context
+holds no zero byte. So a proof made to open a connection can never pass as a signed DHT record, nor the other way round.
 
 A key file is PEM (PKCS8, not encrypted), the format that `openssl genpkey -algorithm ed25519` writes. It is created
 with mode 0600 and refused when others can read it (on systems with POSIX modes).
@@ -131,8 +131,8 @@ class Identity:
 
     @classmethod
     def _create(cls, path: str | os.PathLike[str]) -> Identity:
-        identity = cls.ephemeral()
-        pem = identity._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        key = Ed25519PrivateKey.generate()
+        pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         try:
             # The mode is given at birth: there is no moment in which others can open the file.
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,7 +146,7 @@ class Identity:
         except OSError as error:
             Path(path).unlink(missing_ok=True)
             raise ConfigError(f"cannot write key file {os.fspath(path)}: {error.strerror}") from error
-        return identity
+        return cls(key)
 
     @property
     def peer_id(self) -> PeerID:

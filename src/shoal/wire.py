@@ -15,6 +15,7 @@ Two kinds of message start something:
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, Generic, TypeVar, cast, get_args
 
 import msgspec
@@ -54,6 +55,11 @@ RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of everything that is sent. The tag is the class name."""
 
+    @property
+    def scope(self) -> str:
+        """Which of several handlers of this type on one endpoint is meant; empty if there is only one."""
+        return ""
+
 
 class Request(Message, Generic[R], frozen=True):
     """A message that is answered by one `R`."""
@@ -74,11 +80,16 @@ def _encode_hook(value: object) -> object:
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
+# The same few peers are named over and over; equal ids are then also the same object, which makes dictionaries faster.
+_peer_id = lru_cache(maxsize=1 << 14)(PeerID)
+_address = lru_cache(maxsize=1 << 13)(Address.parse)
+
+
 def _decode_hook(kind: type[Any], value: object) -> object:
     if kind is PeerID and isinstance(value, bytes):
-        return PeerID(value)
+        return _peer_id(value)
     if kind is Address and isinstance(value, str):
-        return Address.parse(value)
+        return _address(value)
     raise ConfigError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
@@ -376,6 +387,11 @@ class Join(
     expiration: float
     member: Member
 
+    @property
+    def scope(self) -> str:
+        """The averager's prefix: the group key without its bits."""
+        return self.group.rpartition(".0b")[0]
+
 
 # ----------------------------------------------------------------------------------------------------------- all-reduce
 
@@ -427,12 +443,6 @@ class AskVerdict(Request[Verdict], frozen=True):
     round_id: RoundID
 
 
-class TellVerdict(Request[Verdict], frozen=True):
-    """Member to member: here is the commit, in case the decider is gone."""
-
-    commit: Commit
-
-
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
@@ -462,6 +472,11 @@ class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
 
     prefix: str
 
+    @property
+    def scope(self) -> str:
+        """The donor's prefix."""
+        return self.prefix
+
 
 class Chunk(Message, frozen=True):
     """Payload follows: bytes of this chunk of the snapshot, beginning at `offset` within it.
@@ -479,3 +494,8 @@ class FetchChunks(Opening[Chunk, Chunk], frozen=True):
     prefix: str
     snapshot: RoundID
     chunks: list[int]
+
+    @property
+    def scope(self) -> str:
+        """The donor's prefix."""
+        return self.prefix

@@ -217,7 +217,11 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                 yield f"{peer} relays the commit to {other}", True, _learn(state, other, member.commit)
             for part in PARTS:
                 if member.held[part] != member.commit[part] and state.members[other].held[part] == member.commit[part]:
-                    yield f"{peer} fetches part {part} from {other}", True, _hold(state, peer, part, member.commit[part])
+                    yield (
+                        f"{peer} fetches part {part} from {other}",
+                        True,
+                        _hold(state, peer, part, member.commit[part]),
+                    )
 
 
 def _learn(state: State, peer: int, commit: Pair) -> State:
@@ -240,7 +244,9 @@ def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
             left = state._replace(control=_put(state.control, peer, rest))
             if state.alive[peer]:
                 assert isinstance(message, tuple)
-                after = _learn(left, peer, message[1]) if message[0] == "commit" else _assigned(left, peer, *message[1:])
+                after = (
+                    _learn(left, peer, message[1]) if message[0] == "commit" else _assigned(left, peer, *message[1:])
+                )
                 yield f"{peer} receives {message}", True, after
             if not state.alive[DECIDER]:
                 yield f"control to {peer} is lost", False, state._replace(control=_put(state.control, peer, ()))

@@ -74,9 +74,7 @@ class World:
     def __init__(self, owner: tuple[int, int]) -> None:
         self.alive = [True] * 3
         self.members = [MemberRules(peer, owner) for peer in PEERS]
-        self.decider = DeciderRules(
-            b"r" * 16, owner, [True] * 3, DECIDER, min_group_size=2, stall_s=1.0, now=0.0
-        )
+        self.decider = DeciderRules(b"r" * 16, owner, [True] * 3, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
         self.averaging: list[tuple[int, int, int]] = sorted((owner[p], p, 0) for p in PARTS)
         self.finished: list[tuple[int, int]] = []
         self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
@@ -131,8 +129,8 @@ class World:
                     case Average(part, attempt):
                         self.averaging = sorted({*self.averaging, (peer, part, attempt)})
                     case Ask(part, attempt, owner):
-                        held = self.members[owner].held[part]
-                        if self.alive[owner] and held is not None:
+                        held = self.members[owner].held[part] if self.alive[owner] else None
+                        if held is not None:
                             self.averages.append((part, held.attempt, owner, peer))
                     case Contribute():
                         pass  # an owner may average whenever it likes here
@@ -183,7 +181,7 @@ def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, .
                     yield "relay", True, (other, peer)
                 for part in world.members[other].missing():
                     held = world.members[peer].held[part]
-                    if world.members[other].commit is not None and held is not None:
+                    if world.members[other].commit is not None and held is not None and held.attempt >= 0:
                         yield "obtain", True, (other, part, held.attempt)
         if world.alive[peer] and world.alive.count(False) < crashes:
             yield "crash", False, (peer,)
@@ -232,11 +230,11 @@ def test_state_machines_keep_agreement_and_always_end(owner: tuple[int, int], cr
     frontier = [first]
     while frontier:
         state = frontier.pop()
-        here: World = pickle.loads(state)  # noqa: S301 (our own bytes)
+        here: World = pickle.loads(state)
         _check(here)
         must = False
         for name, fair, arguments in list(_moves(here, crashes)):
-            world: World = pickle.loads(state)  # noqa: S301
+            world: World = pickle.loads(state)
             _apply(world, name, arguments)
             after = world.key()
             must = must or (fair and after != state)

@@ -94,8 +94,7 @@ class MemberRules:
 
     def expect(self, part: int, attempt: int) -> None:
         """Bytes of this attempt are about to be received into the place of the part: what was there is void."""
-        if attempt > self.attempt[part]:
-            self.attempt[part] = attempt
+        self.attempt[part] = max(self.attempt[part], attempt)
         self.held[part] = None
 
     def averaged(self, held: Held) -> bool:

@@ -1,14 +1,13 @@
 """Drives lookups over the network: many keys at once, one call per node for all keys that want to ask it.
 
-Every call that a DHT node makes goes through `Caller`, which tells `Neighbours` what came of it. Every record that comes
-back is checked here before anything else sees it.
+Every call that a DHT node makes goes through `Caller`, which tells `Neighbours` what came of it. Every record that
+comes back is checked here before anything else sees it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from shoal.clock import Env
@@ -24,12 +23,27 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
-__all__ = ["Caller", "Crawler", "Search"]
+__all__ = ["Caller", "Crawler", "Search", "report"]
 
 R = TypeVar("R")
 
 KEYS_PER_CALL = 64
 _CHECKED_AT_ONCE = 32
+
+
+def report(where: str, error: BaseException) -> None:
+    """Tell the loop's exception handler of a fault of ours that ended work in the background."""
+    asyncio.get_running_loop().call_exception_handler({"message": f"{where} failed", "exception": error})
+
+
+class _Gate:
+    """Who calls one peer, or waits to."""
+
+    __slots__ = ("free", "users")
+
+    def __init__(self, calls: int) -> None:
+        self.free = asyncio.Semaphore(calls)
+        self.users = 0
 
 
 class Caller:
@@ -43,7 +57,7 @@ class Caller:
 
     def __init__(self, endpoint: Endpoint, neighbours: Neighbours, settings: DhtSettings) -> None:
         self._endpoint, self._neighbours, self._settings = endpoint, neighbours, settings
-        self._gates: dict[PeerID, tuple[asyncio.Semaphore, int]] = {}
+        self._gates: dict[PeerID, _Gate] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.calls = 0
 
@@ -55,23 +69,23 @@ class Caller:
             ClosedError: we were shut down.
         """
         peer, loop = contact.peer, asyncio.get_running_loop()
-        async with self._gate(peer):
-            self.calls += 1
-            try:
-                reply = await self._endpoint.call(
-                    self._way_to(contact), request, timeout_s=self._settings.call_timeout_s
-                )
-            except PeerUnreachable:
-                self._neighbours.unreachable(peer, loop.time())
-                raise
-            except PeerProtocolError:
-                self._neighbours.lied(peer, loop.time())
-                raise
-            except PeerError:
-                self._neighbours.silent(peer, loop.time())
-                raise
-            self._neighbours.alive(self._known(contact), loop.time())
-            return reply
+        await self._enter(peer)
+        self.calls += 1
+        try:
+            reply = await self._endpoint.call(self._way_to(contact), request, timeout_s=self._settings.call_timeout_s)
+        except PeerUnreachable:
+            self._neighbours.unreachable(peer, loop.time())
+            raise
+        except PeerProtocolError:
+            self._neighbours.lied(peer, loop.time())
+            raise
+        except PeerError:
+            self._neighbours.silent(peer, loop.time())
+            raise
+        finally:
+            self._leave(peer)
+        self._neighbours.alive(self._known(contact), loop.time())
+        return reply
 
     def _way_to(self, contact: Contact) -> Contact | PeerID:
         """What we know ourselves goes before what others say: they could send us to the wrong place."""
@@ -83,22 +97,30 @@ class Caller:
         known = self._endpoint.contact_of(contact.peer)
         return known if known.addresses else contact
 
-    @asynccontextmanager
-    async def _gate(self, peer: PeerID) -> AsyncIterator[None]:
-        gate, users = self._gates.get(peer) or (asyncio.Semaphore(self._settings.calls_per_peer), 0)
-        self._gates[peer] = (gate, users + 1)
+    async def _enter(self, peer: PeerID) -> None:
+        """Wait until few enough calls to this peer are under way."""
+        gate = self._gates.get(peer)
+        if gate is None:
+            gate = self._gates[peer] = _Gate(self._settings.calls_per_peer)
+        gate.users += 1
         try:
-            async with gate:
-                yield
-        finally:
-            gate, users = self._gates[peer]
-            if users == 1:
-                del self._gates[peer]
-            else:
-                self._gates[peer] = (gate, users - 1)
+            await gate.free.acquire()
+        except BaseException:
+            self._forget(peer, gate)
+            raise
+
+    def _leave(self, peer: PeerID) -> None:
+        gate = self._gates[peer]
+        gate.free.release()
+        self._forget(peer, gate)
+
+    def _forget(self, peer: PeerID, gate: _Gate) -> None:
+        gate.users -= 1
+        if not gate.users:
+            del self._gates[peer]
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that `close` ends. What it raises is raised in the loop's exception handler."""
+        """Start a task that `close` ends. What it raises is told to the loop's exception handler."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._done)
@@ -106,8 +128,8 @@ class Caller:
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
-        if not task.cancelled() and isinstance(task.exception(), ClosedError):
-            return  # we were shut down under it
+        if not task.cancelled() and (error := task.exception()) and not isinstance(error, ClosedError):
+            report("DHT task", error)
 
     async def close(self) -> None:
         """End all calls that are under way."""
@@ -181,11 +203,7 @@ class Crawler:
         return Search(key, lookup, first=first)
 
     async def run(self, searches: Sequence[Search], *, values: bool) -> None:
-        """Run searches (of different keys) to their end. When it is cancelled, what was found so far is in them.
-
-        Raises:
-            ClosedError: we were shut down.
-        """
+        """Run searches (of different keys) to their end. When it is cancelled, what was found so far is in them."""
         run = _Run(searches, values=values)
         while True:
             wanted: dict[PeerID, tuple[Contact, list[Search]]] = {}
@@ -204,6 +222,17 @@ class Crawler:
                 return
             run.wake.clear()
             await run.wake.wait()
+
+    async def find_values(self, searches: Sequence[Search]) -> None:
+        """Run searches for records; where the nodes that should hold a key have none, ask as many again beyond them.
+
+        After many nodes died at once their neighbours do not know all who are left, and a key may lie farther out.
+        """
+        await self.run(searches, values=True)
+        empty = [search for search in searches if not search.records]
+        for search in empty:
+            search.lookup.widen(2 * search.lookup.count)
+        await self.run(empty, values=True)
 
     async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> None:
         loop, peer = asyncio.get_running_loop(), contact.peer

@@ -9,8 +9,8 @@ Invariants, held by the tests:
   place for a moment, not the lookup its time;
 - it ends when the nearest `count` nodes of those that did not fail have answered; a slow one among them is waited for
   only while fewer than `count` others have;
-- one reply adds at most `count` candidates, and there are never more than `max_queries` queries, so liars can lengthen
-  a lookup by a bounded amount only. What a reply says of a node counts as hearsay until that node answers itself.
+- one reply adds at most 32 candidates, and there are never more than `max_queries` queries, so liars can lengthen a
+  lookup by a bounded amount only. What a reply says of a node counts as hearsay until that node answers itself.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal.wire import Contact
 __all__ = ["Lookup"]
 
 _QUERIES_PER_COUNT = 10
+_CONTACTS_PER_REPLY = 32
 
 
 class _State(Enum):
@@ -145,8 +146,14 @@ class Lookup:
         for contact in found:
             if contact.addresses and all(address.peer_id == contact.peer for address in contact.addresses):
                 told.setdefault(contact.peer, contact)
-        for contact in sorted(told.values(), key=lambda each: node_id(each.peer) ^ self.target)[: self.count]:
+        nearest = sorted(told.values(), key=lambda each: node_id(each.peer) ^ self.target)
+        for contact in nearest[:_CONTACTS_PER_REPLY]:
             self._add(contact, candidate.hops + 1)
+
+    def widen(self, count: int) -> None:
+        """Go on until so many of the nearest nodes have answered, with as many further queries."""
+        self._queries_left += max(0, count - self.count)
+        self.count = count
 
     def failed(self, peer: PeerID) -> None:
         """The node did not answer, or not with sense. Ignored if it was not asked."""

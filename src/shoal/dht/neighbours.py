@@ -11,7 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.dht.routing import RoutingTable
@@ -43,11 +43,12 @@ class Neighbours:
     Args:
         own: this node.
         bucket_size: k.
+        on_change: called when a node came into the table, or left it.
     """
 
-    def __init__(self, own: PeerID, *, bucket_size: int) -> None:
+    def __init__(self, own: PeerID, *, bucket_size: int, on_change: Callable[[], None] = lambda: None) -> None:
         self.table = RoutingTable(own, bucket_size=bucket_size)
-        self._own = own
+        self._on_change = on_change
         self._avoided: dict[PeerID, _Avoided] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
         self._always: dict[PeerID, Contact] = {}
@@ -69,6 +70,7 @@ class Neighbours:
         if joined:
             self._lost_since.pop(peer, None)
             self._joined_since[peer] = None
+            self._on_change()
         return joined
 
     def silent(self, peer: PeerID, now: float) -> None:
@@ -89,8 +91,7 @@ class Neighbours:
     def lied(self, peer: PeerID, now: float) -> None:
         """The node sent what no honest node sends."""
         if self.table.remove(peer):
-            self._joined_since.pop(peer, None)
-            self._lost_since[peer] = None
+            self._note_gone(peer)
         self._lost.pop(peer, None)
         self._set_avoided(peer, _Avoided(now + _LIAR_PAUSE_S, _LIAR_PAUSE_S, True))
 
@@ -101,7 +102,7 @@ class Neighbours:
         self._lost_since.clear()
         return changes
 
-    # ------------------------------------------------------------------------------------------------------- whom to ask
+    # ------------------------------------------------------------------------------------------------------ whom to ask
 
     def avoids(self, peer: PeerID, now: float) -> bool:
         """Whether to leave this node alone for now."""
@@ -110,7 +111,7 @@ class Neighbours:
 
     def worth_asking(self, contacts: Iterable[Contact], now: float) -> list[Contact]:
         """Those of the contacts that are not avoided."""
-        return [contact for contact in contacts if contact.peer in self.table or not self.avoids(contact.peer, now)]
+        return [contact for contact in contacts if not self.avoids(contact.peer, now) or contact.peer in self.table]
 
     def always_remember(self, contacts: Iterable[Contact]) -> None:
         """Keep trying these (the initial peers) whenever they are not in the table."""
@@ -124,17 +125,21 @@ class Neighbours:
         missed |= {peer: contact for peer, contact in self._always.items() if peer not in self.table}
         return rng.sample(list(missed.values()), min(count, len(missed)))
 
-    # ------------------------------------------------------------------------------------------------------- bookkeeping
+    # ------------------------------------------------------------------------------------------------------ bookkeeping
 
     def _note_lost(self, contact: Contact, now: float) -> None:
         peer = contact.peer
-        self._joined_since.pop(peer, None)
-        self._lost_since[peer] = None
         self._lost.pop(peer, None)
         self._lost[peer] = (contact, now)
         if len(self._lost) > _REMEMBERED_MAX:
             self._lost.pop(next(iter(self._lost)))
         self._avoid(peer, now)
+        self._note_gone(peer)
+
+    def _note_gone(self, peer: PeerID) -> None:
+        self._joined_since.pop(peer, None)
+        self._lost_since[peer] = None
+        self._on_change()
 
     def _avoid(self, peer: PeerID, now: float) -> None:
         old = self._avoided.get(peer)

@@ -50,10 +50,11 @@ def node_id(peer: PeerID) -> int:
 class _Node:
     """A node in a bucket or among its spares."""
 
-    __slots__ = ("contact", "failures", "id", "last_seen")
+    __slots__ = ("bucket", "contact", "failures", "id", "last_seen")
 
-    def __init__(self, contact: Contact, now: float) -> None:
+    def __init__(self, contact: Contact, bucket: int, now: float) -> None:
         self.contact = contact
+        self.bucket = bucket
         self.id = node_id(contact.peer)
         self.last_seen = now
         self.failures = 0
@@ -82,15 +83,15 @@ class RoutingTable:
         self.own_id = node_id(own)
         self.bucket_size = bucket_size
         self._buckets: dict[int, _Bucket] = {}
-        self._size = 0
+        self._nodes: dict[PeerID, _Node] = {}  # all that are in some bucket's `nodes`
 
     # -------------------------------------------------------------------------------------------------------- reading
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._nodes)
 
     def __contains__(self, peer: PeerID) -> bool:
-        return self._find(peer) is not None
+        return peer in self._nodes
 
     def __iter__(self) -> Iterator[Contact]:
         """All known nodes, far ones first."""
@@ -105,7 +106,7 @@ class RoutingTable:
 
     def contact(self, peer: PeerID) -> Contact | None:
         """Where a known node is; None if it is not in the table."""
-        node = self._find(peer)
+        node = self._nodes.get(peer)
         return node.contact if node else None
 
     def nearest(self, target: int, count: int, *, without: PeerID | None = None) -> list[Contact]:
@@ -142,13 +143,6 @@ class RoutingTable:
     def _index(self, node: int) -> int:
         return ID_BITS - (self.own_id ^ node).bit_length()
 
-    def _bucket_of(self, peer: PeerID) -> _Bucket | None:
-        return self._buckets.get(self._index(node_id(peer)))
-
-    def _find(self, peer: PeerID) -> _Node | None:
-        bucket = self._bucket_of(peer)
-        return bucket.nodes.get(peer) if bucket else None
-
     # -------------------------------------------------------------------------------------------------------- changing
 
     def seen(self, contact: Contact, now: float) -> bool:
@@ -158,30 +152,33 @@ class RoutingTable:
             True if the node is new in the table.
         """
         peer = contact.peer
+        if not contact.addresses:
+            return False
+        known = self._nodes.get(peer)
+        if known is not None:
+            known.contact, known.last_seen, known.failures = contact, now, 0
+            nodes = self._buckets[known.bucket].nodes
+            nodes[peer] = nodes.pop(peer)
+            return False
         index = self._index(node_id(peer))
-        if not contact.addresses or index == ID_BITS:
+        if index == ID_BITS:
             return False
         bucket = self._buckets.get(index)
         if bucket is None:
             bucket = self._buckets[index] = _Bucket(now)
-        known = bucket.nodes.pop(peer, None)
-        if known is not None:
-            known.contact, known.last_seen, known.failures = contact, now, 0
-            bucket.nodes[peer] = known
-            return False
+        node = _Node(contact, index, now)
         bucket.spares.pop(peer, None)
         if len(bucket.nodes) < self.bucket_size:
-            bucket.nodes[peer] = _Node(contact, now)
-            self._size += 1
+            bucket.nodes[peer] = self._nodes[peer] = node
             return True
-        bucket.spares[peer] = _Node(contact, now)
+        bucket.spares[peer] = node
         if len(bucket.spares) > self.bucket_size:
             bucket.spares.pop(next(iter(bucket.spares)))
         return False
 
     def failed(self, peer: PeerID) -> bool:
         """Note that a node did not answer a call in time; twice in a row removes it. True if it is removed."""
-        node = self._find(peer)
+        node = self._nodes.get(peer)
         if node is None:
             return False
         node.failures += 1
@@ -189,18 +186,17 @@ class RoutingTable:
 
     def remove(self, peer: PeerID) -> bool:
         """Drop a node that is lost. The spare seen last takes its place. True if it was in the table."""
-        bucket = self._bucket_of(peer)
+        bucket = self._buckets.get(self._index(node_id(peer)))
         if bucket is None:
             return False
         bucket.spares.pop(peer, None)
         if bucket.nodes.pop(peer, None) is None:
             return False
+        del self._nodes[peer]
         if bucket.spares:
             name, spare = bucket.spares.popitem()
-            bucket.nodes[name] = spare
+            bucket.nodes[name] = self._nodes[name] = spare
             bucket.nodes = dict(sorted(bucket.nodes.items(), key=lambda item: item[1].last_seen))
-        else:
-            self._size -= 1
         return True
 
     # ------------------------------------------------------------------------------------------------------- refreshing
@@ -216,7 +212,7 @@ class RoutingTable:
         A network of n nodes has nobody beyond about log2(n) shared bits: the deepest bucket in use, and all buckets
         above it, are what is worth refreshing.
         """
-        if not self._size:
+        if not self._nodes:
             return []
         deepest = max(index for index, bucket in self._buckets.items() if bucket.nodes)
         due = []

@@ -18,7 +18,7 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         bucket_size: Kademlia's k: nodes known per distance, and named in a reply (1 to 32).
         replicas: how many nodes hold a record (1 to 32). When half of all nodes die at once a record survives with
-            probability 1 - 2**-replicas: 96.9% with 5, 99.6% with 8.
+            probability 1 - 2**-replicas: 96.9% with 5, 99.6% with 8, 99.9% with 10.
         alpha: calls that one lookup has under way at the same time (1 to 16).
         parallel_operations: get and store operations under way at the same time; others wait in line.
         calls_per_peer: calls to one peer under way at the same time; others wait in line.
@@ -37,7 +37,7 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     bucket_size: int = 16
-    replicas: int = 8
+    replicas: int = 10
     alpha: int = 3
     parallel_operations: int = 32
     calls_per_peer: int = 32

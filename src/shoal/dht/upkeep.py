@@ -19,16 +19,17 @@ started together do not work together.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 
 from shoal.clock import Env
-from shoal.dht.crawl import Caller, Crawler
+from shoal.dht.crawl import Caller, Crawler, report
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import id_of_key, node_id
 from shoal.dht.settings import DhtSettings
 from shoal.dht.vault import Vault
-from shoal.errors import PeerError
+from shoal.errors import ClosedError, PeerError
 from shoal.peer import PeerID
 from shoal.wire import Contact, DhtPing, Record
 
@@ -88,14 +89,24 @@ class Upkeep:
             return
         self._started = True
         settings = self._settings
-        self._caller.spawn(self._every(settings.refresh_s, self.refresh))
-        self._caller.spawn(self._every(settings.republish_s, self.republish))
-        self._caller.spawn(self._every(settings.retry_lost_s, self.retry_lost))
+        for period_s, work in (
+            (settings.refresh_s, self.refresh),
+            (settings.republish_s, self.republish),
+            (settings.retry_lost_s, self.retry_lost),
+        ):
+            if math.isfinite(period_s):
+                self._caller.spawn(self._every(period_s, work))
 
     async def _every(self, period_s: float, work: Callable[[], Awaitable[object]]) -> None:
         while True:
             await asyncio.sleep(period_s * (0.75 + 0.5 * self._env.rng.random()))
-            await work()
+            try:
+                await work()
+            except ClosedError:
+                return
+            except Exception as error:  # noqa: BLE001 (reported, not hidden)
+                # A fault of ours in one kind of upkeep must be seen, and must not end it for good.
+                report(f"DHT {work.__name__}", error)
 
     # ------------------------------------------------------------------------------------------------------- records
 
@@ -103,10 +114,16 @@ class Upkeep:
         """A record was taken in: whoever sent it gave it to the nodes that are nearest now, too."""
         now = asyncio.get_running_loop().time()
         placed = self._placed.get(record.key)
-        if placed is None:
-            self._placed[record.key] = _Placed(self._holders(record.key), now)
-        else:
+        if placed is not None:
             placed.at = now
+            return
+        if len(self._placed) > 64 and len(self._placed) > 2 * len(self._vault.held):
+            self._forget_gone()
+        self._placed[record.key] = _Placed(self._holders(record.key), now)
+
+    def _forget_gone(self) -> None:
+        held = dict.fromkeys(self._vault.held.keys(self._env.clock.time()))
+        self._placed = {key: placed for key, placed in self._placed.items() if key in held}
 
     def _holders(self, key: bytes) -> list[PeerID]:
         """The nodes that should hold a key, as far as is known here, nearest first."""
@@ -117,7 +134,9 @@ class Upkeep:
 
     def table_changed(self) -> None:
         """A node came into the table, or left it."""
-        if not self._repairing:
+        if not len(self._vault.held):
+            self._neighbours.take_changes()  # nothing is here to be moved: who holds what is looked at when it comes
+        elif not self._repairing:
             self._repairing = True
             self._caller.spawn(self._repair_soon())
 
@@ -176,9 +195,8 @@ class Upkeep:
         if own:
             await self._publisher.publish(own, [0] * len(own))
         moves: dict[PeerID, list[bytes]] = {}
-        held = set(keys := self._vault.held.keys(now))
-        self._placed = {key: placed for key, placed in self._placed.items() if key in held}
-        for key in keys:
+        self._forget_gone()
+        for key in self._vault.held.keys(now):
             holders = self._holders(key)
             placed = self._placed.setdefault(key, _Placed(holders, float("-inf")))
             if placed.at < at - self._settings.republish_s / 2 and holders[0] == self._own:

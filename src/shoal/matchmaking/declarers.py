@@ -4,7 +4,7 @@ Knowledge comes from the directory, which may be late, and from peers that asked
 left aside when it is
 
 - *expired*: past its expiration and the grace for differing clocks;
-- *spent*: its peer has answered that it is of no use (it follows, it has started, its schema differs), or did not answer;
+- *spent*: its peer has answered that it is of no use (it has started, its schema differs, it looks no more);
 - *lost*: the link to its peer was lost after it was made (`Memory.lost`);
 - *paused*: its peer is to be asked again, but not before some time.
 
@@ -50,6 +50,8 @@ class Declarers:
         self._listed = {}
         seen: dict[PeerID, tuple[float, float]] = {}
         for each in earliest[:_MAX_DECLARERS]:
+            if not each.contact.addresses:
+                continue  # cannot be asked
             self._listed[each.peer] = each  # of several by one peer, the last
             before = self._seen.get(each.peer)
             seen[each.peer] = before if before and before[0] == each.expiration else (each.expiration, now)
@@ -58,7 +60,12 @@ class Declarers:
     def hear(self, declaration: Declaration) -> None:
         """A peer that asked us told its own declaration: it is alive, whatever was thought of it."""
         self._memory.lost.pop(declaration.peer, None)
-        if math.isfinite(declaration.expiration) and len(self._heard) < _MAX_DECLARERS:
+        self._paused.pop(declaration.peer, None)
+        if (
+            declaration.contact.addresses
+            and math.isfinite(declaration.expiration)
+            and len(self._heard) < _MAX_DECLARERS
+        ):
             self._heard[declaration.peer] = declaration
 
     def spend(self, peer: PeerID, expiration: float) -> None:
@@ -77,13 +84,12 @@ class Declarers:
         return max(known) if known else None
 
     def earliest(self, before: Key | None, joined: Container[PeerID], now: float) -> Declaration | None:
-        """The earliest useful declaration, of nobody in `joined` and earlier than `before` (None: any), if there is one."""
+        """The earliest useful declaration, if it is earlier than `before` (None: any); of nobody in `joined`."""
         best: Declaration | None = None
         for each in (*self._listed.values(), *self._heard.values()):
             if (
                 (before is None or each.key < before)
                 and (best is None or each.key < best.key)
-                and each.contact.addresses
                 and self._paused.get(each.peer, -math.inf) <= now
                 and self._useful(each, joined, now)
             ):

@@ -6,35 +6,32 @@ itself leads those that ask it, until the group is full or everyone who is there
 
 ::
 
-              nobody earlier: lead                 group full / all joined / window ends
-            ┌──────────────┐                     ┌─────────────────────────────────────> Start
-            │              v                     │
-    Declare └───────── LOOKING ──────────────────┴─────> Fail   (last window ended, too few)
-                        │    ^
-          ask the       │    │ refused, lost, silent: ask the next one
-          earliest      v    │
-                       ASKING ──── accepted: send own followers to the leader ───> FOLLOWING ───> Begin
-                         ^                                                            │
-                         └──────────────── redirected: ask that one ──────────────────┤
-                       LOOKING <────────── leader lost, refuses, silent ──────────────┘
+                          group full / all joined / window ends, enough
+                  LOOKING ───────────────────────────────────────────────> Start
+                   │   ^  └── last window ends, too few ─────────────────> Fail
+      ask the      │   │
+      earliest     v   │ refused, lost, silent: ask the next one
+                  ASKING ── accepted: own followers are sent there ──> FOLLOWING ──> Begin
+                   ^                                                      │   │
+                   └───────────── redirected: ask that one ───────────────┘   │
+                  LOOKING <────── leader lost, refuses, silent ───────────────┘
 
 *No cycles.* A peer accepts only while it follows nobody, and only an asker whose key, told in its `Join`, is later than
-its own (or a client, which nobody follows). A key changes only in LOOKING with no followers (they are dismissed first)
-and with no answer outstanding. So each follower that a leader counts has a later key than the leader has, and along a
-chain of followers keys strictly decrease: it cannot return to where it began. A follower that was dismissed and does
-not know it yet is counted by nobody; it learns so when the message arrives, when the stream ends, or when its former
-leader asks it.
+its own (or a client, which nobody follows). A key changes only in LOOKING, with no followers (they are dismissed first)
+and with no answer outstanding. So each follower that a leader counts has a later key than the leader, and along a chain
+of followers and leaders keys strictly decrease: it cannot return to where it began. A follower that was dismissed and
+does not know it yet is counted by nobody; it learns so when the message arrives, when the stream ends, or when its
+former leader asks it.
 
 *One group at a time.* Start is only said in LOOKING, that is while following and asking nobody; Begin is only taken
-from the leader that is followed. Whoever left a leader without the leader knowing is in its `Begin` nevertheless, and is
-a dead member to that round: `Begin` is final with its first copy. So no two groups ever count on one peer's work, and
-no clock is trusted for it: expirations decide who leads and how long somebody waits, never who is in a group.
+from the leader that is followed. Whoever left a leader without the leader knowing is in its `Begin` nevertheless, and
+is a dead member to that round: `Begin` is final with its first copy. No clock is trusted for any of it: expirations
+decide who leads and how long somebody waits, never who is in a group.
 
 *When a leader starts* a group that is not full: a read of the directory *begun* after the last join, and after a quiet
-time, shows no live declarer who has not joined. As every peer declares before it looks, whoever is not in that read came
-too late. The quiet time is short if everyone of the last group is there, long if somebody of it is missing, and
-follows the gaps between joins where there is no last group of this kind. A declarer that does not come is *nudged*: asked
-to join, which it refuses, being later, but so it learns of the leader, and the leader of whether it is alive.
+time (`lookout`), shows no live declarer who has not joined. As every peer declares before it looks, whoever is not in
+that read came too late. A declarer that does not come is *nudged*: asked to join, which it refuses, being later; but so
+it learns of the leader, and the leader learns whether it is alive.
 """
 
 from __future__ import annotations
@@ -44,6 +41,7 @@ import math
 from collections.abc import Callable
 
 from shoal.matchmaking.declarers import Declarers
+from shoal.matchmaking.lookout import Lookout
 from shoal.matchmaking.signals import (
     Accept,
     Action,
@@ -55,7 +53,6 @@ from shoal.matchmaking.signals import (
     BeginReceived,
     Cancel,
     Declaration,
-    Declare,
     Declared,
     DirectoryFailed,
     DirectoryRead,
@@ -63,19 +60,17 @@ from shoal.matchmaking.signals import (
     Fail,
     JoinAsked,
     JoinGone,
+    Key,
     Memory,
     Mismatched,
-    Nudge,
     Nudged,
     PeerGone,
-    ReadDirectory,
     Redirect,
     Refuse,
     Rules,
     Start,
     StopAsking,
     Tick,
-    Withdraw,
 )
 from shoal.peer import PeerID
 from shoal.wire import Contact
@@ -86,13 +81,10 @@ MISMATCH_CODES = frozenset({"schema", "settings"})
 """Refusals that say: we can never be in one group."""
 
 _MAX_HOPS = 6
-_MAX_NUDGES = 4
-_POLL_MAX_S = 1.0
+_MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
-_DECLARE_AGAIN_S = 0.5
-# A quiet time of 8 mean gaps: of 16 peers that come evenly spread at random, 99 times in 100 no gap is longer.
-_GAPS_WAITED = 8.0
-_PRIOR_GAPS = 2
+
+_Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
 
 class Phase(enum.Enum):
@@ -134,34 +126,18 @@ class GroupMachine:
         self._me, self._rules, self._memory, self._expected = me, rules, memory, expected
         self._wall_offset_s = wall_offset_s
         self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
+        self._lookout = Lookout(me, rules, memory, self._declarers, now=now)
         self._out: list[Action] = []
         self._phase = Phase.LOOKING
-        self._started_at = self._last_join = self._decided_at = now
-        self._end = now + max(rules.window_s, rules.deadline_s or 0.0)
-        self._window_end = now
+        self._started_at = self._decided_at = self._window_end = now
+        self._end = now + (rules.window_s if rules.deadline_s is None else rules.deadline_s)
         self._expiration = math.inf
-
-        self._listed = self._declaring = False
-        self._declared_at = now
-        self._declare_again_at = math.inf
-
-        self._reading = False
-        self._read_begun = -math.inf
-        self._last_read = -math.inf
-        self._poll_s = rules.settle_s
-        self._stale = False
-
         self._leader: Contact | None = None
         self._chain: set[PeerID] = set()
         self._followers: dict[PeerID, bool] = {}
-        self._gaps: list[float] = []
-        self._nudged: dict[PeerID, float] = {}
-        self._nudges = 0
-
         self._met = False
         self._mismatches: dict[PeerID, str] = {}
-        self._trouble: tuple[str, tuple[PeerID, ...]] | None = None
-        self._windows = 0
+        self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
 
     # --------------------------------------------------------------------------------------------------- outside
 
@@ -181,9 +157,9 @@ class GroupMachine:
         return self._leader.peer if self._leader else None
 
     @property
-    def expiration(self) -> float:
-        """Our own expiration (wall clock, seconds)."""
-        return self._expiration
+    def key(self) -> Key:
+        """Our place in the order."""
+        return self._expiration, self._me
 
     def start(self, now: float) -> list[Action]:
         """Begin the search; call it once, before `handle`."""
@@ -192,20 +168,11 @@ class GroupMachine:
 
     def handle(self, event: Event, now: float) -> list[Action]:
         """What to do upon `event`. After the search is over: nothing, but joins are refused."""
-        if self._phase is Phase.OVER:
-            if isinstance(event, JoinAsked):
-                return [Refuse(event.contact.peer, "not-looking", "not looking for a group now")]
-            return []
         match event:
-            case Declared():
-                self._on_declared(event, now)
-            case DirectoryRead(declarations):
-                self._memory.read_s = now - self._read_begun
-                self._declarers.read(declarations, now)
-                self._last_read, self._reading, self._stale = self._read_begun, False, False
-            case DirectoryFailed(error):
-                self._trouble = (f"could not read who is there: {error}", ())
-                self._reading = False
+            case JoinAsked(contact) if self._phase is Phase.OVER:
+                self._out.append(Refuse(contact.peer, "not-looking", "not looking for a group now"))
+            case _ if self._phase is Phase.OVER:
+                pass
             case JoinAsked():
                 self._on_join(event, now)
             case JoinGone(peer):
@@ -213,19 +180,17 @@ class GroupMachine:
             case Mismatched(peer, text):
                 self._mismatch(peer, text)
             case AskAccepted() | AskRefused() | AskRedirected() | AskLost() | BeginReceived():
-                if self._leader is not None and event.peer == self._leader.peer:
-                    self._on_answer(event, now)
-            case Nudged():
-                self._on_nudged(event)
+                self._on_answer(event, now)
             case PeerGone(peer):
                 self._followers.pop(peer, None)
-                if self.leader == peer:
-                    self._abandon(now, "its connection is lost")
+                if peer == self.leader:
+                    self._abandon(peer, "its connection is lost")
             case Tick():
-                if self._phase is Phase.FOLLOWING and now >= self._follow_end:
-                    self._abandon(now, "it did not begin in time")
+                self._on_tick(now)
             case Cancel():
                 self._give_up("its search was cancelled")
+            case _:
+                self._on_directory(event, now)
         return self._done(now)
 
     def deadline(self) -> float | None:
@@ -234,64 +199,79 @@ class GroupMachine:
             return self._follow_end
         if self._phase is not Phase.LOOKING:
             return None  # an answer comes in bounded time
-        due = [self._window_end, self._declare_again_at, self._declarers.next_change(self._decided_at)]
-        if not self._reading:
-            due.append(self._next_read())
-        if self._nudges < _MAX_NUDGES:
-            due += [at for _, at in self._to_nudge(self._decided_at)]
-        if self._expected is not None:
-            due.append(self._decided_at + _EXPECTED_POLL_S)
-        return min(due)
+        due = self._lookout.due(self.key, self._followers, self._decided_at)
+        due = min(due, self._window_end, self._declarers.next_change(self._decided_at))
+        return due if self._expected is None else min(due, self._decided_at + _EXPECTED_POLL_S)
 
-    # ---------------------------------------------------------------------------------------------------- events
+    def _on_directory(self, event: Declared | DirectoryRead | DirectoryFailed | Nudged, now: float) -> None:
+        match event:
+            case Declared(error):
+                self._lookout.declared(error, now)
+                if error is not None:
+                    self._trouble = (f"could not declare ourselves: {error}", ())
+            case DirectoryRead(declarations):
+                self._lookout.read_done(declarations, now)
+            case DirectoryFailed(error):
+                self._lookout.read_failed()
+                self._trouble = (f"could not read who is looking: {error}", ())
+            case Nudged():
+                self._on_nudged(event)
 
-    def _on_declared(self, event: Declared, now: float) -> None:
-        if not self._declaring:
-            return
-        self._declaring, self._declared_at = False, now
-        if event.error is not None:
-            self._declare_again_at = now + _DECLARE_AGAIN_S
-            self._trouble = (f"could not declare: {event.error}", ())
+    # ------------------------------------------------------------------------------------------------ being asked
 
     def _on_join(self, event: JoinAsked, now: float) -> None:
         peer = event.contact.peer
         asker = Declaration(event.contact, event.expiration)
         self._met = True
         self._declarers.hear(asker)
-        if self._phase is Phase.FOLLOWING and self.leader == peer:
-            self._out.append(StopAsking(peer))  # it asks: so it leads us no more, and the message is on its way
+        if self._phase is Phase.FOLLOWING and peer == self.leader and asker.key > self.key:
+            # It has declared anew, so it leads us no more; its message that says so is on the way.
+            self._out.append(StopAsking(peer))
             self._look_again()
-        if self._phase is Phase.FOLLOWING:
-            assert self._leader is not None
-            self._out.append(Redirect(peer, self._leader))
+        if self._phase is Phase.FOLLOWING and self._leader is not None:
+            if peer == self.leader:
+                self._out.append(Refuse(peer, "later", "I follow you"))  # its nudge and our Join have crossed
+            else:
+                self._out.append(Redirect(peer, self._leader))
         elif not self._rules.leads:
             self._out.append(Refuse(peer, "not-looking", "a client does not lead"))
-        elif event.contact.addresses and asker.key < self._key:
+        elif event.contact.addresses and asker.key < self.key:
             self._followers.pop(peer, None)
             self._out.append(Refuse(peer, "later", "you are earlier: lead me"))
         elif self._size >= self._rules.full_size and peer not in self._followers:
             self._out.append(Refuse(peer, "full", f"the group has its {self._rules.full_size} members"))
         else:
             if peer not in self._followers:
-                self._gaps.append(now - self._last_join)
-                self._last_join = now
-                self._poll_s = self._rules.settle_s
+                self._lookout.joined(now)
             self._followers[peer] = event.reduces
             self._out.append(Accept(peer))
 
-    def _on_answer(
-        self, event: AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived, now: float
-    ) -> None:
+    def _mismatch(self, peer: PeerID, text: str) -> None:
+        self._declarers.spend(peer, math.inf)
+        if len(self._mismatches) < _MAX_MISMATCHES:
+            self._mismatches[peer] = text
+
+    # ----------------------------------------------------------------------------------------- asking, following
+
+    def _ask(self, contact: Contact) -> None:
+        self._phase, self._leader = Phase.ASKING, contact
+        self._chain.add(contact.peer)
+        self._out.append(Ask(contact, self._expiration))
+
+    def _on_answer(self, event: _Answer, now: float) -> None:
         match event:
-            case AskAccepted() if self._phase is Phase.ASKING:
+            case _ if event.peer != self.leader:
+                pass  # from one that we do not ask any more
+            case AskAccepted(peer) if peer in self._followers:
+                self._abandon(peer, "it follows us and would lead us")
+            case AskAccepted(peer) if self._phase is Phase.ASKING:
                 self._follow()
             case AskAccepted():
                 pass  # said twice
             case BeginReceived() if self._phase is Phase.FOLLOWING:
                 self._phase = Phase.OVER
             case BeginReceived(peer):
-                self._out.append(StopAsking(peer))
-                self._lost(peer, "it began a group that we are not in")
+                self._abandon(peer, "it began without having accepted us")
             case AskRefused(peer, code, text):
                 self._on_refused(peer, code, text, now)
             case AskRedirected(peer, leader):
@@ -299,14 +279,21 @@ class GroupMachine:
             case AskLost(peer, reason):
                 self._lost(peer, reason)
 
+    def _follow(self) -> None:
+        if self._leader is not None:
+            self._phase, self._met = Phase.FOLLOWING, True
+            self._out += [Redirect(peer, self._leader) for peer in self._followers]
+            self._followers.clear()
+            self._out += self._lookout.withdraw()
+
     def _on_refused(self, peer: PeerID, code: str, text: str, now: float) -> None:
         self._trouble = (f"refused by the peer that was asked to lead: {text or code}", (peer,))
         if code in MISMATCH_CODES:
             self._mismatch(peer, text)
         else:
             self._met = True
-            if code in {"later", "full"}:  # it will ask us; or it may yet have room
-                self._declarers.pause(peer, now + self._rules.settle_max_s)
+            if code == "full":  # it may yet have room
+                self._declarers.pause(peer, now + 4 * self._rules.settle_s)
             else:
                 self._declarers.spend(peer, self._expiration_of(peer))
         self._look_again()
@@ -316,15 +303,14 @@ class GroupMachine:
         unfit = leader.peer in self._chain or leader.peer == self._me or leader.peer in self._followers
         if unfit or len(self._chain) >= _MAX_HOPS or self._declarers.is_lost(leader.peer):
             # One of us knows less than the other; that mends itself.
-            self._trouble = ("redirected in a circle, or to a peer that is gone", (peer, leader.peer))
+            self._trouble = ("sent in a circle, or to a peer that is gone", (peer, leader.peer))
             self._declarers.pause(peer, now + 2 * self._rules.settle_s)
             self._look_again()
         else:
             self._ask(leader)
 
     def _on_nudged(self, event: Nudged) -> None:
-        self._nudges -= 1
-        expiration = self._nudged[event.peer]
+        expiration = self._lookout.nudged(event.peer)
         if event.code in MISMATCH_CODES:
             self._mismatch(event.peer, event.text)
         elif event.code == "lost":
@@ -334,29 +320,12 @@ class GroupMachine:
             if event.code != "later":
                 self._declarers.spend(event.peer, expiration)
 
-    def _mismatch(self, peer: PeerID, text: str) -> None:
-        self._declarers.spend(peer, math.inf)
-        if len(self._mismatches) < _MAX_HOPS:
-            self._mismatches[peer] = text
+    def _on_tick(self, now: float) -> None:
+        if self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
+            self._abandon(self._leader.peer, "it did not begin in time")
 
-    # ------------------------------------------------------------------------------------------ asking, following
-
-    def _ask(self, contact: Contact) -> None:
-        self._phase, self._leader = Phase.ASKING, contact
-        self._chain.add(contact.peer)
-        self._out.append(Ask(contact, self._expiration))
-
-    def _follow(self) -> None:
-        assert self._leader is not None
-        self._phase, self._met = Phase.FOLLOWING, True
-        self._out += [Redirect(peer, self._leader) for peer in self._followers]
-        self._followers.clear()
-        self._withdraw()
-
-    def _abandon(self, now: float, reason: str) -> None:
+    def _abandon(self, peer: PeerID, reason: str) -> None:
         """Leave the one that we ask or follow."""
-        assert self._leader is not None
-        peer = self._leader.peer
         self._out.append(StopAsking(peer))
         self._lost(peer, reason)
 
@@ -368,80 +337,18 @@ class GroupMachine:
     def _look_again(self) -> None:
         self._phase, self._leader = Phase.LOOKING, None
         self._chain.clear()
-        self._stale = True
-        self._poll_s = self._rules.settle_s
-        self._declare()
+        self._lookout.disappointed()
 
     def _expiration_of(self, peer: PeerID) -> float:
         known = self._declarers.expiration_of(peer)
-        # A leader that we know only from a redirection is earlier than us.
+        # A leader that is known from a redirection only is earlier than we are.
         return self._expiration if known is None else known
-
-    @property
-    def _key(self) -> tuple[float, PeerID]:
-        return self._expiration, self._me
-
-    @property
-    def _size(self) -> int:
-        return 1 + len(self._followers)
 
     @property
     def _follow_end(self) -> float:
         return self._window_end + self._rules.follow_grace_s
 
-    # ------------------------------------------------------------------------------------------------- directory
-
-    def _new_window(self, now: float) -> None:
-        self._windows += 1
-        self._window_end = min(now + self._rules.window_s, self._end)
-        self._expiration = self._window_end + self._wall_offset_s
-        self._listed = False
-        self._poll_s = self._rules.settle_s
-        self._declare()
-
-    def _declare(self) -> None:
-        if self._rules.leads and not self._listed:
-            self._listed = self._declaring = True
-            self._declare_again_at = math.inf
-            self._out.append(Declare(self._expiration))
-
-    def _withdraw(self) -> None:
-        if self._listed:
-            self._listed = self._declaring = False
-            self._declare_again_at = math.inf
-            self._out.append(Withdraw())
-
-    def _next_read(self) -> float:
-        """When the directory is to be read next, as far as is known now."""
-        if self._read_begun == -math.inf or self._stale:
-            return self._decided_at
-        if self._declaring:
-            return math.inf  # whoever looks only then would miss those that declare at the same time
-        if self._read_begun < self._declared_at:
-            return self._declared_at
-        if self._followers and self._read_begun < (settled := self._last_join + self._settle_s()):
-            return settled
-        return self._read_begun + self._poll_s
-
-    def _read(self, now: float) -> None:
-        if not self._reading and now >= self._next_read():
-            if self._read_begun >= max(self._declared_at, self._last_join):
-                self._poll_s = min(2 * self._poll_s, _POLL_MAX_S)
-            self._reading, self._read_begun = True, now
-            self._out.append(ReadDirectory())
-
-    def _to_nudge(self, now: float) -> list[tuple[Declaration, float]]:
-        """Who is to be nudged, and when."""
-        if not self._rules.leads:
-            return []
-        quiet_s = self._settle_s()
-        return [
-            (each, self._declarers.seen_at(each.peer) + quiet_s)
-            for each in self._declarers.unjoined(self._followers, now)
-            if each.key > self._key and each.contact.addresses and self._nudged.get(each.peer) != each.expiration
-        ]
-
-    # ------------------------------------------------------------------------------------------------- deciding
+    # -------------------------------------------------------------------------------------------------- deciding
 
     def _done(self, now: float) -> list[Action]:
         self._decided_at = now
@@ -451,63 +358,44 @@ class GroupMachine:
         return out
 
     def _decide(self, now: float) -> None:
-        if self._size >= self._rules.full_size or now >= self._window_end:
+        if self._full or now >= self._window_end:
             self._conclude(now)
             return
         expected = self._expected_members()
-        if expected is not None and expected <= self._followers.keys() and self._can_start:
+        if self._can_start and expected is not None and expected <= self._followers.keys():
             self._start()
             return
-        earlier = self._declarers.earliest(self._key if self._rules.leads else None, self._followers, now)
-        if earlier is not None and not self._outdated(now):
-            self._chain.clear()
+        self._out += self._lookout.declare(self._expiration, now)
+        earlier = self._declarers.earliest(self.key if self._rules.leads else None, self._followers, now)
+        if earlier is not None and not self._lookout.outdated(now):
             self._ask(earlier.contact)
-            return
-        if expected is None and earlier is None and self._can_start and self._all_joined(now):
+        elif (
+            self._can_start and earlier is None and expected is None and self._lookout.all_joined(self._followers, now)
+        ):
             self._start()
-            return
-        if now >= self._declare_again_at:
-            self._listed = False
-            self._declare()
-        for each, at in self._to_nudge(now):
-            if at <= now and self._nudges < _MAX_NUDGES:
-                self._nudges += 1
-                self._nudged[each.peer] = each.expiration
-                self._out.append(Nudge(each.contact, self._expiration))
-        self._read(now)
-
-    def _outdated(self, now: float) -> bool:
-        """Whether the last read is too old to go by, after an answer that it had not foretold."""
-        return self._stale and now - self._last_read > 2 * self._rules.settle_s
+        else:
+            self._out += self._lookout.nudge(self.key, self._followers, now)
+            self._out += self._lookout.read(self._followers, now)
 
     def _expected_members(self) -> frozenset[PeerID] | None:
-        """Who is expected to join and is not known to be gone; None: not known."""
+        """Who is expected to join and is not known to be gone; None: not known, or nobody."""
         expected = self._expected() if self._expected is not None else None
-        others = (expected or frozenset()) - {self._me}
-        if not others:
+        if expected is None:
             return None
-        return frozenset(peer for peer in others if peer in self._followers or not self._declarers.is_lost(peer))
+        gone = self._declarers.is_lost
+        return frozenset(p for p in expected - {self._me} if p in self._followers or not gone(p)) or None
 
-    def _settle_s(self) -> float:
-        """How long it must have been quiet after the last join."""
-        rules, companions = self._rules, self._memory.companions - {self._me}
-        missing = {peer for peer in companions if peer not in self._followers and not self._declarers.is_lost(peer)}
-        if missing:
-            quiet_s = rules.settle_max_s
-        elif companions and self._followers.keys() <= companions:
-            quiet_s = rules.settle_s
-        else:
-            prior_s = _PRIOR_GAPS * rules.settle_s / 2
-            gap_s = (prior_s + sum(self._gaps)) / (_PRIOR_GAPS + len(self._gaps))
-            quiet_s = min(max(_GAPS_WAITED * gap_s, rules.settle_s), rules.settle_max_s)
-        # Whoever was sent here needs about as many round trips as a read does.
-        return max(quiet_s, min(self._memory.read_s, 2 * rules.settle_max_s))
+    @property
+    def _size(self) -> int:
+        return 1 + len(self._followers)
 
-    def _all_joined(self, now: float) -> bool:
-        if self._declaring or self._reading:
-            return False
-        settled = max(self._last_join, self._declared_at) + self._settle_s()
-        return self._last_read >= settled and not self._declarers.unjoined(self._followers, now)
+    @property
+    def _full(self) -> bool:
+        return self._rules.leads and self._size >= self._rules.full_size
+
+    @property
+    def _enough(self) -> bool:
+        return self._rules.leads and self._size >= self._rules.min_size
 
     @property
     def _reducible(self) -> bool:
@@ -515,41 +403,39 @@ class GroupMachine:
 
     @property
     def _can_start(self) -> bool:
-        return self._rules.leads and self._size >= self._rules.min_size and self._reducible
+        return self._enough and self._reducible
 
     def _start(self) -> None:
         self._phase = Phase.OVER
         self._out.append(Start(tuple(self._followers)))
-        self._withdraw()
+        self._out += self._lookout.withdraw()
+
+    def _new_window(self, now: float) -> None:
+        self._window_end = min(now + self._rules.window_s, self._end)
+        self._expiration = self._window_end + self._wall_offset_s
+        self._lookout.renew()
 
     def _conclude(self, now: float) -> None:
         """The group is full, or the window ended."""
+        too_few = f"the window ended with {self._size} of at least {self._rules.min_size} peers"
+        waited = f"no group within {now - self._started_at:.1f} s"
         if self._can_start:
             self._start()
-        elif self._rules.leads and self._size >= self._rules.min_size:
+        elif self._enough:
             self._fail("nobody in the group can reduce: all are clients or have bandwidth 0", tuple(self._followers))
         elif self._mismatches and not self._met:
             peers = tuple(self._mismatches)
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
-        elif now >= self._end:
-            self._fail(*self._why(now))
-        else:
-            text = f"the window ended with {self._size} of at least {self._rules.min_size} peers"
-            self._out += [Refuse(peer, "too-few", text) for peer in self._followers]
+        elif now < self._end:
+            self._out += [Refuse(peer, "too-few", too_few) for peer in self._followers]
             self._followers.clear()
             self._new_window(now)
-            self._stale = True
+            self._lookout.disappointed()
             self._decide(now)
-
-    def _why(self, now: float) -> tuple[str, tuple[PeerID, ...]]:
-        spent_s = now - self._started_at
-        if self._followers:
-            reason = f"the window ended with {self._size} of at least {self._rules.min_size} peers"
-            return f"no group within {spent_s:.1f} s: {reason}", ()
-        if self._trouble is not None:
-            reason, peers = self._trouble
-            return f"no group within {spent_s:.1f} s: {reason}", peers
-        return f"no group within {spent_s:.1f} s: nobody else is looking for one", ()
+        elif self._followers:
+            self._fail(f"{waited}: {too_few}", ())
+        else:
+            self._fail(f"{waited}: {self._trouble[0]}", self._trouble[1])
 
     def _fail(self, reason: str, peers: tuple[PeerID, ...], *, mismatch: bool = False) -> None:
         self._give_up(reason)
@@ -558,8 +444,8 @@ class GroupMachine:
     def _give_up(self, reason: str) -> None:
         if self._leader is not None:
             self._out.append(StopAsking(self._leader.peer))
-        code = "no-reducer" if not self._reducible else "not-looking"
+        code = "not-looking" if self._reducible else "no-reducer"
         self._out += [Refuse(peer, code, f"the leader gave up: {reason}") for peer in self._followers]
         self._followers.clear()
         self._phase, self._leader = Phase.OVER, None
-        self._withdraw()
+        self._out += self._lookout.withdraw()

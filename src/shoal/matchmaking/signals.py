@@ -230,7 +230,7 @@ class Nudged:
 
 @dataclass(frozen=True, slots=True)
 class PeerGone:
-    """The link to this peer is lost. (The shell has put it into `Memory.lost`.)"""
+    """The link to this peer is lost; `Memory.lost` holds it already."""
 
     peer: PeerID
 
@@ -346,16 +346,4 @@ class Fail:
     mismatch: bool = False
 
 
-Action = (
-    Declare
-    | Withdraw
-    | ReadDirectory
-    | Ask
-    | StopAsking
-    | Nudge
-    | Accept
-    | Refuse
-    | Redirect
-    | Start
-    | Fail
-)
+Action = Declare | Withdraw | ReadDirectory | Ask | StopAsking | Nudge | Accept | Refuse | Redirect | Start | Fail

@@ -15,7 +15,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -60,9 +61,19 @@ Down = TypeVar("Down", bound=Message)
 CallHandler = Callable[[PeerID, Any], Awaitable[Any]]
 StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
 
+_Handler = TypeVar("_Handler")
+
 _MAX_CONTACTS = 8192
 _OPEN_TIMEOUT_S = 10.0
 _logger = logging.getLogger("shoal.rpc")
+
+
+@dataclass(slots=True)
+class _Served(Generic[_Handler]):
+    """A message type that is served, with one handler for each scope."""
+
+    kind: type[Any]
+    handlers: dict[str, _Handler]
 
 
 class _Peer:
@@ -97,8 +108,8 @@ class Endpoint:
         self._transport = transport
         self._peers: dict[PeerID, _Peer] = {}
         self._contacts: dict[PeerID, Contact] = {}
-        self._calls: dict[str, tuple[type[Any], CallHandler]] = {}
-        self._streams: dict[str, tuple[type[Any], StreamHandler]] = {}
+        self._calls: dict[str, _Served[CallHandler]] = {}
+        self._streams: dict[str, _Served[StreamHandler]] = {}
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -151,19 +162,29 @@ class Endpoint:
 
     # ------------------------------------------------------------------------------------------------ what we serve
 
-    def serve(self, request: type[Request[R]], handler: Callable[[PeerID, Any], Awaitable[R]]) -> None:
-        """Answer requests of this type with `await handler(peer, request)`.
+    def serve(
+        self, request: type[Request[R]], handler: Callable[[PeerID, Any], Awaitable[R]], *, scope: str = ""
+    ) -> Callable[[], None]:
+        """Answer requests of this type (and `scope`, see `wire.Message.scope`) with `await handler(peer, request)`.
 
         A `PeerError` that the handler raises is told to the caller; anything else is logged and told as "internal".
-        """
-        self._calls[_tag(request)] = (request, handler)
 
-    def serve_stream(self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]]) -> None:
-        """Run `await handler(stream, opening)` for each stream of this type that a peer opens.
+        Returns:
+            A function that ends it.
+        """
+        return _register(self._calls, request, scope, handler)
+
+    def serve_stream(
+        self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]], *, scope: str = ""
+    ) -> Callable[[], None]:
+        """Run `await handler(stream, opening)` for each stream of this type (and `scope`) that a peer opens.
 
         When the handler returns, the stream is finished in order (END both ways); when it raises, given up.
+
+        Returns:
+            A function that ends it.
         """
-        self._streams[_tag(opening)] = (opening, handler)
+        return _register(self._streams, opening, scope, handler)
 
     def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
         """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
@@ -357,10 +378,14 @@ class Endpoint:
 
         served = self._streams.get(opening.method)
         state = self._state(peer)
-        kind = stream_types(served[0])[0] if served else Message
+        message = decode(opening.body, served.kind) if served else None
+        handler = served.handlers.get(message.scope) if served and message else None
+        kind = stream_types(served.kind)[0] if served else Message
         stream: Stream[Any, Any] = Stream(connection, kind, self.limits, released)
-        if served is None:
-            await stream.fail("unknown", f"no stream {opening.method!r} is served here")
+        if handler is None:
+            await stream.fail(
+                "unknown", f"no stream {opening.method} {message.scope if message else ''} is served here"
+            )
         elif state.inbound >= self.limits.streams_per_peer:
             await stream.fail("busy", f"more than {self.limits.streams_per_peer} streams at once")
         else:
@@ -368,7 +393,7 @@ class Endpoint:
             state.streams.add(connection)
             self._watch(peer)
             try:
-                await self._run_stream_handler(stream, served[1], decode(opening.body, served[0]))
+                await self._run_stream_handler(stream, handler, message)
             finally:
                 state.inbound -= 1
                 state.streams.discard(connection)
@@ -402,12 +427,15 @@ class Endpoint:
             link.post(Failure(call.id, "busy", f"more than {self.limits.calls_per_peer} calls at once"))
         else:
             link.serving += 1
-            self._spawn(self._run_call_handler(link, call, *served))
+            self._spawn(self._run_call_handler(link, call, served))
 
-    async def _run_call_handler(self, link: CallLink, call: Call, kind: type[Any], handler: CallHandler) -> None:
+    async def _run_call_handler(self, link: CallLink, call: Call, served: _Served[CallHandler]) -> None:
         answer: Any
         try:
-            request = decode(call.body, kind)
+            request = decode(call.body, served.kind)
+            handler = served.handlers.get(request.scope)
+            if handler is None:
+                raise PeerRefused(f"{call.method} {request.scope} is not served here")
             async with asyncio.timeout(min(max(call.timeout_s, 0.0), 600.0)):
                 answer = reply_frame(call.id, await handler(link.peer_id, request))
         except msgspec.MsgspecError as error:
@@ -527,6 +555,19 @@ class Endpoint:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._transport.close()
         self._peers.clear()
+
+
+def _register(
+    table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler
+) -> Callable[[], None]:
+    served = table.setdefault(_tag(kind), _Served(kind, {}))
+    served.handlers[scope] = handler
+
+    def unregister() -> None:
+        if served.handlers.get(scope) is handler:
+            del served.handlers[scope]
+
+    return unregister
 
 
 def _tag(kind: type[Any]) -> str:

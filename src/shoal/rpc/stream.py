@@ -7,6 +7,7 @@ back to the pool for the next stream; a stream that ends in any other way takes 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ import msgspec
 
 from shoal.errors import LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.peer import PeerID
-from shoal.rpc.framing import Kind, Limits, pack, payload_size, read_frame
+from shoal.rpc.framing import Frame, Kind, Limits, pack, payload_size, read_frame
 from shoal.transport.base import Buffer, Connection
 from shoal.wire import Failure, Message, decode
 
@@ -45,6 +46,7 @@ class Stream(Generic[Sent, Received]):
         self._received_type = received_type
         self._limits = limits
         self._on_release = on_release
+        self._ahead: asyncio.Task[Frame] | None = None
         self._unread = 0
         self._sent_end = False
         self._got_end = False
@@ -54,6 +56,16 @@ class Stream(Generic[Sent, Received]):
     def peer_id(self) -> PeerID:
         """Who is on the other side."""
         return self._connection.peer_id
+
+    @property
+    def bytes_received(self) -> int:
+        """Bytes that arrived on the connection so far: it grows while a large payload trickles in."""
+        return self._connection.bytes_received
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes handed to the connection so far."""
+        return self._connection.bytes_sent
 
     @property
     def closed(self) -> bool:
@@ -77,6 +89,25 @@ class Stream(Generic[Sent, Received]):
         else:
             await self._connection.write(head, payload)
 
+    async def ready(self) -> None:
+        """Wait until `recv` would not wait: a message, the end, or the loss of the stream is there.
+
+        Takes nothing, and may be cancelled at any time: whoever watches a stream can hand it over to another reader.
+        """
+        if self._got_end or self._unread:
+            return
+        if self._ahead is None:
+            self._ahead = asyncio.get_running_loop().create_task(read_frame(self._connection, self._limits))
+            self._ahead.add_done_callback(_retrieve)
+        await asyncio.wait((self._ahead,))
+
+    async def _next_frame(self) -> Frame:
+        if self._ahead is None:
+            return await read_frame(self._connection, self._limits)
+        await asyncio.wait((self._ahead,))
+        ahead, self._ahead = self._ahead, None
+        return ahead.result()
+
     async def recv(self) -> tuple[Received, int] | None:
         """The next message and the size of its payload in bytes (read that with `readinto` first), None at END.
 
@@ -90,7 +121,7 @@ class Stream(Generic[Sent, Received]):
         if self._got_end:
             return None
         try:
-            frame = await read_frame(self._connection, self._limits)
+            frame = await self._next_frame()
             if frame.kind is Kind.DATA:
                 message = decode(frame.header, self._received_type)
                 self._unread = frame.payload_bytes
@@ -154,3 +185,9 @@ class Stream(Generic[Sent, Received]):
         if self._sent_end and self._got_end and not self._released:
             self._released = True
             self._on_release(not self._connection.closed)
+
+
+def _retrieve(task: asyncio.Task[Frame]) -> None:
+    """A frame that nobody takes any more is no failure."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,38 @@
+"""A kit for testing distributed code: whole swarms in one thread, on virtual time, from one seed.
+
+- `run(main, seed=…)` runs a coroutine on a `VirtualLoop`, on which hours take milliseconds, and hides no failure.
+- `SimNetwork` has hosts, latency, bandwidth, stalls, partitions and crashes; `transport.memory` runs over it.
+- `Swarm` makes peers on it from a factory: each with its own clock, chance, identity and transport.
+- `FaultPlan` says what goes wrong and when.
+
+shoal's own tests stand on it, and so can those of programs that use shoal.
+"""
+
+from shoal.sim.faults import Crash, Fault, FaultPlan, Partition, Restart, Slow, Stall, Vanish
+from shoal.sim.loop import VirtualLoop
+from shoal.sim.medium import Delivery
+from shoal.sim.network import SimNetwork
+from shoal.sim.owner import Owner, current_owner
+from shoal.sim.running import run, sleep
+from shoal.sim.swarm import SimClock, SimHost, Swarm
+
+__all__ = [
+    "Crash",
+    "Delivery",
+    "Fault",
+    "FaultPlan",
+    "Owner",
+    "Partition",
+    "Restart",
+    "SimClock",
+    "SimHost",
+    "SimNetwork",
+    "Slow",
+    "Stall",
+    "Swarm",
+    "Vanish",
+    "VirtualLoop",
+    "current_owner",
+    "run",
+    "sleep",
+]

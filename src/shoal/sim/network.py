@@ -1,4 +1,4 @@
-"""A simulated network of named hosts, with everything that goes wrong in real ones. Implements `transport.base.Network`.
+"""A simulated network of named hosts, with all that goes wrong in real ones. Implements `transport.base.Network`.
 
 What can happen to a host, and what others see of it:
 
@@ -18,8 +18,8 @@ fault          the host itself                          what others see
                listeners, no connections
 =============  =======================================  ============================================================
 
-Tasks belong to a host if they were started through `spawn`, or by a task that was. On an ordinary event loop the network
-part works the same, but tasks are the caller's own affair: there nothing is frozen or cancelled.
+Tasks belong to a host if they were started through `spawn`, or by a task that was. On an ordinary event loop the
+network part works the same, but tasks are the caller's own affair: there nothing is frozen or cancelled.
 
 How bytes move is told in `shoal.sim.pipes`. All chance comes from the seed; `trace_digest` is a hash over every
 delivery: equal seeds, equal digests.
@@ -30,12 +30,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, PeerRefused, PeerUnreachable
 from shoal.sim.loop import VirtualLoop
+from shoal.sim.medium import Delivery, Link, Medium
 from shoal.sim.owner import Owner, current_owner
-from shoal.sim.pipes import Delivery, Flow, Host, Link, Medium, PipeEnd
+from shoal.sim.pipes import Flow, Host, PipeEnd
 from shoal.transport.base import PipeAcceptor, PipeUser
 
 __all__ = ["SimNetwork"]
@@ -101,7 +103,7 @@ class SimNetwork:
         rng = seed if isinstance(seed, random.Random) else random.Random(f"{seed}/network")
         self._loop = loop
         self._medium = Medium(loop, rng, window_bytes, log=keep_trace)
-        self._link = _link(Link(latency_s=latency_s, jitter_s=jitter_s, loss=loss))
+        self._link = Link(latency_s=latency_s, jitter_s=jitter_s, loss=loss)
         self._links: dict[tuple[str, str], Link] = {}
         self._rate = _rate("bandwidth_bytes_s", bandwidth_bytes_s)
         self._dial_round_trips = dial_round_trips
@@ -137,12 +139,10 @@ class SimNetwork:
     ) -> None:
         """Change the way between two hosts, both ways; None keeps what it is. Holds for open pipes too."""
         old = self._link_between(a, b)
-        link = _link(
-            Link(
-                latency_s=old.latency_s if latency_s is None else latency_s,
-                jitter_s=old.jitter_s if jitter_s is None else jitter_s,
-                loss=old.loss if loss is None else loss,
-            )
+        link = Link(
+            latency_s=old.latency_s if latency_s is None else latency_s,
+            jitter_s=old.jitter_s if jitter_s is None else jitter_s,
+            loss=old.loss if loss is None else loss,
         )
         self._links[a, b] = self._links[b, a] = link
         for end in [*self._host(a).ends, *self._host(b).ends]:
@@ -220,7 +220,7 @@ class SimNetwork:
             raise PeerUnreachable(f"there is no host {host!r}")
         dial = _Dial(src, dst, port, greeting, user)
         delay_s = self._delay_s(src, dst)
-        self._medium.at(self._loop.time() + (2 * self._dial_round_trips - 1) * delay_s, lambda: self._knock(dial))
+        self._medium.at(self._loop.time() + (2 * self._dial_round_trips - 1) * delay_s, partial(self._knock, dial))
         try:
             await dial.future
         except BaseException:
@@ -296,7 +296,7 @@ class SimNetwork:
         for host in self._hosts.values():
             host.group = sides.get(host.name, 0)
         for host in self._hosts.values():
-            host.reopen(self._link.latency_s)
+            host.reopen(at_once=False)
         self._retry_dials()
 
     def stall(self, host: str, duration_s: float | None = None) -> None:
@@ -319,7 +319,7 @@ class SimNetwork:
         found.set_state(alive=True, up=True, stalled_until=None)
         if isinstance(self._loop, VirtualLoop):
             self._loop.thaw(found.life)
-        found.reopen(0.0)
+        found.reopen(at_once=True)
         self._retry_dials()
 
     def slow(self, host: str, factor: float) -> None:
@@ -369,7 +369,6 @@ class SimNetwork:
         # The machine knows nothing of its old connections, and says so to whoever still sends on them.
         for end in found.ghosts:
             end.out.reset("the connection broke: the other machine was started again")
-            end.out.reopen(0.0)
         found.ghosts = []
         self._retry_dials()
         return found.life
@@ -379,7 +378,7 @@ class SimNetwork:
         for dial in dials:
             if not dial.future.done():
                 delay_s = self._delay_s(dial.src, dial.dst)
-                self._medium.at(self._loop.time() + delay_s, lambda dial=dial: self._knock(dial))
+                self._medium.at(self._loop.time() + delay_s, partial(self._knock, dial))
 
     # ------------------------------------------------------------------------------------------------------- lookups
 
@@ -402,15 +401,6 @@ class SimNetwork:
         if src is dst:
             return 0.0
         return self._link_between(src.name, dst.name).latency_s * max(src.slowness, dst.slowness)
-
-
-def _link(link: Link) -> Link:
-    """Check it."""
-    if link.latency_s < 0 or link.jitter_s < 0:
-        raise ConfigError(f"latency_s and jitter_s must not be negative, got {link.latency_s} and {link.jitter_s}")
-    if not 0 <= link.loss < 1:
-        raise ConfigError(f"loss must be from 0 to below 1, got {link.loss}")
-    return link
 
 
 def _rate(name: str, rate: float | None) -> float | None:

@@ -18,6 +18,8 @@ __all__ = ["Owner", "current_owner"]
 
 T = TypeVar("T")
 
+_Coro = Generator[Any, None, T] | Coroutine[Any, Any, T]
+
 _SWEEP_ABOVE = 64
 _ASYNCIO = f"{os.sep}asyncio{os.sep}"
 
@@ -89,7 +91,7 @@ class Task(asyncio.Task[T]):
     __slots__ = ("owner", "serial")
     _log_destroy_pending: bool
 
-    def __init__(self, serial: int, owner: Owner | None, coro: Coroutine[Any, Any, T], **kwargs: Any) -> None:  # noqa: ANN401 (Task's own)
+    def __init__(self, serial: int, owner: Owner | None, coro: _Coro[T], **kwargs: Any) -> None:  # noqa: ANN401 (Task's own)
         self.serial, self.owner = serial, owner  # first: the base class already puts the task into a set
         super().__init__(coro, **kwargs)
 
@@ -147,7 +149,7 @@ class Owner:
         running: its code runs: it is neither frozen nor killed.
         killed: it was killed; what it still does, it does while it unwinds.
         buried: it was killed and has unwound: nothing of it will ever run again.
-        ended: done when it is buried; None before it is killed.
+        ended: done when it is buried; None before its first task.
         tasks: its tasks.
         held_ready: what it would have run while it was frozen.
         held_timers: its timers that came first in the queue while it was frozen, with their time and number.

@@ -8,8 +8,7 @@ What is modelled, per direction of a pipe (a `Flow`):
   sparse flows; they still use up their share of the line.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, which is what makes a writer wait. Credit comes back after one latency, a quarter of the window at a time.
-- Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe: loss costs a round trip for bulk, and a
-  retransmission timeout for a small message.
+- Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
 - A closed path (partition, stall, a machine that is gone) holds what would leave and what would arrive; nothing ends by
   it. When it opens again, all comes in order.
 
@@ -18,110 +17,16 @@ Costs: one timer per segment, two when the uplink has a rate; no work per byte b
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
-import hashlib
-import random
-import struct
-import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
-import msgspec
-
+from shoal.sim.medium import SMALL_BYTES, Line, Link, Medium
 from shoal.sim.owner import Owner
 from shoal.transport.base import HIGH_WATER_BYTES, PipeAcceptor, PipeUser
 
-__all__ = ["Delivery", "Flow", "Host", "Line", "Link", "Medium", "PipeEnd"]
+__all__ = ["Flow", "Host", "PipeEnd"]
 
-SMALL_BYTES = 2048
-_PACKET_BYTES = 1460
-_RETRANSMIT_S = 0.2
 _SOON_S = 1e-9  # a real loop may fire a timer this much early
-
-_NOBODY = contextvars.Context()
-_TRACE = struct.Struct("<dIIQI")
-
-
-class Link(msgspec.Struct, frozen=True, kw_only=True):
-    """The way between two hosts.
-
-    Attributes:
-        latency_s: one way, seconds.
-        jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
-        loss: the part of packets that is lost, 0 to 1. Nothing goes missing: what is lost comes later.
-    """
-
-    latency_s: float = 0.01
-    jitter_s: float = 0.0
-    loss: float = 0.0
-
-
-class Delivery(NamedTuple):
-    """One line of the trace: bytes that arrived."""
-
-    time_s: float
-    source: str
-    target: str
-    nbytes: int
-    crc32: int
-
-
-class Medium:
-    """What all flows of a network share: the loop, chance, the window and the trace."""
-
-    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "window_bytes")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, log: bool) -> None:
-        self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
-        self.deliveries = self.delivered_bytes = 0
-        self.log: list[Delivery] | None = [] if log else None
-        self._digest = hashlib.blake2b(digest_size=16)
-
-    def at(self, when: float, callback: Callable[[], object]) -> None:
-        """Call back at a time, on behalf of nobody: a host that is frozen or killed does not stop its network."""
-        self.loop.call_at(when, callback, context=_NOBODY)
-
-    def delivered(self, source: Host, target: Host, data: bytes) -> None:
-        """Write a delivery into the trace."""
-        now, nbytes, crc32 = self.loop.time(), len(data), zlib.crc32(data)
-        self.deliveries += 1
-        self.delivered_bytes += nbytes
-        source.bytes_out += nbytes
-        target.bytes_in += nbytes
-        self._digest.update(_TRACE.pack(now, source.index, target.index, nbytes, crc32))
-        if self.log is not None:
-            self.log.append(Delivery(now, source.name, target.name, nbytes, crc32))
-
-    def digest(self) -> str:
-        """Hash of the trace so far."""
-        return self._digest.hexdigest()
-
-
-class Line:
-    """One direction of a host's access to the network.
-
-    Attributes:
-        rate: bytes per second; None for no limit.
-    """
-
-    __slots__ = ("busy_until", "rate", "small_until")
-
-    def __init__(self, rate: float | None) -> None:
-        self.rate = rate
-        self.busy_until = self.small_until = 0.0
-
-    def occupy(self, start: float, nbytes: int) -> float:
-        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through."""
-        if self.rate is None:
-            return start
-        taken_s = nbytes / self.rate
-        self.busy_until = max(self.busy_until, start) + taken_s
-        if nbytes > SMALL_BYTES:
-            return self.busy_until
-        self.small_until = max(self.small_until, start) + taken_s
-        return self.small_until
 
 
 class Host:
@@ -168,11 +73,11 @@ class Host:
         for line, rate in zip((self.uplink, self.downlink), self.rates, strict=True):
             line.rate = None if rate is None else rate / factor
 
-    def reopen(self, delay_s: float) -> None:
-        """Paths to and from this host may be open again: what waited moves on, what is late arrives after `delay_s`."""
+    def reopen(self, *, at_once: bool) -> None:
+        """Paths to and from this host may be open again: see `Flow.reopen`."""
         for end in list(self.ends):
-            end.into.reopen(delay_s)
-            end.out.reopen(delay_s)
+            end.into.reopen(at_once=at_once)
+            end.out.reopen(at_once=at_once)
 
     def want_turn(self, flow: Flow) -> None:
         """Queue for the uplink."""
@@ -343,15 +248,7 @@ class Flow:
         self._fly(data, max(left + delay_s, self.dst.downlink.occupy(now + delay_s, nbytes)))
 
     def _delay_s(self, nbytes: int) -> float:
-        link, rng = self.link, self._medium.rng
-        latency_s = link.latency_s * max(self.src.slowness, self.dst.slowness)
-        delay_s = latency_s
-        if link.jitter_s:
-            delay_s += rng.random() * link.jitter_s
-        if link.loss and rng.random() > (1.0 - link.loss) ** (1 + nbytes // _PACKET_BYTES):
-            # Later packets show that one is missing, but nothing follows a small message: only a timeout tells.
-            delay_s += 2 * latency_s if nbytes > SMALL_BYTES else max(_RETRANSMIT_S, 2 * latency_s)
-        return delay_s
+        return self._medium.delay_s(self.link, nbytes, max(self.src.slowness, self.dst.slowness))
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
         self._last_arrival = arrival = max(arrival, self._last_arrival)
@@ -384,9 +281,10 @@ class Flow:
             self._medium.delivered(self.src, self.dst, item)
             self.receiver.user.data_received(item)
 
-    def reopen(self, delay_s: float) -> None:
-        """The path is open again, or may be: what is late arrives after `delay_s`."""
+    def reopen(self, *, at_once: bool) -> None:
+        """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
         if self._late or self._credit_held:
+            delay_s = 0.0 if at_once or self.src is self.dst else self._delay_s(0)
             self._medium.at(self._medium.loop.time() + delay_s, self._catch_up)
         self.kick()
 

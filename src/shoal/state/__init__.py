@@ -4,9 +4,10 @@
 donor's side, `assembly` and `download` the receiver's. See those for their invariants.
 """
 
-from shoal.state.donor import ShareLimits, StateDonor, StateServer
+from shoal.state.donor import ShareLimits, StateDonor
 from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
 from shoal.state.manifest import Accept, Manifest, TensorSpec, matching
+from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, SharedState
 
 __all__ = [
@@ -16,10 +17,10 @@ __all__ = [
     "DownloadedState",
     "HoldState",
     "Manifest",
+    "Pacer",
     "ShareLimits",
     "SharedState",
     "StateDonor",
-    "StateServer",
     "TensorSpec",
     "download_state",
     "matching",

@@ -3,13 +3,13 @@
 Donors are tried in order of priority, ties by chance. From each: its manifest, checked; then the chunks that are still
 missing, each checked against its hash. Rules:
 
-- What is returned is exactly the snapshot of the last donor's manifest: complete, every chunk verified, metadata of the
-  same manifest. Otherwise `StateUnavailable`, and nothing was handed over.
-- When a donor fails midway the next one goes on: chunks whose hash is the same in its manifest are kept. If its state is
-  laid out differently the download begins anew.
-- A donor that breaks the protocol (a wrong hash, an impossible manifest) is dropped by name and not asked again. One that
-  was lost or fell silent is asked again only if its last turn brought at least one chunk, so turns come to an end. One
-  that is busy is asked again later.
+- What is returned is exactly the snapshot of the last donor's manifest: complete, every chunk verified, metadata of
+  the same manifest. Otherwise `StateUnavailable`, and nothing was handed over.
+- When a donor fails midway the next one goes on: chunks whose hash is the same in its manifest are kept. If its state
+  is laid out differently the download begins anew.
+- A donor that breaks the protocol (a wrong hash, an impossible manifest) is dropped by name and not asked again. One
+  that was lost or fell silent is asked again if its turn brought at least one chunk, and after that may fail twice in
+  a row: so turns come to an end. One that is busy is asked again later.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
 
 One donor sends at a time. The plan (`plan`) would let several.
@@ -42,7 +42,9 @@ _READ_BYTES = 128 << 10
 """Bytes that must arrive within the stall limit: whoever is slower than 26 kB/s counts as stalled."""
 
 _CHECKS_AT_ONCE = 4
+_END_WITHIN_S = 1.0
 _BUSY_REFUSALS = 5
+_FAILURES_AFTER_CHUNKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +153,7 @@ class _Download:
         self._assembly: Assembly | None = None
         self._reasons: dict[PeerID, str] = {}
         self._refusals: dict[PeerID, int] = {}
+        self._failures_left: dict[PeerID, int] = {}
         self._bytes_received = 0
         self._chunks_received = 0
         self._started = asyncio.get_running_loop().time()
@@ -163,27 +166,31 @@ class _Download:
     async def run(self, donors: Sequence[Donor]) -> DownloadedState:
         """Ask the donors in turn until one download is complete."""
         queue = deque(self._in_order(donors))
-        busy: list[Donor] = []
+        later: list[Donor] = []
         backoff = Backoff(self._env.rng, first_s=0.2, max_s=2.0)
-        while queue or busy:
+        while queue or later:
             if not queue:
                 await asyncio.sleep(backoff.next_s())
-                queue.extend(busy)
-                busy.clear()
+                queue.extend(later)
+                later.clear()
             donor = queue.popleft()
             before = self._chunks_received
             try:
                 return await self._take_from(donor)
             except _Busy:
                 self._reasons[donor.peer] = "busy"
-                busy.append(donor)
+                later.append(donor)
             except PeerProtocolError as error:
                 self._reasons[donor.peer] = error.message
                 self._env.events.emit(PeerDropped(peer=donor.peer, where="state download", reason=error.message))
             except PeerError as error:
                 self._reasons[donor.peer] = error.message
                 if self._chunks_received > before:
+                    self._failures_left[donor.peer] = _FAILURES_AFTER_CHUNKS
                     queue.append(donor)
+                elif self._failures_left.get(donor.peer, 0) > 0:
+                    self._failures_left[donor.peer] -= 1
+                    later.append(donor)
         raise StateUnavailable(self.describe("no donor gave a complete state"))
 
     def _in_order(self, donors: Sequence[Donor]) -> list[Donor]:
@@ -238,6 +245,7 @@ class _Download:
         stream = await self._endpoint.open(donor.contact, opening, timeout_s=self._limits.stall_s)
         checks: deque[tuple[int, asyncio.Task[bool]]] = deque()
         failure: PeerError | None = None
+        before = self._chunks_received
         try:
             await self._receive(stream, plan, assembly, wanted, checks)
         except PeerError as error:
@@ -245,11 +253,11 @@ class _Download:
         finally:
             stream.abort()  # nothing to do after an orderly end
         await self._settle(donor.peer, plan, checks, leave=0)
-        if isinstance(failure, PeerRefused) and not plan.verified:
+        if isinstance(failure, PeerRefused) and self._chunks_received == before:
             self._refusals[donor.peer] = self._refusals.get(donor.peer, 0) + 1
             if self._refusals[donor.peer] < _BUSY_REFUSALS:
                 raise _Busy from failure
-        if failure is not None:
+        if failure is not None and not plan.complete:
             raise failure
 
     async def _receive(
@@ -272,7 +280,8 @@ class _Download:
                     checks.append((chunk, check))
                     await self._settle(stream.peer_id, plan, checks, leave=_CHECKS_AT_ONCE)
                     limit.reschedule(loop.time() + stall_s)
-                await stream.finish()
+                limit.reschedule(loop.time() + min(stall_s, _END_WITHIN_S))
+                await stream.finish()  # so that the connection can carry the next stream
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise

@@ -1,8 +1,8 @@
 """What a state looks like: its tensors, and the chunks that it travels in. Pure values: no loop, no network.
 
-A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own. The encodings follow one another
-without gaps and are cut to chunks of equal size, each with its SHA-256. A manifest from the network is believed only as
-far as it was checked here, before anything is allocated for it:
+A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own. The encodings follow one
+another without gaps and are cut to chunks of equal size, each with its SHA-256. A manifest from the network is believed
+only as far as it was checked here, before anything is allocated for it:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
 - there are as many hashes as chunks;
@@ -131,7 +131,14 @@ class Manifest:
         try:
             metadata = encode(self.metadata)
             _decode_metadata(metadata)
-        except (msgspec.MsgspecError, NotImplementedError, TypeError, ValueError, RecursionError) as error:
+        except (
+            msgspec.MsgspecError,
+            NotImplementedError,
+            OverflowError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ConfigError(f"the state's metadata must be plain values (no tensors, no objects): {error}") from error
         if len(metadata) > MAX_METADATA_BYTES:
             raise ConfigError(
@@ -241,7 +248,7 @@ def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: 
     return spec
 
 
-def _no_extensions(code: int, data: memoryview) -> NoReturn:
+def _no_extensions(code: int, _data: memoryview) -> NoReturn:
     raise msgspec.ValidationError(f"MessagePack extension {code} in metadata")
 
 

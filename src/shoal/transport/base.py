@@ -69,7 +69,8 @@ class Connection(Protocol):
     async def write(self, *buffers: Buffer) -> None:
         """Send the buffers one after another; wait while more than `HIGH_WATER_BYTES` is queued.
 
-        When it returns, the buffers may be reused. Two writes at once never mix their bytes.
+        When it returns, the buffers may be reused. Two writes at once never mix their bytes. Cancelled half-way it ends
+        the pipe, so that half a message is never followed by another; cancelled before its first byte it does nothing.
 
         Raises:
             PeerUnreachable: the pipe is closed or broke.
@@ -79,8 +80,11 @@ class Connection(Protocol):
     async def readinto(self, buffer: bytearray | memoryview) -> None:
         """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
 
+        Cancelled while it waits it ends the pipe: nobody could tell where in a message the next bytes belong.
+
         Raises:
             PeerUnreachable: the pipe ended or broke before the buffer was full.
+            LocalError: another `readinto` is waiting.
         """
         ...
 
@@ -115,6 +119,8 @@ class Transport(Protocol):
 
         Raises:
             ConfigError: the host or port cannot be listened on; the message names it.
+            LocalError: it listens already.
+            ClosedError: it is closed.
         """
         ...
 
@@ -125,6 +131,7 @@ class Transport(Protocol):
             PeerUnreachable: nobody answered at any address.
             PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
             PeerTimeout: not done within `timeout_s`.
+            ClosedError: this transport is closed, or was while it dialed.
         """
         ...
 

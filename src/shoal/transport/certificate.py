@@ -21,6 +21,7 @@ __all__ = ["client_context", "server_context"]
 
 
 def client_context() -> ssl.SSLContext:
+    """The dialing side's TLS settings."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -29,7 +30,7 @@ def client_context() -> ssl.SSLContext:
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """A TLS context with a new self-signed certificate, and that certificate (DER)."""
+    """The listening side's TLS settings with a new self-signed certificate, and that certificate (DER)."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "shoal")])
     certificate = (

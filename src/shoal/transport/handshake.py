@@ -1,8 +1,8 @@
 """How two peers prove who they are, inside a TLS channel whose certificates nobody vouches for.
 
 The server's certificate is self-signed and lives as long as its transport. What ties the channel to the peers is that
-both sign, with their Ed25519 keys, the certificate *that they see*: a man in the middle has to show another one, so what
-he relays does not verify. The signed message (context `transport`) is::
+both sign, with their Ed25519 keys, the certificate *that they see*: a man in the middle has to show another one, so
+what he relays does not verify. The signed message (context `transport`) is::
 
     role (b"client" or b"server") 0x00 | version u16 | SHA-256 of the server's certificate (DER)
     | client's PeerID | server's PeerID | client's nonce | server's nonce        (32 bytes each)
@@ -148,6 +148,7 @@ async def greet_as_client(connection: TlsConnection, identity: Identity, wanted:
     await _send(connection, _Proof(proof.version, nonce, signature))
     await _expect(connection, _Welcome, wanted, versions)
     connection.authenticated(wanted, proof.version)
+    connection.start_counting()
 
 
 async def greet_as_server(
@@ -190,6 +191,7 @@ async def greet_as_server(
         raise await _refuse(connection, objection, client, versions)
     connection.authenticated(client, version)
     await _send(connection, _Welcome())
+    connection.start_counting()
 
 
 async def _send(connection: TlsConnection, frame: _Frame) -> None:

@@ -37,8 +37,8 @@ _logger = logging.getLogger(__name__)
 _SCRATCH_BYTES = 256 << 10
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
-_STAGGER_S = 0.25
-"""The next address of a peer is tried after this long, beside the ones before it (as RFC 8305 does)."""
+_STAGGER_S = 0.5
+"""The next address of a peer is tried this long after the one before it, and beside it (as in RFC 8305)."""
 
 T = TypeVar("T")
 
@@ -101,7 +101,10 @@ class TcpTransport:
         if not 1 <= self._versions.lowest <= self._versions.highest <= 65535:
             raise ConfigError(f"protocol_versions must be (lowest, highest), got {protocol_versions!r}")
         if announce_host is not None:
-            Address(announce_host, port or 1, identity.peer_id)  # checks it
+            try:
+                Address(announce_host, port or 1, identity.peer_id)
+            except ConfigError as error:
+                raise ConfigError(f"announce_host: {error}") from None
         self._identity, self._host, self._port = identity, host, port
         self._announce_host, self._client_mode = announce_host, client_mode
         self._limits = limits or TcpLimits()
@@ -161,8 +164,8 @@ class TcpTransport:
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TlsConnection:
         """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
 
-        An address that does not answer within a quarter of a second is joined by the next one. Addresses of other
-        peers are passed over.
+        An address that leads to nothing within half a second is joined by the next one. Addresses of other peers are
+        passed over.
 
         Args:
             peer_id: who must answer.
@@ -235,12 +238,17 @@ class TcpTransport:
                 _logger.warning("cannot accept connections for now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            tune(sock)
             connection = TlsConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)
             self._make_room()
             self._pending[connection] = sockaddr[0]
-            await loop.connect_accepted_socket(lambda made=connection: made, sock)  # type: ignore[misc]
-            self._spawn(self._authenticate(connection, certificate, acceptor))
+            try:
+                tune(sock)
+                await loop.connect_accepted_socket(lambda made=connection: made, sock)  # type: ignore[misc]
+            except OSError:  # it was closed while it waited
+                sock.close()
+                del self._pending[connection]
+            else:
+                self._spawn(self._authenticate(connection, certificate, acceptor))
 
     def _make_room(self) -> None:
         if len(self._pending) < self._limits.max_unauthenticated:
@@ -281,31 +289,45 @@ class TcpTransport:
 
     async def _dial_first(self, peer_id: PeerID, addresses: Sequence[Address]) -> TlsConnection:
         waiting = deque(addresses)
-        started: list[asyncio.Task[TlsConnection]] = []
         racing: set[asyncio.Task[TlsConnection]] = set()
         failure: PeerError = PeerUnreachable("no address to dial", peer_id)
-        chosen: TlsConnection | None = None
         try:
             while waiting or racing:
                 if waiting:
-                    started.append(self._spawn(self._connect(waiting.popleft())))
-                    racing.add(started[-1])
+                    racing.add(self._spawn(self._attempt(waiting.popleft())))
                 patience_s = _STAGGER_S if waiting else None
-                done, racing = await asyncio.wait(racing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
+                await asyncio.wait(racing, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                for task in [each for each in racing if each.done()]:
+                    racing.remove(task)
                     try:
-                        chosen = await self._prove(task.result(), peer_id)
+                        return task.result()
                     except PeerError as error:
                         failure = failure if isinstance(failure, PeerRefused) else error
-                    else:
-                        return chosen
+                    except asyncio.CancelledError as error:  # of the attempt, by `close`
+                        raise ClosedError("this transport was closed while it dialed") from error
             raise failure
         finally:
-            for task in started:
+            for task in racing:
                 task.cancel()
-            for result in await asyncio.gather(*started, return_exceptions=True):
-                if isinstance(result, TlsConnection) and result is not chosen:
-                    result.abort()
+            for result in await asyncio.gather(*racing, return_exceptions=True):
+                if isinstance(result, TlsConnection):
+                    result.abort("another address was faster")
+
+    async def _attempt(self, address: Address) -> TlsConnection:
+        connection, limit_s = await self._connect(address), self._limits.auth_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await greet_as_client(connection, self._identity, address.peer_id, self._versions)
+        except PeerUnreachable as error:
+            reason = f"lost {address.host}:{address.port} while proving identities: {error.message}"
+            raise PeerUnreachable(reason, address.peer_id) from error
+        except TimeoutError as error:
+            reason = f"{address.host}:{address.port} answered, but proved no identity within {limit_s:g} s"
+            raise PeerTimeout(reason, address.peer_id) from error
+        finally:
+            if connection.proved_peer_id is None:
+                connection.abort()
+        return connection
 
     async def _connect(self, address: Address) -> TlsConnection:
         """Make a TCP connection. Raises `PeerUnreachable`."""
@@ -335,17 +357,6 @@ class TcpTransport:
                 return connection
         reason = (failure.strerror or failure) if failure is not None else "it has no address"
         raise PeerUnreachable(f"no connection to {address.host}:{address.port}: {reason}", address.peer_id) from failure
-
-    async def _prove(self, connection: TlsConnection, peer_id: PeerID) -> TlsConnection:
-        limit_s = self._limits.auth_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await greet_as_client(connection, self._identity, peer_id, self._versions)
-        except PeerUnreachable as error:
-            raise PeerUnreachable(f"lost while proving identities: {error.message}", peer_id) from error
-        except TimeoutError as error:
-            raise PeerTimeout(f"it answered, but did not prove its identity within {limit_s:g} s", peer_id) from error
-        return connection
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,21 +1,17 @@
 """One connection: a pipe of bytes over TLS 1.3, on an asyncio socket transport.
 
-Why not asyncio's own TLS (`asyncio.sslproto`, read in the versions of Python 3.11 to 3.13)? Two of its habits do not fit:
-
-- When the TCP stream ends while decrypted data waits for a slow reader, it decrypts one more buffer and drops the rest:
-  a sender that closes after its last byte loses up to 256 KiB at the receiver. It has no half-close to avoid that.
-- It counts only what OpenSSL holds against the high-water mark, not what the socket transport below it has queued, and
-  keeps a 256 KiB receive buffer per connection.
-
-So the TLS object is driven here, through two memory BIOs, by one `BufferedProtocol` on the plain socket transport:
+Why not asyncio's own TLS (`asyncio.sslproto`, as it is in Python 3.11 to 3.13)? When the TCP stream ends while received
+data waits for a slow reader, it decrypts one more buffer and drops the rest: of 300 KiB sent by a peer that then ended,
+45 KiB were lost here. It also keeps a receive buffer of 256 KiB per connection, silent strangers included, and takes
+about a quarter more CPU. So the TLS object is driven here, through two memory BIOs, by one `BufferedProtocol`:
 
 - *In.* Ciphertext is received into one buffer that all connections of a transport share (the event loop fills it and
   calls `buffer_updated` in one go), goes to the BIO, and is decrypted straight into the buffer that the reader gave to
   `readinto`. Without a reader it stays in the BIO as ciphertext, and from `PAUSE_BYTES` on the socket is not read.
 - *Out.* Plaintext is encrypted at most `CHUNK_BYTES` at a time, with a turn of the loop between chunks. OpenSSL copies
   all of it into the BIO before `SSLObject.write` returns, and the socket transport sends or keeps that ciphertext, so
-  no reference to a caller's buffer outlives the chunk's turn: when `write` returns, its buffers may be reused.
-  (asyncio's `SSLProtocol` keeps memoryviews in `_write_backlog` only until its handshake is done.)
+  no reference to a caller's buffer is left when `write` returns. (`SSLProtocol` gives the same once its handshake is
+  done; before, its `_write_backlog` keeps the caller's buffers themselves.)
 - *End.* `close` flushes, sends TLS close_notify and TCP FIN, then reads and throws away until the other side's FIN: a
   socket closed with unread bytes would send RST, which destroys what the other side has not read yet. A FIN ends the
   pipe in both directions; the side that sees it first drops its socket, but what it had received stays readable.
@@ -236,8 +232,11 @@ class TlsConnection(asyncio.BufferedProtocol):
                 return self._tls.getpeercert(binary_form=True) or b""
 
     def authenticated(self, peer_id: PeerID, protocol_version: int) -> None:
-        """Set who the other side has proved to be; the byte counters start here."""
+        """Set who the other side has proved to be."""
         self._peer_id, self._protocol_version = peer_id, protocol_version
+
+    def start_counting(self) -> None:
+        """Forget what the proofs of identity took."""
         self._bytes_sent = self._bytes_received = 0
 
     async def wait_lost(self) -> None:
@@ -319,8 +318,8 @@ class TlsConnection(asyncio.BufferedProtocol):
             raise
         finally:
             self._reader = None
-        full = self._target is not None and self._filled == len(self._target)
-        if not full and (self._end_reason is not None or self._discarding):
+        there = self._incoming.pending > 0 if self._target is None else self._filled == len(self._target)
+        if self._discarding or (self._end_reason is not None and not there):
             raise self._unreachable()
 
     def _decrypt(self) -> None:
@@ -348,11 +347,15 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._wake(self._reader)
 
     def _encrypt(self, chunk: Sequence[Buffer]) -> None:
-        for buffer in chunk:
-            view = memoryview(buffer)
-            while view:
-                view = view[self._tls.write(view) :]
-            self._bytes_sent += len(buffer)
+        try:
+            for buffer in chunk:
+                view = memoryview(buffer)
+                while view:
+                    view = view[self._tls.write(view) :]
+                self._bytes_sent += len(buffer)
+        except ssl.SSLError as error:
+            self.abort(f"TLS failed: {error}")
+            raise self._unreachable() from error
         self._flush()
 
     def _flush(self) -> None:

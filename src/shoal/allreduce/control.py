@@ -1,0 +1,235 @@
+"""The control of a round: reports to the decider, assignments and the verdict back.
+
+It runs on the streams by which the group was formed: one between the decider and each other member, in order both ways.
+When such a stream ends before the verdict, the decider leaves that member out; a member that loses the decider asks the
+others whether they know the verdict, and gives up when none of them can still learn it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from shoal.allreduce.commit import DeciderRules, Send
+from shoal.errors import PeerError
+from shoal.events import PeerDropped
+from shoal.rpc import Endpoint, Stream
+from shoal.wire import Abort, AskVerdict, Assign, Commit, Leave, Member, Report
+
+__all__ = ["Control", "DeciderControl", "FollowerControl"]
+
+_ASK_TIMEOUT_S = 2.0
+_ASK_PAUSE_S = 0.1
+_FAREWELL_S = 5.0
+
+
+class ControlledRound(Protocol):
+    """What the control knows of its round."""
+
+    endpoint: Endpoint
+    round_id: bytes
+    members: list[Member]
+    me: int
+    decider: int
+
+    def spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        """Run a task of this round."""
+        ...
+
+    def obey(self, message: Assign | Commit | Abort) -> None:
+        """Do what the decider says."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """Fail the round here."""
+        ...
+
+    @property
+    def decided(self) -> bool:
+        """Whether a verdict is known, or was given up."""
+        ...
+
+
+class Control(Protocol):
+    """One member's side of the control."""
+
+    may_learn: bool
+    """Whether the verdict can still come from the decider."""
+
+    def start(self) -> None:
+        """Begin to listen."""
+        ...
+
+    def report(self, report: Report) -> None:
+        """Tell the decider."""
+        ...
+
+    def lost(self, member: int) -> None:
+        """A member's link is gone."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Time passes."""
+        ...
+
+    def give_up(self, reason: str) -> None:
+        """This member gives the round up."""
+        ...
+
+    async def finish(self) -> None:
+        """Everything was said: end the streams in order."""
+        ...
+
+
+class DeciderControl:
+    """The decider's side: hears reports, decides, tells everybody."""
+
+    def __init__(self, round_: ControlledRound, rules: DeciderRules, streams: dict[int, Stream[Any, Any]]) -> None:
+        self.may_learn = True
+        self._round, self._rules, self._streams = round_, rules, streams
+        self._queues: dict[int, asyncio.Queue[Assign | Commit | Abort | None]] = {i: asyncio.Queue() for i in streams}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        for member, stream in self._streams.items():
+            self._tasks.append(self._round.spawn(self._listen(member, stream)))
+            self._tasks.append(self._round.spawn(self._talk(member, stream)))
+        for member in range(len(self._round.members)):
+            if member not in self._streams and member != self._round.me:
+                self.lost(member)
+
+    async def _listen(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
+        try:
+            while (received := await stream.recv()) is not None:
+                message, nbytes = received
+                if nbytes or isinstance(message, Leave):
+                    break
+                self._do(self._rules.reported(member, message, self._now()))
+        except PeerError:
+            pass  # whatever the reason: without its stream a member cannot report
+        self.lost(member)
+
+    async def _talk(self, member: int, stream: Stream[Assign | Commit | Abort, Any]) -> None:
+        try:
+            while (message := await self._queues[member].get()) is not None:
+                await stream.send(message)
+            await stream.end()
+        except PeerError:
+            self.lost(member)
+
+    def _do(self, sends: list[Send]) -> None:
+        for member, message in sends:
+            if member == self._round.me:
+                # Not at once: what it leads to may come back here.
+                asyncio.get_running_loop().call_soon(self._round.obey, message)
+            elif member in self._queues:
+                self._queues[member].put_nowait(message)
+                if isinstance(message, Commit | Abort):
+                    self._queues[member].put_nowait(None)
+
+    def report(self, report: Report) -> None:
+        self._do(self._rules.reported(self._round.me, report, self._now()))
+
+    def lost(self, member: int) -> None:
+        self._do(self._rules.lost(member, self._now()))
+
+    def tick(self, now: float) -> None:
+        before = set(self._rules.live)
+        self._do(self._rules.tick(now))
+        for member in before - self._rules.live:
+            peer = self._round.members[member].contact.peer
+            reason = "no progress: left out of the round"
+            self._round.endpoint.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
+
+    def give_up(self, reason: str) -> None:
+        self._do(self._rules.give_up(reason))
+
+    async def finish(self) -> None:
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        except TimeoutError:
+            pass  # who does not take the verdict in this time asks the others for it
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+
+class FollowerControl:
+    """Every other member's side: reports, obeys, and looks for the verdict when the decider is lost."""
+
+    def __init__(self, round_: ControlledRound, stream: Stream[Report | Leave, Any]) -> None:
+        self.may_learn = True
+        self._round, self._stream = round_, stream
+        self._queue: asyncio.Queue[Report] = asyncio.Queue()
+        self._listening: asyncio.Task[None] | None = None
+        self._talking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._listening = self._round.spawn(self._listen())
+        self._talking = self._round.spawn(self._talk())
+
+    async def _listen(self) -> None:
+        try:
+            while (received := await self._stream.recv()) is not None:
+                message, nbytes = received
+                if nbytes or not isinstance(message, Assign | Commit | Abort):
+                    break
+                self._round.obey(message)
+        except PeerError:
+            pass  # the decider is lost, for whatever reason
+        self.lost(self._round.decider)
+
+    async def _talk(self) -> None:
+        try:
+            while True:
+                await self._stream.send(await self._queue.get())
+        except PeerError:
+            self.lost(self._round.decider)
+
+    def report(self, report: Report) -> None:
+        self._queue.put_nowait(report)
+
+    def lost(self, member: int) -> None:
+        if member == self._round.decider and self.may_learn:
+            self.may_learn = False
+            if not self._round.decided:
+                self._round.spawn(self._ask_others())
+
+    async def _ask_others(self) -> None:
+        round_ = self._round
+        others = [m.contact for i, m in enumerate(round_.members) if i not in (round_.me, round_.decider)]
+        hope = True
+        while hope and not round_.decided:
+            hope = False
+            calls = (round_.endpoint.call(c, AskVerdict(round_.round_id), timeout_s=_ASK_TIMEOUT_S) for c in others)
+            for verdict in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(verdict, BaseException):
+                    if not isinstance(verdict, PeerError):
+                        raise verdict
+                elif verdict.commit is not None and not round_.decided:
+                    round_.obey(verdict.commit)
+                else:
+                    hope = hope or verdict.may_learn
+            if hope and not round_.decided:
+                await asyncio.sleep(_ASK_PAUSE_S)
+        if not round_.decided:
+            round_.give_up("outcome unknown: the decider was lost before its verdict came")
+
+    def tick(self, now: float) -> None:
+        pass
+
+    def give_up(self, reason: str) -> None:
+        self.may_learn = False
+
+    async def finish(self) -> None:
+        if self._talking is not None:
+            self._talking.cancel()
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await self._stream.end()
+                if self._listening is not None:
+                    await asyncio.gather(self._listening, return_exceptions=True)
+        except (PeerError, TimeoutError):
+            self._stream.abort()

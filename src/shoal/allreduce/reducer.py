@@ -1,0 +1,112 @@
+"""Whose contributions the owner of a slice waits for. Bookkeeping only: the numbers are added elsewhere.
+
+The owner does not go in lock step: a sender that is fast may be many parts ahead, one that is slow delays only the parts
+that it still owes. It is left out of parts that are not done yet
+
+- when it is lost (`exclude`);
+- when it was *silent*: no byte for `silence_s` while it owes something;
+- when it is *far behind*: the median of the other senders passed its place longer than `silence_s` plus the time ago
+  that the median needed to get there, which is: it would need more than twice as long as the others.
+
+Its contributions to parts that are done stay. A part is ready when nobody is waited for any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from statistics import median_low
+
+__all__ = ["ReducerRules"]
+
+Work = tuple[int, int]
+"""(part, attempt)."""
+
+
+class ReducerRules:
+    """What an owner of parts has got and waits for.
+
+    Args:
+        me: index of the owner in its group; its own contribution is counted like the others'.
+        members: indices of all members that contribute, the owner included.
+        silence_s: see the module.
+        now: time at the beginning.
+    """
+
+    def __init__(self, me: int, members: Iterable[int], *, silence_s: float, now: float) -> None:
+        self.me, self.silence_s, self._start = me, silence_s, now
+        self.senders = set(members)
+        self.excluded: set[int] = set()
+        self._waiting: dict[Work, set[int]] = {}
+        self.contributors: dict[Work, set[int]] = {}
+        self._heard = dict.fromkeys(self.senders, now)
+        self._progress = dict.fromkeys(self.senders, 0)
+        self._passed: list[float] = []  # when the median sender had delivered 1, 2, 3 … contributions
+
+    def own(self, part: int, attempt: int, now: float) -> list[Work]:
+        """Start to collect contributions for a part. Older attempts of it are forgotten."""
+        for work in [old for old in self._waiting if old[0] == part]:
+            del self._waiting[work]
+        work = (part, attempt)
+        self._waiting[work] = self.senders - self.excluded
+        self.contributors[work] = set()
+        for sender in self._heard:
+            self._heard[sender] = now
+        return self._ready([work])
+
+    def expects(self, part: int, attempt: int, sender: int) -> bool:
+        """Whether a contribution of this sender to this part would still count."""
+        return sender in self._waiting.get((part, attempt), ())
+
+    def heard(self, sender: int, now: float) -> None:
+        """Bytes came from this sender."""
+        self._heard[sender] = now
+
+    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Work]:
+        """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
+        work = (part, attempt)
+        if not self.expects(part, attempt, sender):
+            return []
+        self._waiting[work].discard(sender)
+        if counts:
+            self.contributors[work].add(sender)
+        self._heard[sender] = now
+        self._progress[sender] += 1
+        others = [self._progress[other] for other in self.senders - self.excluded - {self.me}]
+        if others:
+            while len(self._passed) < median_low(sorted(others)):
+                self._passed.append(now)
+        return self._ready([work])
+
+    def exclude(self, sender: int) -> list[Work]:
+        """Wait for this sender no longer. Returns the parts that are ready now."""
+        if sender in self.excluded or sender == self.me:
+            return []
+        self.excluded.add(sender)
+        for waiting in self._waiting.values():
+            waiting.discard(sender)
+        return self._ready(list(self._waiting))
+
+    def deadline(self) -> float | None:
+        """When `stalled` should be asked next."""
+        return min((self._limit(sender) for sender in self._owing()), default=None)
+
+    def stalled(self, now: float) -> list[int]:
+        """Senders to leave out: silent, or far behind the others."""
+        return [sender for sender in self._owing() if now >= self._limit(sender)]
+
+    def _owing(self) -> list[int]:
+        return sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
+
+    def _limit(self, sender: int) -> float:
+        limit = self._heard[sender] + self.silence_s
+        place = self._progress[sender]
+        if place < len(self._passed):
+            passed = self._passed[place]
+            limit = min(limit, passed + (passed - self._start) + self.silence_s)
+        return limit
+
+    def _ready(self, works: Iterable[Work]) -> list[Work]:
+        ready = [work for work in works if not self._waiting[work]]
+        for work in ready:
+            del self._waiting[work]
+        return ready

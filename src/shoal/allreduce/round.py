@@ -1,0 +1,358 @@
+"""One round: the group is formed, the values are copied in; at the end the averages are committed, or nothing happened.
+
+`Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
+give averages and its verdict to members that were left out, until `close`. `RoundTable` finds the round that an incoming
+stream belongs to, and remembers recent verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.allreduce.commit import DeciderRules, MemberRules
+from shoal.allreduce.control import Control, DeciderControl, FollowerControl
+from shoal.allreduce.exchange import DownStream, Exchange
+from shoal.allreduce.vector import Vector
+from shoal.errors import ConfigError, PeerError, PeerRefused, RoundFailed
+from shoal.events import Warned
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint, Stream
+from shoal.wire import Abort, AskVerdict, Assign, Commit, Member, Reduce, Report, Verdict
+
+__all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
+
+_ARRIVAL_S = 10.0
+_MAX_EARLY_STREAMS = 512
+_REMEMBERED_VERDICTS = 64
+
+
+class FormedGroup(Protocol):
+    """What matchmaking hands over."""
+
+    round_id: bytes
+    members: list[Member]
+    my_index: int
+    decider: int
+    slices: list[int]
+    part_bytes: int
+    controls: dict[PeerID, Stream[Any, Any]]
+
+
+class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient a round is.
+
+    Attributes:
+        min_group_size: with fewer members left the round fails.
+        timeout_s: the round fails here after this.
+        silence_s: a member that sends nothing for this long, while it owes something, is left out.
+        report_s: the longest time between two reports to the decider.
+    """
+
+    min_group_size: int = 2
+    timeout_s: float = 120.0
+    silence_s: float = 5.0
+    report_s: float = 1.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A round that succeeded.
+
+    Attributes:
+        commit: the verdict; its digests name the averages.
+        members: the group, in order.
+        contributors: members that count in every part.
+        left_out: members that are missing in at least one part.
+    """
+
+    commit: Commit
+    members: tuple[Member, ...]
+    contributors: tuple[PeerID, ...]
+    left_out: tuple[PeerID, ...]
+
+
+class Round:
+    """One member's part in one round.
+
+    Args:
+        table: where the round is found by incoming streams.
+        group: who takes part, who decides, who averages what.
+        vector: the numbers; `copy_in` was called.
+        weight: of this member's values, finite, 0 or more; 0 takes part without counting.
+        options: patience.
+
+    Raises:
+        ConfigError: the group's slices and parts do not fit the tensors.
+    """
+
+    def __init__(
+        self, table: RoundTable, group: FormedGroup, vector: Vector, *, weight: float, options: RoundOptions
+    ) -> None:
+        self.endpoint, self.env = table.endpoint, table.endpoint.env
+        self.round_id, self.members = group.round_id, list(group.members)
+        self.me, self.decider = group.my_index, group.decider
+        self.vector, self.weight = vector, weight
+        self.parts = vector.layout.parts(group.slices, group.part_bytes)
+        for part in self.parts:
+            if not self.members[part.owner].reduces:
+                raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
+        owners = [part.owner for part in self.parts]
+        self.rules = MemberRules(self.me, owners)
+        self._table, self._options = table, options
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._done: asyncio.Future[None] = self._loop.create_future()
+        self._news = asyncio.Event()
+        self._lost_sources: list[int] = []
+        self._tried: dict[int, int] = {}
+        self._exchange = Exchange(self, list(range(len(self.members))), silence_s=options.silence_s)
+        self._control = self._make_control(group, owners)
+        self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
+
+    def _make_control(self, group: FormedGroup, owners: list[int]) -> Control:
+        if self.me != self.decider:
+            return FollowerControl(self, group.controls[self.members[self.decider].contact.peer])
+        rules = DeciderRules(
+            self.round_id,
+            owners,
+            [member.reduces for member in self.members],
+            self.me,
+            min_group_size=self._options.min_group_size,
+            # An owner may wait this long for a silent sender before it goes on without.
+            stall_s=2 * self._options.silence_s + 2 * self._options.report_s,
+            now=self._loop.time(),
+        )
+        streams = {
+            index: group.controls[member.contact.peer]
+            for index, member in enumerate(self.members)
+            if member.contact.peer in group.controls
+        }
+        return DeciderControl(self, rules, streams)
+
+    # ----------------------------------------------------------------------------------------------------- one round
+
+    async def run(self) -> Outcome:
+        """Take part until the verdict.
+
+        Returns:
+            What was agreed on; the vector holds the averages.
+
+        Raises:
+            RoundFailed: no average for this member; nothing was touched.
+        """
+        self._table.add(self)
+        self._control.start()
+        self._exchange.start()
+        self.spawn(self._report_loop())
+        self.spawn(self._tick_loop())
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                await self._done
+        except TimeoutError:
+            self.give_up(f"not decided within {self._options.timeout_s:g} s")
+        except asyncio.CancelledError:
+            self.give_up("cancelled")
+            raise
+        if not self.rules.succeeded:
+            raise RoundFailed(self.rules.failed or "no verdict")
+        assert self.rules.commit is not None
+        return self._outcome(self.rules.commit)
+
+    def _outcome(self, commit: Commit) -> Outcome:
+        everywhere = {i for i in range(len(self.members)) if all(_has(held.contributors, i) for held in commit.parts)}
+        peers = [member.contact.peer for member in self.members]
+        return Outcome(
+            commit=commit,
+            members=tuple(self.members),
+            contributors=tuple(peer for i, peer in enumerate(peers) if i in everywhere),
+            left_out=tuple(peer for i, peer in enumerate(peers) if i not in everywhere),
+        )
+
+    async def close(self, *, orderly: bool = True) -> None:
+        """Stop serving this round. `orderly`: let streams end so that their connections can be used again."""
+        self._unsubscribe()
+        if orderly and self.rules.succeeded:
+            await self._control.finish()
+            await self._exchange.finish()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._table.remove(self)
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    @property
+    def decided(self) -> bool:
+        """Whether a verdict is known, or was given up."""
+        return self.rules.commit is not None or self.rules.failed is not None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What others may be told."""
+        return Verdict(self.rules.commit, self._control.may_learn and self.rules.failed is None)
+
+    def obey(self, message: Assign | Commit | Abort) -> None:
+        """The decider says something (or another member relays its commit)."""
+        match message:
+            case Assign():
+                if 0 <= message.owner < len(self.members) and all(0 <= p < len(self.parts) for p in message.parts):
+                    self._exchange.act(self.rules.assigned(message))
+            case Commit():
+                if message.round_id == self.round_id and len(message.parts) == len(self.parts):
+                    for part in self.rules.committed(message):
+                        self._fetch(part)
+            case Abort():
+                self.give_up(message.reason)
+        self._check()
+
+    def give_up(self, reason: str) -> None:
+        """Fail the round here, unless it succeeded."""
+        if self.rules.give_up(reason):
+            self._control.give_up(reason)
+            self._check()
+
+    def news(self) -> None:
+        """A part is held that was not held before."""
+        self._news.set()
+        self._check()
+
+    def source_lost(self, member: int, part: int | None) -> None:
+        """A member does not give what it was asked for."""
+        if self.rules.commit is not None:
+            for missing in [part] if part is not None else self.rules.missing():
+                if self.rules.held[missing] is None:
+                    self._fetch(missing)
+        else:
+            self._lost_sources.append(member)
+            self._news.set()
+
+    def _fetch(self, part: int) -> None:
+        """After the commit: ask one member after another for a part that is missing here."""
+        assert self.rules.commit is not None
+        order = [self.rules.owner[part], *(i for i in range(len(self.members)) if i != self.rules.owner[part])]
+        sources = [i for i in order if i != self.me and self.members[i].reduces]
+        turn = self._tried.get(part, 0)
+        self._tried[part] = turn + 1
+        if turn >= len(sources):
+            self.give_up("committed, but nobody who holds the averages could be reached")
+        else:
+            self._exchange.ask(part, self.rules.commit.parts[part].attempt, sources[turn])
+
+    def _check(self) -> None:
+        if not self._done.done() and (self.rules.succeeded or self.rules.failed is not None):
+            self._done.set_result(None)
+
+    def _peer_lost(self, peer: PeerID, reason: str) -> None:
+        for index, member in enumerate(self.members):
+            if member.contact.peer == peer:
+                self._exchange.exclude(index)
+                self._control.lost(index)
+
+    # -------------------------------------------------------------------------------------------------------- loops
+
+    async def _report_loop(self) -> None:
+        while not self.decided:
+            try:
+                async with asyncio.timeout(self._options.report_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass  # no news is worth a report too: it carries the bytes moved
+            self._news.clear()
+            lost, self._lost_sources = self._lost_sources, []
+            self._control.report(Report(self.rules.take_report(), sorted(set(lost)), self._exchange.moved_bytes))
+
+    async def _tick_loop(self) -> None:
+        period_s = min(self._options.report_s, self._options.silence_s / 4)
+        while not self.decided:
+            await asyncio.sleep(period_s)
+            now = self._loop.time()
+            self._exchange.tick(now)
+            self._control.tick(now)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a task of this round; what goes wrong in it fails the round here."""
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.env.events.emit(Warned(where="round", message=f"{type(error).__name__}: {error}"))
+            self.give_up(f"internal error: {type(error).__name__}: {error}")
+
+    async def serve(self, stream: DownStream) -> None:
+        """Serve a member's stream of data (for `RoundTable`)."""
+        for index, member in enumerate(self.members):
+            if member.contact.peer == stream.peer_id and index != self.me:
+                await self._exchange.serve(stream, index)
+                return
+        raise PeerRefused("not a member of this round", stream.peer_id)
+
+
+class RoundTable:
+    """The rounds of one endpoint: brings incoming streams to them, and answers for recent ones.
+
+    Args:
+        endpoint: of this peer; several averagers share one table.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self._rounds: dict[bytes, Round] = {}
+        self._early: dict[bytes, list[asyncio.Future[Round]]] = {}
+        self._verdicts: OrderedDict[bytes, Commit] = OrderedDict()
+        endpoint.serve_stream(Reduce, self._serve)
+        endpoint.serve(AskVerdict, self._answer)
+
+    def add(self, round_: Round) -> None:
+        """A round has begun here."""
+        self._rounds[round_.round_id] = round_
+        for waiting in self._early.pop(round_.round_id, []):
+            if not waiting.done():
+                waiting.set_result(round_)
+
+    def remove(self, round_: Round) -> None:
+        """A round is over; its verdict stays known for a while."""
+        self._rounds.pop(round_.round_id, None)
+        if round_.rules.commit is not None:
+            self._verdicts[round_.round_id] = round_.rules.commit
+            while len(self._verdicts) > _REMEMBERED_VERDICTS:
+                self._verdicts.popitem(last=False)
+
+    async def _serve(self, stream: DownStream, opening: Reduce) -> None:
+        round_ = self._rounds.get(opening.round_id)
+        if round_ is None:
+            round_ = await self._arrival(opening.round_id)
+        await round_.serve(stream)
+
+    async def _arrival(self, round_id: bytes) -> Round:
+        """A member may hear of the beginning before we do."""
+        if round_id in self._verdicts or sum(map(len, self._early.values())) >= _MAX_EARLY_STREAMS:
+            raise PeerRefused("this round is over, or too many wait")
+        waiting: asyncio.Future[Round] = asyncio.get_running_loop().create_future()
+        self._early.setdefault(round_id, []).append(waiting)
+        try:
+            async with asyncio.timeout(_ARRIVAL_S):
+                return await waiting
+        except TimeoutError:
+            raise PeerRefused("no such round has begun here") from None
+        finally:
+            if waiting in (queue := self._early.get(round_id, [])):
+                queue.remove(waiting)
+            if not queue:
+                self._early.pop(round_id, None)
+
+    async def _answer(self, peer: PeerID, request: AskVerdict) -> Verdict:
+        if (round_ := self._rounds.get(request.round_id)) is not None:
+            return round_.verdict
+        return Verdict(self._verdicts.get(request.round_id), may_learn=False)
+
+
+def _has(mask: bytes, index: int) -> bool:
+    return bool(mask[index // 8] >> index % 8 & 1) if index // 8 < len(mask) else False

@@ -1,0 +1,235 @@
+"""The numbers of a round: what this peer contributes, and the averages that are gathered until the round is decided.
+
+Two flat copies of the averaged tensors, made once and used again in every round: `local`, copied in when the round
+begins (the user may change the tensors meanwhile), and `result`, which collects the averages. The user's tensors are
+written once, after the commit, all of them or none.
+
+Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its owner uses the decoded bytes
+like everyone else, so all members end bit-identical.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from shoal.allreduce.partition import Layout, Part, TensorSpec
+from shoal.compression import CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
+from shoal.errors import ConfigError, PeerProtocolError
+from shoal.transport.base import Buffer
+
+__all__ = ["Vector", "describe"]
+
+
+def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
+    """The layout of these tensors under these codecs.
+
+    Raises:
+        ConfigError: a tensor cannot be averaged; names it.
+    """
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"averaged_tensors[{index}] is {type(tensor).__name__}, not a torch.Tensor")
+        if not tensor.dtype.is_floating_point:
+            raise ConfigError(
+                f"averaged_tensors[{index}] has dtype {tensor.dtype}: only floating-point tensors can be averaged"
+            )
+        if tensor.is_sparse or tensor.is_meta:
+            raise ConfigError(f"averaged_tensors[{index}] is sparse or on the meta device: give a dense tensor")
+    specs = [
+        TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
+        for tensor, codec in zip(tensors, codecs, strict=True)
+    ]
+    return Layout(specs, element_bytes)
+
+
+def element_bytes(spec: TensorSpec) -> int:
+    """Bytes of one element of such a tensor on the wire."""
+    return codec_by_name(spec.codec).encoded_bytes(1, dtype_by_name(spec.dtype))
+
+
+class _RunBuffers(NamedTuple):
+    """Memory of one run. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
+
+    start: int
+    dtype: torch.dtype
+    codec: CompressionBase
+    local: torch.Tensor
+    result: torch.Tensor
+
+
+class Vector:
+    """Flat copies of a list of tensors.
+
+    Args:
+        tensors: what is averaged; any floating dtype, shape, strides and device. Kept by reference.
+        layout: of these tensors.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
+        self.tensors, self.layout = tuple(tensors), layout
+        self._runs: list[_RunBuffers] = []
+        for run in layout.runs:
+            dtype = dtype_by_name(run.dtype)
+            local = torch.zeros(run.stop - run.start, dtype=dtype)
+            self._runs.append(_RunBuffers(run.start, dtype, codec_by_name(run.codec), local, torch.zeros_like(local)))
+        self._sums: dict[int, torch.Tensor] = {}
+        self._wire: dict[int, memoryview] = {}
+
+    # ------------------------------------------------------------------------------------------- the user's tensors
+
+    def copy_in(self) -> int | None:
+        """Copy the tensors' values to `local`. Call it under the owner's lock.
+
+        Returns:
+            The index of the first tensor with a value that is not finite, None if all are.
+        """
+        self._sums.clear()
+        self._wire.clear()
+        bad: int | None = None
+        with torch.no_grad():
+            for index, tensor in enumerate(self.tensors):
+                if tensor.numel():
+                    copied = self._view(index, result=False)
+                    copied.copy_(tensor.detach().reshape(-1), non_blocking=False)
+                    if bad is None and not _finite(copied):
+                        bad = index
+        return bad
+
+    def apply(self, alpha: float) -> None:
+        """Move the tensors to the average. Call it under the owner's lock, after the round succeeded.
+
+        With `alpha` 1 a tensor that did not change since `copy_in` is set to the average, bit by bit; otherwise it is
+        moved by `alpha * (average - value at copy_in)`.
+        """
+        with torch.no_grad():
+            for index, tensor in enumerate(self.tensors):
+                if not tensor.numel():
+                    continue
+                before = self._view(index, result=False).view(tensor.shape)
+                average = self._view(index, result=True).view(tensor.shape)
+                target = tensor.detach()
+                if alpha == 1.0 and torch.equal(target, before.to(target.device)):
+                    target.copy_(average)
+                else:
+                    moved = average.to(_sum_dtype(average.dtype)) - before.to(_sum_dtype(before.dtype))
+                    target.add_(moved.to(target.device, target.dtype), alpha=alpha)
+
+    def averages(self) -> list[torch.Tensor]:
+        """Copies of the averages, in the shapes and dtypes of the tensors (on the CPU)."""
+        return [
+            self._view(index, result=True).view(tensor.shape).clone() if tensor.numel() else torch.zeros_like(tensor)
+            for index, tensor in enumerate(self.tensors)
+        ]
+
+    def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
+        start, stop = self.layout.offsets[tensor], self.layout.offsets[tensor + 1]
+        run = next(run for run in reversed(self._runs) if run.start <= start)
+        return (run.result if result else run.local)[start - run.start : stop - run.start]
+
+    # ---------------------------------------------------------------------------------------------------- my values
+
+    def encoded_bytes(self, part: Part) -> int:
+        """Size of a part on the wire."""
+        run = self._runs[part.run]
+        return run.codec.encoded_bytes(part.numel, run.dtype)
+
+    def contribution(self, part: Part) -> Buffer:
+        """My values of a part, encoded; without a copy where they are sent as they are."""
+        run = self._runs[part.run]
+        values = _piece(run, run.local, part)
+        return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+
+    # ------------------------------------------------------------------------------------------------- parts I own
+
+    def begin_sum(self, part: Part) -> None:
+        """Start to sum a part; what was summed before is forgotten."""
+        run = self._runs[part.run]
+        result = _piece(run, run.result, part)
+        sums = result if result.dtype == _sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
+        self._sums[part.number] = sums.zero_()
+        self._wire.pop(part.number, None)
+
+    def decoded(self, part: Part, data: memoryview) -> torch.Tensor:
+        """The values of a contribution; a view of `data` where possible.
+
+        Raises:
+            PeerProtocolError: some are not finite.
+        """
+        run = self._runs[part.run]
+        values = run.codec.decode(data, part.numel, run.dtype)
+        if not _finite(values):
+            raise PeerProtocolError("values that are not finite")
+        return values
+
+    def add(self, part: Part, values: torch.Tensor, weight: float) -> None:
+        """Add a contribution."""
+        self._sums[part.number].add_(values, alpha=weight)
+
+    def add_mine(self, part: Part, weight: float) -> None:
+        """Add my own values, which `copy_in` found finite. They need no codec."""
+        run = self._runs[part.run]
+        self._sums[part.number].add_(_piece(run, run.local, part), alpha=weight)
+
+    def finish(self, part: Part, total_weight: float) -> bytes:
+        """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
+        run = self._runs[part.run]
+        result = _piece(run, run.result, part)
+        sums = self._sums.pop(part.number).div_(total_weight)
+        if run.codec.name == "none":
+            if sums.data_ptr() != result.data_ptr():
+                result.copy_(sums)
+            wire = view_bytes(result)
+        else:
+            wire = run.codec.encode(sums.to(run.dtype))
+            run.codec.decode_into(wire, run.dtype, result)
+        self._wire[part.number] = wire
+        return hashlib.sha256(wire).digest()
+
+    def average_bytes(self, part: Part, digest: bytes) -> Buffer | None:
+        """The encoded average of a part that is held here, for whoever asks; None if it cannot be given bit by bit."""
+        wire = self._wire.get(part.number)
+        if wire is None:
+            run = self._runs[part.run]
+            values = _piece(run, run.result, part)
+            wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+            if hashlib.sha256(wire).digest() != digest:
+                return None
+        return wire
+
+    # --------------------------------------------------------------------------------------------- averages of others
+
+    def landing(self, part: Part) -> memoryview | None:
+        """Where the encoded average of a part may be received without a copy; None if it must be decoded."""
+        run = self._runs[part.run]
+        return view_bytes(_piece(run, run.result, part)) if run.codec.name == "none" else None
+
+    def land(self, part: Part, data: memoryview) -> None:
+        """Decode a received average into place.
+
+        Raises:
+            PeerProtocolError: it holds values that are not finite.
+        """
+        run = self._runs[part.run]
+        result = _piece(run, run.result, part)
+        if run.codec.name != "none":
+            run.codec.decode_into(data, run.dtype, result)
+        if not _finite(result):
+            raise PeerProtocolError("an average that is not finite")
+
+
+def _piece(run: _RunBuffers, values: torch.Tensor, part: Part) -> torch.Tensor:
+    return values[part.start - run.start : part.stop - run.start]
+
+
+def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _finite(values: torch.Tensor) -> bool:
+    """One pass: NaN and infinities show in the extremes."""
+    low, high = torch.aminmax(values)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))

@@ -1,0 +1,99 @@
+"""What all averagers of one process share: one endpoint, one DHT node, one table of rounds. Does not need torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from shoal.clock import Env
+from shoal.dht import DhtNode, DhtSettings, RecordValidator
+from shoal.identity import Identity
+from shoal.peer import Address, PeerID
+from shoal.rpc import Endpoint, Limits
+from shoal.transport.base import Transport
+
+if TYPE_CHECKING:
+    from shoal.allreduce.round import RoundTable
+
+__all__ = ["PeerCore"]
+
+
+@dataclass(slots=True)
+class PeerCore:
+    """One peer: who it is, and how it talks. Make it with `start`.
+
+    Attributes:
+        identity: its key.
+        env: clock, chance, executor, events.
+        endpoint: calls and streams.
+        node: the DHT.
+        client_mode: whether it only dials, and never listens.
+    """
+
+    identity: Identity
+    env: Env
+    endpoint: Endpoint
+    node: DhtNode
+    client_mode: bool
+    _rounds: RoundTable | None = field(default=None, init=False)
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        transport: Transport,
+        env: Env,
+        initial_peers: Iterable[Address] = (),
+        *,
+        client_mode: bool = False,
+        limits: Limits | None = None,
+        dht_settings: DhtSettings | None = None,
+        validators: Iterable[RecordValidator] = (),
+        timeout_s: float | None = None,
+    ) -> PeerCore:
+        """Listen, and join the network of the initial peers.
+
+        Args:
+            identity: who this peer is; the transport's own.
+            transport: owned from now on.
+            env: clock, chance, executor, events.
+            initial_peers: where the network is joined; none begins a new one.
+            client_mode: never listen.
+            limits: of the endpoint.
+            dht_settings: of the DHT node.
+            validators: rules for records, beside signatures.
+            timeout_s: for joining.
+
+        Raises:
+            ConfigError: the address cannot be listened on.
+            PeerUnreachable: no initial peer answered.
+        """
+        endpoint = Endpoint(transport, env, limits=limits)
+        try:
+            await endpoint.start(listen=not client_mode)
+            node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
+            core = cls(identity, env, endpoint, node, client_mode)
+            await node.bootstrap(initial_peers, timeout_s=timeout_s)
+        except BaseException:
+            await endpoint.close()
+            raise
+        return core
+
+    @property
+    def peer_id(self) -> PeerID:
+        """Who this peer is."""
+        return self.identity.peer_id
+
+    def rounds(self) -> RoundTable:
+        """The table of rounds of this endpoint; made when it is first asked for (it needs torch)."""
+        if self._rounds is None:
+            from shoal.allreduce.round import RoundTable  # noqa: PLC0415 (a peer without tensors does without torch)
+
+            self._rounds = RoundTable(self.endpoint)
+        return self._rounds
+
+    async def close(self) -> None:
+        """Leave the network. Safe to call twice."""
+        await self.node.close()
+        await self.endpoint.close()

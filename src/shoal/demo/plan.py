@@ -1,0 +1,149 @@
+"""What the demo does on purpose, and when: kill one peer, bring a new one, announce the end, give up.
+
+A sans-IO state machine: `Director.actions(state, now_s)` says what to do now, each thing once. It decides from the run
+as it is, not from the clock alone: nobody is killed before the swarm has trained, nor when a peer has died already; the
+newcomer comes after the survivors have gone on; a run that cannot finish is given up at a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from shoal.demo.settings import DemoOptions
+from shoal.demo.state import DemoState, PeerView
+
+__all__ = ["Action", "Director", "GiveUp", "Kill", "Limits", "SendHome", "StartNewcomer", "TellStop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long the supervisor waits for what; all in seconds. Nothing in the demo waits without one.
+
+    Attributes:
+        start_s: from the start until the first peer is in the network.
+        stop_s: from the signal to stop until all living peers stand at the last epoch.
+        leave_s: from being told to leave until a process is gone; then it is killed.
+        baseline_s: training time of the single process.
+        baseline_start_s: for that process to start and to end, on top.
+        margin_s: the announced last epoch lies at least so far ahead, for the news to spread.
+    """
+
+    start_s: float = 120.0
+    stop_s: float = 45.0
+    leave_s: float = 10.0
+    baseline_s: float = 60.0
+    baseline_start_s: float = 30.0
+    margin_s: float = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Send SIGKILL to this peer."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartNewcomer:
+    """Start one more peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TellStop:
+    """Tell the peers that `epoch` is the last."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendHome:
+    """All peers stand at the last epoch: tell them to leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """The run cannot succeed any more."""
+
+    reason: str
+
+
+Action = Kill | StartNewcomer | TellStop | SendHome | GiveUp
+
+_KILL_AT, _JOIN_AT, _NO_MORE_AFTER = 1 / 3, 1 / 2, 0.85
+
+
+class Director:
+    """Decides what the supervisor does.
+
+    Args:
+        options: the user's options.
+        limits: the deadlines.
+    """
+
+    def __init__(self, options: DemoOptions, limits: Limits) -> None:
+        self._options, self._limits = options, limits
+        self._killed_at_s: float | None = None
+        self._newcomer_called = False
+        self._over = False
+
+    def actions(self, state: DemoState, now_s: float) -> list[Action]:
+        """What to do at `now_s` seconds since the start; empty when there is nothing."""
+        if self._over:
+            return []
+        reason = self._hopeless(state, now_s)
+        if reason:
+            self._over = True
+            return [GiveUp(reason)]
+        if state.phase == "stopping":
+            self._over = all(peer.finished for peer in state.living)
+            return [SendHome()] if self._over else []
+        # The stop waits for somebody to be there; `_hopeless` bounds that.
+        if now_s >= self._options.seconds and any(peer.peer_id for peer in state.living):
+            return [TellStop(self._last_epoch(state))]
+        return [*self._kill(state, now_s), *self._newcomer(state, now_s)]
+
+    def _hopeless(self, state: DemoState, now_s: float) -> str:
+        if not state.living:
+            return "no peer is left"
+        if now_s >= self._limits.start_s and not any(peer.peer_id for peer in state.peers.values()):
+            return f"no peer was ready within {self._limits.start_s:.0f} s"
+        if state.stopped_at_s is not None and now_s >= state.stopped_at_s + self._limits.stop_s:
+            late = ", ".join(peer.name for peer in state.living if peer.finished is None)
+            return f"{late} did not reach the last epoch within {self._limits.stop_s:.0f} s"
+        return ""
+
+    def _last_epoch(self, state: DemoState) -> int:
+        # Peers move on while the news travels: the end must lie ahead of all of them.
+        return state.epoch + max(2, ceil(self._limits.margin_s / max(state.typical_epoch_s, 0.01)))
+
+    def _kill(self, state: DemoState, now_s: float) -> list[Action]:
+        if self._killed_at_s is not None or now_s < self._options.seconds * _KILL_AT:
+            return []
+        if any(not peer.alive for peer in state.peers.values()):
+            self._killed_at_s = now_s  # somebody else was faster: one loss is what the demo shows
+            return []
+        if state.epoch < 2 or now_s > self._options.seconds * _NO_MORE_AFTER:
+            return []
+        self._killed_at_s = now_s
+        return [Kill(self._victim(state).name)]
+
+    def _victim(self, state: DemoState) -> PeerView:
+        candidates = [peer for peer in state.living if not peer.newcomer][1:] or list(state.living)
+        return candidates[self._options.seed % len(candidates)]
+
+    def _newcomer(self, state: DemoState, now_s: float) -> list[Action]:
+        if self._newcomer_called or state.epoch < 1 or now_s > self._options.seconds * _NO_MORE_AFTER:
+            return []
+        # It needs a while to load torch: started early, it joins at about half.
+        first_trained_s = min(
+            (peer.training_since_s for peer in state.peers.values() if peer.training_since_s is not None), default=0.0
+        )
+        loading_s = min(first_trained_s, 0.1 * self._options.seconds)
+        after_the_kill_s = (self._killed_at_s or 0.0) + 2 * state.typical_epoch_s
+        if now_s < max(self._options.seconds * _JOIN_AT - loading_s, after_the_kill_s):
+            return []
+        if self._killed_at_s is None and now_s < self._options.seconds * (_JOIN_AT + 0.1):
+            return []
+        self._newcomer_called = True
+        return [StartNewcomer()]

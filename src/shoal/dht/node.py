@@ -1,0 +1,407 @@
+"""One node of the distributed hash table: the async core behind `shoal.DHT`.
+
+Kademlia (Maymounkov and Mazieres 2002) with records that expire, dictionaries whose entries expire one by one, and
+signatures. The parts: `routing`, `lookup` and `storage` decide, without I/O; `crawl` and `publish` call other nodes;
+`service` answers them; `upkeep` works in the background; this module checks arguments and puts them together.
+
+Rules:
+
+- Every public method ends within its `timeout_s`, and answers with what it has by then. Peers that fail, lie or stall
+  make answers poorer, never an exception here. What raises: wrong arguments, and use after `close`.
+- A node without addresses (client mode) stores and gets, but holds nothing for others and is in nobody's table.
+- `get` may miss what was stored a moment ago elsewhere; `get(latest=True)` asks all nodes that should hold the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.clock import Backoff, Env
+from shoal.dht.crawl import Caller, Crawler, Search
+from shoal.dht.neighbours import Neighbours
+from shoal.dht.publish import Publisher
+from shoal.dht.routing import key_of
+from shoal.dht.service import Service
+from shoal.dht.settings import DhtSettings
+from shoal.dht.storage import ValueWithExpiration, view
+from shoal.dht.upkeep import Upkeep
+from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
+from shoal.dht.vault import Vault
+from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused, PeerUnreachable
+from shoal.identity import Identity
+from shoal.peer import Address, PeerID
+from shoal.rpc import Endpoint
+from shoal.wire import Contact, DhtPing, Record
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+__all__ = ["DhtNode", "Found", "Item"]
+
+Key = str | bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One thing to store. See `DhtNode.store`."""
+
+    key: Key
+    value: object
+    expiration_time: float
+    subkey: Subkey | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The result of a lookup.
+
+    Attributes:
+        nodes: the nearest nodes that answered, nearest first.
+        hops: calls in a row that led to the nearest of them.
+        queries: calls made in all.
+    """
+
+    nodes: tuple[Contact, ...]
+    hops: int
+    queries: int
+
+
+class DhtNode:
+    """One node of the DHT. Make it when the endpoint has started; loop thread only.
+
+    Args:
+        endpoint: carries its calls. Not closed by `close`.
+        env: clock and chance.
+        identity: signs what this node writes; the endpoint's own.
+        settings: everything that can be set; see `DhtSettings`.
+        validators: further rules for records, beside signatures; see `shoal.dht.validation`.
+
+    Raises:
+        ConfigError: the identity is not the endpoint's.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        env: Env,
+        identity: Identity,
+        *,
+        settings: DhtSettings | None = None,
+        validators: Iterable[RecordValidator] = (),
+    ) -> None:
+        if identity.peer_id != endpoint.peer_id:
+            raise ConfigError(f"identity is {identity.peer_id}, but the endpoint is {endpoint.peer_id}")
+        own = endpoint.peer_id
+        self.settings = settings = settings or DhtSettings()
+        self._endpoint, self._env, self._identity = endpoint, env, identity
+        self._validators = CompositeValidator(validators)
+        self._vault = Vault(own, settings, self._validators)
+        self._neighbours = Neighbours(own, bucket_size=settings.bucket_size, on_change=self._table_changed)
+        self._caller = Caller(endpoint, self._neighbours, settings)
+        self._crawler = Crawler(self._caller, self._neighbours, self._vault, env, settings, own)
+        self._publisher = Publisher(
+            self._caller,
+            self._crawler,
+            self._vault,
+            env,
+            settings,
+            own,
+            self._holds_records,
+            self._record_held,
+        )
+        self._upkeep = Upkeep(
+            env, settings, own, self._neighbours, self._vault, self._caller, self._crawler, self._publisher
+        )
+        Service(endpoint, env, self._neighbours, self._vault, settings, self._record_held)
+        self._turn = asyncio.Semaphore(settings.parallel_operations)
+        self._forget_losses = endpoint.on_lost(self._peer_lost)
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------------------------ what we are
+
+    @property
+    def peer_id(self) -> PeerID:
+        """This node's identity."""
+        return self._endpoint.peer_id
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this node only dials: it has no address where others could reach it."""
+        return not self._endpoint.contact.addresses
+
+    @property
+    def neighbours(self) -> int:
+        """How many nodes are in the routing table."""
+        return len(self._neighbours.table)
+
+    @property
+    def records_held(self) -> int:
+        """How many records this node holds for others."""
+        return len(self._vault.held)
+
+    @property
+    def calls_made(self) -> int:
+        """How many calls this node has made to others."""
+        return self._caller.calls
+
+    def _holds_records(self) -> bool:
+        return not self.client_mode
+
+    def _table_changed(self) -> None:
+        self._upkeep.table_changed()
+
+    def _record_held(self, record: Record) -> None:
+        self._upkeep.record_held(record)
+
+    def _peer_lost(self, peer: PeerID, _: str) -> None:
+        self._neighbours.unreachable(peer, asyncio.get_running_loop().time())
+
+    def add_validators(self, *validators: RecordValidator) -> None:
+        """Apply further rules to records from now on."""
+        self._validators.add(*validators)
+
+    # ---------------------------------------------------------------------------------------------------------- joining
+
+    async def bootstrap(self, addresses: Iterable[Address], *, timeout_s: float | None = None) -> None:
+        """Join the network of which these are members; with no addresses, begin a new one.
+
+        Tries all at once, again and again while nobody answers, and goes on as soon as one does. The others are tried
+        in the background for as long as the node lives.
+
+        Args:
+            addresses: where initial peers listen. One that is this node itself is left out.
+            timeout_s: seconds until it is given up; default `settings.timeout_s`.
+
+        Raises:
+            PeerUnreachable: nobody answered; names every address and what went wrong there.
+        """
+        self._check_open()
+        contacts = _contacts(addresses, without=self.peer_id)
+        self._upkeep.start()
+        if not contacts:
+            return
+        self._neighbours.always_remember(contacts)
+        reasons: dict[PeerID, str] = {}
+        answered: dict[PeerID, None] = {}
+        settled = asyncio.Event()
+        knocks = asyncio.gather(
+            *(self._caller.spawn(self._knock(contact, reasons, answered, settled)) for contact in contacts),
+            return_exceptions=True,
+        )
+        knocks.add_done_callback(lambda _: settled.set())
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s or self.settings.timeout_s):
+                    await settled.wait()
+                    if answered:
+                        await self._upkeep.look_around()
+        finally:
+            knocks.cancel()
+        self._check_open()
+        if not answered:
+            tried = "; ".join(
+                f"{address} ({reasons.get(contact.peer, 'no answer')})"
+                for contact in contacts
+                for address in contact.addresses
+            )
+            raise PeerUnreachable(f"no initial peer answered: {tried}")
+
+    async def _knock(
+        self, contact: Contact, reasons: dict[PeerID, str], answered: dict[PeerID, None], settled: asyncio.Event
+    ) -> None:
+        """Ping an initial peer until it answers, or says no."""
+        backoff = Backoff(self._env.rng, first_s=0.2, max_s=2.0)
+        while contact.peer not in answered:
+            try:
+                await self._caller.call(contact, DhtPing())
+            except PeerRefused as error:
+                reasons[contact.peer] = f"refused: {error.message}"
+                return
+            except PeerError as error:
+                reasons[contact.peer] = error.message
+                await asyncio.sleep(backoff.next_s())
+            else:
+                first = not answered
+                answered[contact.peer] = None
+                settled.set()
+                if not first:
+                    await self._upkeep.look_around()  # it may know a part of the network that the first does not
+
+    # ---------------------------------------------------------------------------------------------------------- storing
+
+    async def store(
+        self,
+        key: Key,
+        value: object,
+        expiration_time: float,
+        subkey: Subkey | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> bool:
+        """Store a value, or with `subkey` one entry of a dictionary, until `expiration_time`.
+
+        While this node lives it renews what it stored. Of two values for one key (and subkey) the one that expires
+        later wins. An entry whose subkey is the 32 bytes of a peer's id can only be written by that peer.
+
+        Args:
+            key: any text or bytes.
+            value: anything that MessagePack can hold, up to 64 KiB encoded.
+            expiration_time: wall-clock time, seconds, at most an hour ahead (`settings.storage.lifetime_s`).
+            subkey: text, bytes or an integer; None for a plain value.
+            timeout_s: longest time; default `settings.timeout_s`.
+
+        Returns:
+            Whether at least one node holds it now. False if it has expired, if the nodes hold a later value, or if
+            none of them could be reached in time.
+
+        Raises:
+            ConfigError: an argument is wrong; it is named.
+            ClosedError: the node was closed.
+        """
+        return (await self.store_many([Item(key, value, expiration_time, subkey)], timeout_s=timeout_s))[0]
+
+    async def store_many(self, items: Sequence[Item], *, timeout_s: float | None = None) -> list[bool]:
+        """Store many things at once, with one call per node for all that it should hold. As `store`, for each."""
+        self._check_open()
+        records = [self._record(item) for item in items]
+        copies = [0] * len(records)
+        now = self._env.clock.time()
+        # Of several items for one slot the one that wins is sent; the others lost already.
+        slots: dict[tuple[bytes, bytes | None], int] = {}
+        for number, record in enumerate(records):
+            before = slots.get((record.key, record.subkey))
+            if record.expiration > now and (before is None or records[before].expiration <= record.expiration):
+                slots[record.key, record.subkey] = number
+        numbers = list(slots.values())
+        sent = [0] * len(numbers)
+        async with self._operation(timeout_s):
+            await self._publisher.publish([records[number] for number in numbers], sent)
+        for number, count in zip(numbers, sent, strict=True):
+            copies[number] = count
+            if count:
+                self._vault.wrote(records[number], self._env.clock.time())
+        return [count > 0 for count in copies]
+
+    def _record(self, item: Item) -> Record:
+        key = key_of(_checked_key(item.key))
+        expiration = item.expiration_time
+        if isinstance(expiration, bool) or not isinstance(expiration, int | float) or not math.isfinite(expiration):
+            raise ConfigError(f"expiration_time must be a time in seconds, got {expiration!r}")
+        most = self.settings.storage.lifetime_s
+        ahead = expiration - self._env.clock.time()
+        if ahead > most:
+            raise ConfigError(
+                f"expiration_time is {ahead:.0f} s ahead, the most is {most:g} s: store again before it ends"
+            )
+        subkey = None if item.subkey is None else encode_subkey(item.subkey)
+        if isinstance(item.subkey, bytes) and len(item.subkey) == 32 and item.subkey != self.peer_id.raw:
+            raise ConfigError(
+                "subkey is 32 bytes and so names a peer, which is not this one: only it can write the entry"
+            )
+        return signed_record(self._identity, key, subkey, encode_value(item.value), expiration)
+
+    # ---------------------------------------------------------------------------------------------------------- getting
+
+    async def get(
+        self, key: Key, *, latest: bool = False, timeout_s: float | None = None
+    ) -> ValueWithExpiration | None:
+        """The value of a key, with its expiration; None if nothing was found.
+
+        Args:
+            key: what was given to `store`.
+            latest: True asks all nodes that should hold the key and merges what they say. False takes the first
+                answer, which may be what this node holds, wrote, or found within `settings.cache_s`.
+            timeout_s: longest time; default `settings.timeout_s`.
+
+        Returns:
+            A plain value, or for a dictionary `{subkey: ValueWithExpiration}`, with the expiration of its last entry.
+            Nothing in it had expired when it was returned.
+
+        Raises:
+            ConfigError: the key is neither text nor bytes.
+            ClosedError: the node was closed.
+        """
+        return (await self.get_many([key], latest=latest, timeout_s=timeout_s))[key]
+
+    async def get_many(
+        self, keys: Iterable[Key], *, latest: bool = False, timeout_s: float | None = None
+    ) -> Mapping[Key, ValueWithExpiration | None]:
+        """The values of many keys, with one call per node for all keys that lead to it. As `get`, for each."""
+        self._check_open()
+        names = {key: key_of(_checked_key(key)) for key in keys}
+        now, at = self._env.clock.time(), asyncio.get_running_loop().time()
+        records: dict[bytes, list[Record]] = {}
+        searches: dict[bytes, Search] = {}
+        for name in names.values():
+            at_hand = [] if latest else self._vault.at_hand(name, now, at)
+            if view(at_hand, now) is not None:
+                records[name] = at_hand
+            else:
+                searches[name] = self._crawler.search(name, first=not latest)
+        if searches:
+            async with self._operation(timeout_s):
+                await self._crawler.find_values(list(searches.values()))
+        now, at = self._env.clock.time(), asyncio.get_running_loop().time()
+        for name, search in searches.items():
+            if search.records:
+                self._vault.found(name, list(search.records.values()), now, at)
+            records[name] = [*search.records.values(), *self._vault.known(name, now)]
+        return {key: view(records[name], now) for key, name in names.items()}
+
+    # ---------------------------------------------------------------------------------------------------------- looking
+
+    async def nearest(self, key: Key, count: int | None = None, *, timeout_s: float | None = None) -> Found:
+        """Look up the nodes nearest to a key, without asking for records.
+
+        Args:
+            key: text or bytes.
+            count: how many; default `settings.replicas`.
+            timeout_s: longest time; default `settings.timeout_s`.
+        """
+        self._check_open()
+        search = self._crawler.search(key_of(_checked_key(key)), count=count)
+        async with self._operation(timeout_s):
+            await self._crawler.run([search], values=False)
+        return Found(tuple(search.lookup.nearest), search.lookup.hops, search.lookup.queries)
+
+    # ---------------------------------------------------------------------------------------------------------- closing
+
+    async def close(self) -> None:
+        """Stop all work. Operations under way end with what they have. The endpoint stays open. Safe to call twice."""
+        self._closed = True
+        self._forget_losses()
+        await self._caller.close()
+
+    def _check_open(self) -> None:
+        if self._closed or self._endpoint.closed:
+            raise ClosedError("this DHT node was closed")
+
+    @asynccontextmanager
+    async def _operation(self, timeout_s: float | None) -> AsyncIterator[None]:
+        """Wait in line, then work, both within the time limit. Past it, what was done so far counts."""
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, got {timeout_s!r}")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s or self.settings.timeout_s), self._turn:
+                yield
+        self._check_open()
+
+
+def _checked_key(key: Key) -> Key:
+    if not isinstance(key, str | bytes):
+        raise ConfigError(f"key must be str or bytes, got {type(key).__name__}")
+    return key
+
+
+def _contacts(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:
+    """One contact per peer, with all its addresses."""
+    peers: dict[PeerID, dict[Address, None]] = {}
+    for address in addresses:
+        if address.peer_id != without:
+            peers.setdefault(address.peer_id, {})[address] = None
+    return [Contact(peer, tuple(known)[:8]) for peer, known in peers.items()]

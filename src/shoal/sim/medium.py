@@ -1,0 +1,137 @@
+"""What all pipes of a simulated network share: links, lines, chance, and the trace of what arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hashlib
+import math
+import random
+import struct
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from shoal.errors import ConfigError
+
+__all__ = ["SMALL_BYTES", "Delivery", "Line", "Link", "Medium"]
+
+SMALL_BYTES = 2048
+"""A message of at most this size goes ahead of bulk."""
+
+_PACKET_BYTES = 1460
+_RETRANSMIT_S = 0.2
+
+_NOBODY = contextvars.Context()
+_TRACE = struct.Struct("<dIIQI")
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True):
+    """The way between two hosts.
+
+    Attributes:
+        latency_s: one way, seconds.
+        jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
+        loss: the part of packets that is lost, 0 to below 1. Nothing goes missing: what is lost comes later.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    latency_s: float = 0.01
+    jitter_s: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("latency_s", self.latency_s), ("jitter_s", self.jitter_s)):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"{name} must be 0 or more seconds, got {value}")
+        if not 0 <= self.loss < 1:
+            raise ConfigError(f"loss must be from 0 to below 1, got {self.loss}")
+
+
+class Delivery(NamedTuple):
+    """One line of the trace: bytes that arrived."""
+
+    time_s: float
+    source: str
+    target: str
+    nbytes: int
+    crc32: int
+
+
+class Station(Protocol):
+    """What the trace wants to know of a host."""
+
+    name: str
+    index: int
+    bytes_out: int
+    bytes_in: int
+
+
+class Medium:
+    """What all flows of a network share: the loop, chance, the window and the trace."""
+
+    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "window_bytes")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, log: bool) -> None:
+        self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
+        self.deliveries = self.delivered_bytes = 0
+        self.log: list[Delivery] | None = [] if log else None
+        self._digest = hashlib.blake2b(digest_size=16)
+
+    def at(self, when: float, callback: Callable[[], object]) -> None:
+        """Call back at a time, on behalf of nobody: a host that is frozen or killed does not stop its network."""
+        self.loop.call_at(when, callback, context=_NOBODY)
+
+    def delay_s(self, link: Link, nbytes: int, slowness: float) -> float:
+        """How long a segment flies: latency, jitter, and what a lost packet costs."""
+        latency_s = delay_s = link.latency_s * slowness
+        if link.jitter_s:
+            delay_s += self.rng.random() * link.jitter_s
+        if link.loss and self.rng.random() > (1.0 - link.loss) ** (1 + nbytes // _PACKET_BYTES):
+            # Later packets show that one is missing, but nothing follows a small message: only a timeout tells.
+            delay_s += 2 * latency_s if nbytes > SMALL_BYTES else max(_RETRANSMIT_S, 2 * latency_s)
+        return delay_s
+
+    def delivered(self, source: Station, target: Station, data: bytes) -> None:
+        """Write a delivery into the trace."""
+        now, nbytes, crc32 = self.loop.time(), len(data), zlib.crc32(data)
+        self.deliveries += 1
+        self.delivered_bytes += nbytes
+        source.bytes_out += nbytes
+        target.bytes_in += nbytes
+        self._digest.update(_TRACE.pack(now, source.index, target.index, nbytes, crc32))
+        if self.log is not None:
+            self.log.append(Delivery(now, source.name, target.name, nbytes, crc32))
+
+    def digest(self) -> str:
+        """Hash of the trace so far."""
+        return self._digest.hexdigest()
+
+
+class Line:
+    """One direction of a host's access to the network.
+
+    Attributes:
+        rate: bytes per second; None for no limit.
+    """
+
+    __slots__ = ("busy_until", "rate", "small_until")
+
+    def __init__(self, rate: float | None) -> None:
+        self.rate = rate
+        self.busy_until = self.small_until = 0.0
+
+    def occupy(self, start: float, nbytes: int) -> float:
+        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through."""
+        if self.rate is None:
+            return start
+        taken_s = nbytes / self.rate
+        self.busy_until = max(self.busy_until, start) + taken_s
+        if nbytes > SMALL_BYTES:
+            return self.busy_until
+        self.small_until = max(self.small_until, start) + taken_s
+        return self.small_until

@@ -1,0 +1,131 @@
+"""Runs a simulation to its end, and lets none of its failures pass unseen.
+
+When `main` has ended, what is left is cancelled and may unwind, for a bounded virtual time. Then the loop is closed,
+and whatever a task or callback raised and nobody retrieved is raised here: a simulation hides no crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from shoal.errors import ConfigError, SimulationError
+from shoal.sim.loop import MAX_TIME_S, MAX_TURNS, MAX_TURNS_AT_ONE_INSTANT, VirtualLoop
+
+__all__ = ["run", "sleep"]
+
+T = TypeVar("T")
+
+_WIND_DOWN_S = 60.0
+_WIND_DOWN_TURNS = 1_000_000
+
+
+def run(
+    main: Callable[[], Coroutine[Any, Any, T]] | Coroutine[Any, Any, T],
+    *,
+    seed: int = 0,
+    max_time_s: float = MAX_TIME_S,
+    max_turns: int = MAX_TURNS,
+    max_turns_at_one_instant: int = MAX_TURNS_AT_ONE_INSTANT,
+) -> T:
+    """Run a coroutine on virtual time and return what it returns: `asyncio.run` for simulations.
+
+    Args:
+        main: a coroutine, or a function without arguments that makes one.
+        seed: where all chance of the simulation comes from (`Swarm` takes it from the loop). A failure names it.
+        max_time_s: virtual seconds after which the run fails.
+        max_turns: turns of the loop after which the run fails.
+        max_turns_at_one_instant: turns without time passing after which the run fails.
+
+    Raises:
+        SimulationError: a deadlock, or a limit.
+        ConfigError: `main` is not a coroutine, or an event loop is already running in this thread.
+        BaseException: what `main` raised; else what a task or callback raised and nobody retrieved (several: in a
+            group).
+    """
+    coroutine = main() if callable(main) else main
+    if not isinstance(coroutine, Coroutine):
+        raise ConfigError(f"main must be a coroutine, or a function that makes one; got {type(main).__name__}")
+    if asyncio._get_running_loop() is not None:  # noqa: SLF001 (the only way to ask without raising)
+        coroutine.close()
+        raise ConfigError("shoal.sim.run cannot be called while an event loop runs in this thread")
+    loop = VirtualLoop(
+        seed=seed, max_time_s=max_time_s, max_turns=max_turns, max_turns_at_one_instant=max_turns_at_one_instant
+    )
+    error: BaseException | None = None
+    try:
+        result = loop.run_until_complete(loop.create_task(coroutine, name="main"))
+    except BaseException as raised:  # noqa: BLE001 (raised again below, with what else went wrong)
+        error = raised
+    _wind_down(loop)
+    error = _account(loop, error)
+    if error is not None:
+        error.add_note(f"simulation seed: {seed}")
+        try:
+            raise error
+        finally:
+            del error  # no cycle between the exception and this frame
+    return result
+
+
+async def sleep(delay_s: float) -> None:
+    """Let virtual time pass: for tests, which must never sleep for real.
+
+    Raises:
+        SimulationError: the running loop is not virtual.
+    """
+    if not isinstance(asyncio.get_running_loop(), VirtualLoop):
+        raise SimulationError("shoal.sim.sleep is for virtual time only: run this under shoal.sim.run")
+    await asyncio.sleep(delay_s)
+
+
+def _account(loop: VirtualLoop, error: BaseException | None) -> BaseException | None:
+    """What the run ends with, given what `main` raised and what failed unseen."""
+    failures = list({id(failure): failure for failure in loop.failures if failure is not error}.values())
+    if error is None:
+        if len(failures) > 1:
+            return BaseExceptionGroup("several tasks of the simulation failed unseen", failures)
+        return failures[0] if failures else None
+    for failure in failures:
+        error.add_note(f"also failed, unseen: {failure!r}")
+    if failures and isinstance(error, SimulationError) and error.__cause__ is None:
+        error.__cause__ = failures[0]  # a crash is the likeliest reason for a deadlock
+    return error
+
+
+def _wind_down(loop: VirtualLoop) -> None:
+    """Cancel what is left and let it unwind, for a bounded time; then close."""
+    for owner in loop.owners:
+        loop.thaw(owner)
+    loop.set_limits(loop.time() + 5 * _WIND_DOWN_S, loop.turns + _WIND_DOWN_TURNS, _WIND_DOWN_TURNS)
+    for _ in range(3):  # what is cancelled may start something new
+        left = [task for tasks in loop.living_tasks() for task in tasks.pending()]
+        dying = [owner.ended for owner in loop.owners if owner.killed and not owner.buried and owner.ended is not None]
+        if not left and not dying:
+            break
+        for task in left:
+            task.cancel("the simulation is over")
+        _go_on(loop, asyncio.wait([*left, *dying], timeout=_WIND_DOWN_S))
+    _go_on(loop, loop.shutdown_asyncgens())
+    for tasks in loop.living_tasks():
+        for task in tasks.pending():
+            task._log_destroy_pending = False  # noqa: SLF001 (reported here)
+            loop.failures.append(SimulationError(f"a task does not end when it is cancelled: {task.describe()}"))
+        for task in tasks.failed():
+            loop.note_failed(task)
+    for owner in loop.owners:
+        for task in owner.tasks.pending():
+            coroutine = task.get_coro()
+            if coroutine is not None:
+                with contextlib.suppress(Exception):  # a killed process, or reported above
+                    coroutine.close()
+    loop.close()
+
+
+def _go_on(loop: VirtualLoop, coroutine: Coroutine[Any, Any, object]) -> None:
+    try:
+        loop.run_until_complete(loop.create_task(coroutine, name="wind-down"))
+    except SimulationError as error:
+        loop.failures.append(error)

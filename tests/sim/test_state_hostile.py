@@ -1,0 +1,313 @@
+"""Donors that lie, and every mixture of faults: the receiver ends with one true state, or with none and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import StateUnavailable
+from shoal.events import PeerDropped
+from shoal.peer import PeerID
+from shoal.rpc import Stream
+from shoal.sim import Swarm, run, sleep
+from shoal.state import DownloadLimits, StateDonor
+from shoal.state.snapshot import Snapshot
+from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply
+from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
+
+Send = Callable[[Stream[Chunk, Chunk], list[int], bytes], Awaitable[None]]
+
+
+class ChangesBytes(StateDonor):
+    """Sends other bytes than it promised, in the middle."""
+
+    async def _send_chunk(self, stream: Stream[Chunk, Chunk], snapshot: Snapshot, chunk: int) -> int:
+        if chunk == 2:
+            snapshot = replace(snapshot, data=memoryview(bytearray(snapshot.data)))
+            snapshot.data[2 * MIB + 5] ^= 1
+        return await super()._send_chunk(stream, snapshot, chunk)
+
+
+class ChangesManifest(StateDonor):
+    """Describes its state wrongly; `changes` says how."""
+
+    changes: dict[str, Any]
+
+    async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
+        return msgspec.structs.replace(await super()._show(peer, request), **self.changes)
+
+
+def sends(script: Send) -> type[StateDonor]:
+    """A donor that serves streams by a script, given what was asked for and the true first chunk."""
+
+    class Scripted(StateDonor):
+        async def _send(self, stream: Stream[Chunk, Chunk], opening: FetchChunks) -> None:
+            await script(stream, opening.chunks, bytes(self.snapshots[0].data[:MIB]))
+
+    return Scripted
+
+
+def test_a_donor_that_sends_a_wrong_chunk_is_dropped_by_name_and_not_asked_again() -> None:
+    """What it sent before stays, what is wrong is fetched from another; without another there is no state."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        liar = await swarm.start_peer("liar", node(Box(random_tensors(1, 8)), kind=ChangesBytes))
+        good = await swarm.start_peer("good", node(Box(random_tensors(1, 8))))
+        me = await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(liar, good))
+        assert same(state.tensors, random_tensors(1, 8))
+        assert state.donors[0] == good.peer
+        assert state.bytes_received < 15 * MIB
+        [dropped] = me.seen(PeerDropped)
+        assert (dropped.peer, dropped.reason) == (liar.peer, "chunk 2 does not match its hash")
+        with pytest.raises(StateUnavailable, match="chunk 2 does not match its hash"):
+            await fetch(swarm, "new", donors_of(liar))
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tensors": [([1 << 40], "float32", "none", 1 << 42)], "hashes": [b"h" * 32] * 2},
+        {"tensors": [([3 * MIB], "uint8", "none", MIB)]},
+        {"tensors": [([MIB], "uint8", "zip", MIB)]},
+        {"hashes": []},
+        {"chunk_bytes": 1},
+        {"metadata": b"\x92"},
+    ],
+    ids=["huge", "contradiction", "codec", "hashes", "chunks", "metadata"],
+)
+def test_a_manifest_that_cannot_be_costs_only_its_donor(changes: dict[str, Any]) -> None:
+    """It is dropped by name, nothing is allocated for it, and the next donor gives the state."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        kind = type("Liar", (ChangesManifest,), {"changes": changes})
+        liar = await swarm.start_peer("liar", node(Box(random_tensors(1, 2)), kind=kind))
+        good = await swarm.start_peer("good", node(Box(random_tensors(1, 2))))
+        me = await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(liar, good), limits=DownloadLimits(max_state_bytes=1 << 30))
+        assert state.donors == (good.peer,)
+        assert [event.peer for event in me.seen(PeerDropped)] == [liar.peer]
+
+    run(main)
+
+
+async def _other_chunk(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(1), data)
+
+
+async def _other_offset(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(0), data[:1000])
+    await stream.send(Chunk(0, 999), data[999:])
+
+
+async def _too_much(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(0), data + b"x")
+
+
+async def _too_much_in_pieces(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(0), data[:-5])
+    await stream.send(Chunk(0, len(data) - 5), data[:6])
+
+
+async def _nothing(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(0))
+
+
+async def _the_end(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.end()
+
+
+async def _more_than_all(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    for index in range(5):
+        await stream.send(Chunk(index), data)
+
+
+async def _all_but_the_end(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    for index in range(2):
+        await stream.send(Chunk(index), data)
+    await sleep(1e5)
+
+
+async def _another_message(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(ManifestPending(busy=True))  # type: ignore[arg-type]
+
+
+async def _silence(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    if 0 in chunks:
+        await stream.send(Chunk(0), data)
+    await sleep(1e5)
+
+
+async def _a_drip(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    await stream.send(Chunk(0), data)
+    for offset in range(0, MIB, 8 << 10):
+        await stream.send(Chunk(1, offset), data[: 8 << 10])
+        await sleep(4.9)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (_other_chunk, "expected chunk 0"),
+        (_other_offset, "expected chunk 0 at 1000"),
+        (_too_much, "sent 1048577 bytes"),
+        (_too_much_in_pieces, "sent 6 bytes"),
+        (_nothing, "sent 0 bytes"),
+        (_the_end, "ended before chunk 0"),
+        (_another_message, "undecodable"),
+    ],
+)
+def test_a_stream_that_breaks_the_rules_is_ended(script: Send, reason: str) -> None:
+    """Wrong order, wrong place, too much, too little: dropped by name, and the next donor gives the state."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)])
+        liar = await swarm.start_peer("liar", node(box, kind=sends(script)))
+        good = await swarm.start_peer("good", node(box))
+        me = await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(liar, good))
+        assert same(state.tensors, box.tensors)
+        assert good.peer in state.donors
+        dropped = [event for event in me.seen(PeerDropped) if event.where == "state download"]
+        assert [event.peer for event in dropped] == [liar.peer]
+        with pytest.raises(StateUnavailable, match=reason):
+            await fetch(swarm, "new", donors_of(liar))
+
+    run(main)
+
+
+@pytest.mark.parametrize("script", [_more_than_all, _all_but_the_end])
+def test_what_follows_the_last_chunk_does_not_matter(script: Send) -> None:
+    """All chunks were right: the state is complete, whatever its donor does then."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)])
+        donor = await swarm.start_peer("donor", node(box, kind=sends(script)))
+        me = await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(donor))
+        assert same(state.tensors, box.tensors)
+        assert state.duration_s < 3
+        assert not me.seen(PeerDropped)
+
+    run(main)
+
+
+def test_a_silent_stream_is_left() -> None:
+    """A live peer that stops sending holds nobody longer than the stall limit, again and again."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)])
+        mute = await swarm.start_peer("mute", node(box, kind=sends(_silence)))
+        good = await swarm.start_peer("good", node(box))
+        await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(mute, good))
+        assert set(state.donors) == {good.peer, mute.peer}
+        assert state.duration_s < 7
+        with pytest.raises(StateUnavailable, match="sent nothing for 5 s"):
+            await fetch(swarm, "new", donors_of(mute))
+
+    run(main)
+
+
+def test_a_drip_is_bounded_by_the_deadline() -> None:
+    """Whoever sends just enough not to be silent cannot hold a download beyond its time."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)])
+        drip = await swarm.start_peer("drip", node(box, kind=sends(_a_drip)))
+        await swarm.start_peer("new", node())
+        with pytest.raises(StateUnavailable, match="within 30 s"):
+            await fetch(swarm, "new", donors_of(drip), timeout_s=30.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(30.0, abs=1)
+
+    run(main)
+
+
+faults = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c"]),
+        st.sampled_from(["crash", "vanish", "stall", "slow", "write", "restart", "partition", "stop"]),
+        st.floats(0.0, 6.0),
+    ),
+    max_size=6,
+)
+
+
+class Story:
+    """Three donors, of which two have the same state, and what happens to them."""
+
+    def __init__(self, swarm: Swarm[Node], boxes: dict[str, Box]) -> None:
+        self._swarm, self._boxes = swarm, boxes
+        self.truths = [[tensor.clone() for tensor in box.tensors] for box in boxes.values()]
+
+    async def tell(self, plan: list[tuple[str, str, float]]) -> None:
+        """Each at its time."""
+        now = 0.0
+        for name, kind, at in sorted(plan, key=lambda fault: fault[2]):
+            await sleep(at - now)
+            now = at
+            await self._happen(name, kind)
+
+    async def _happen(self, name: str, kind: str) -> None:
+        swarm, alive = self._swarm, self._swarm.is_alive(name)
+        match kind:
+            case "crash" | "vanish":
+                getattr(swarm, kind)(name)
+            case "restart" if not alive:
+                await swarm.restart(name)
+            case "stall" if alive:
+                swarm.stall(name, 3.0)
+            case "slow":
+                swarm.slow(name, 4.0)
+            case "partition":
+                swarm.partition([[name]])
+            case "write" if alive:
+                await self._boxes[name].write(float(len(self.truths)))
+                self.truths.append([tensor.clone() for tensor in self._boxes[name].tensors])
+            case "stop" if name in swarm.peers:
+                donor = swarm.peer(name).donor
+                assert donor is not None
+                donor.stop()
+
+
+@settings(max_examples=60)
+@given(faults, st.integers(0, 3), st.lists(st.integers(0, 2), min_size=3, max_size=3), st.integers(0, 1 << 16))
+def test_any_faults_end_in_one_true_state_or_in_none(
+    plan: list[tuple[str, str, float]], seed_of_c: int, priorities: list[int], seed: int
+) -> None:
+    """Every value of a result was in one donor's state at one moment, and every call ends by its deadline."""
+
+    async def main() -> None:
+        swarm = new_swarm(bandwidth_bytes_s=MIB)
+        boxes = {name: Box(random_tensors(1, 1.5, 2.5), epoch=100) for name in ("a", "b")}
+        boxes["c"] = Box(random_tensors(seed_of_c, 1.5, 2.5), epoch=200)
+        donors = [await swarm.start_peer(name, node(box)) for name, box in boxes.items()]
+        await swarm.start_peer("new", node())
+        story = Story(swarm, boxes)
+        telling = asyncio.create_task(story.tell(plan))
+        try:
+            state = await fetch(swarm, "new", donors_of(*donors, priorities=priorities), timeout_s=40.0)
+        except StateUnavailable:
+            assert plan  # without faults there is a state
+        else:
+            assert any(same(state.tensors, truth) for truth in story.truths)
+        assert asyncio.get_running_loop().time() < 41
+        telling.cancel()
+
+    run(main, seed=seed)

@@ -1,0 +1,297 @@
+"""Which chunks are fetched from whom, how fast a donor sends, and how a state is put together."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.compression import Float16Compression, NoCompression, view_bytes
+from shoal.errors import ConfigError, PeerProtocolError
+from shoal.state.assembly import Assembly
+from shoal.state.manifest import Manifest, TensorSpec
+from shoal.state.pace import Pacer
+from shoal.state.plan import ChunkPlan
+
+CHUNK = 1024
+
+
+def described(content: str, *, name: str = "s", chunk_bytes: int = CHUNK) -> Manifest:
+    """A snapshot whose chunk i has the content `content[i]` (one letter each)."""
+    spec = TensorSpec((len(content) * chunk_bytes,), torch.uint8, NoCompression())
+    hashes = tuple(hashlib.sha256(letter.encode()).digest() for letter in content)
+    return Manifest(name.encode() * 16, 0, None, (spec,), chunk_bytes, hashes)
+
+
+def plan_with(content: str, *verified: int) -> ChunkPlan[str]:
+    """A plan whose donor "a" has sent some chunks and is gone."""
+    plan = ChunkPlan[str](described(content))
+    plan.offer("a", described(content))
+    plan.take("a")
+    for chunk in verified:
+        plan.verify(chunk)
+    plan.release("a")
+    return plan
+
+
+def test_one_donor_is_given_everything_in_order() -> None:
+    """A fresh plan asks for all chunks, once."""
+    plan = ChunkPlan[str](described("abcd"))
+    assert plan.offer("a", described("abcd")) == 4
+    assert plan.take("a") == [0, 1, 2, 3]
+    assert plan.take("a") == []
+    for chunk in range(4):
+        assert not plan.complete
+        plan.verify(chunk)
+    assert plan.complete
+    assert plan.contributors == ("a",)
+
+
+def test_what_a_donor_leaves_behind_is_missing_again() -> None:
+    """The next donor is asked for what was not verified, and for nothing else."""
+    plan = plan_with("abcd", 0, 2)
+    assert plan.verified == 2
+    plan.offer("b", described("abcd"))
+    assert plan.take("b") == [1, 3]
+    plan.verify(3)
+    plan.verify(1)
+    assert plan.complete
+    assert plan.contributors == ("a", "b")
+
+
+def test_several_donors_share_the_work_and_none_is_asked_for_what_it_lacks() -> None:
+    """A donor of another snapshot serves those chunks whose hash is the same."""
+    plan = ChunkPlan[str](described("abcdef"))
+    plan.offer("a", described("abcdef"))
+    assert plan.offer("b", described("aXcXeX")) == 3
+    assert plan.take("b", 2) == [0, 2]
+    assert plan.take("a", 2) == [1, 3]
+    assert plan.take("b") == [4]
+    assert plan.take("a") == [5]
+    plan.release("b")
+    assert plan.take("b") == []
+    assert plan.take("a") == [0, 2, 4]
+
+
+def test_a_donor_that_was_not_heard_is_given_nothing() -> None:
+    """Only who offered something is asked."""
+    assert ChunkPlan[str](described("ab")).take("a") == []
+
+
+def test_moving_to_an_equal_manifest_keeps_what_was_verified() -> None:
+    """Another donor's snapshot has another name and the same bytes."""
+    plan = plan_with("abcd", 0, 1)
+    assert plan.move_to(described("abcd", name="t"))
+    assert plan.manifest.snapshot == b"t" * 16
+    plan.offer("b", plan.manifest)
+    assert plan.take("b") == [2, 3]
+
+
+def test_moving_to_a_changed_state_keeps_only_equal_chunks() -> None:
+    """What changed is fetched again, so the result is one version."""
+    plan = plan_with("abcd", 0, 1, 3)
+    assert plan.move_to(described("aXcd"))
+    assert plan.verified == 2
+    plan.offer("b", described("aXcd"))
+    assert plan.take("b") == [1, 2]
+
+
+@pytest.mark.parametrize("other", [described("abcde"), described("ab", chunk_bytes=2 * CHUNK), described("")])
+def test_moving_to_another_layout_begins_anew(other: Manifest) -> None:
+    """Equal hashes mean nothing where chunks lie elsewhere."""
+    plan = plan_with("abcd", 0, 1)
+    assert not plan.move_to(other)
+    assert plan.verified == 0
+    assert plan.offer("a", described("abcd")) == 0
+    plan.offer("b", other)
+    assert plan.take("b") == list(range(len(other.hashes)))
+
+
+def test_a_complete_state_without_chunks_needs_nobody() -> None:
+    """Nothing to fetch is complete at once."""
+    assert ChunkPlan[str](described("")).complete
+
+
+donor_moves = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "send", "release"])), max_size=40)
+
+
+@given(donor_moves)
+def test_no_chunk_is_ever_in_flight_twice_or_fetched_again(moves: list[tuple[str, str]]) -> None:
+    """Whatever donors do: in flight from one at a time, verified at most once, and at the end nothing is lost."""
+    plan = ChunkPlan[str](described("abcdefgh"))
+    flying: dict[str, list[int]] = {donor: [] for donor in "abc"}
+    done: set[int] = set()
+    for donor, move in moves:
+        if move == "take":
+            plan.offer(donor, plan.manifest)
+            flying[donor] += plan.take(donor, 3)
+        elif move == "send" and flying[donor]:
+            chunk = flying[donor].pop(0)
+            assert chunk not in done
+            plan.verify(chunk)
+            done.add(chunk)
+        elif move == "release":
+            plan.release(donor)
+            flying[donor].clear()
+        everything = [chunk for chunks in flying.values() for chunk in chunks]
+        assert len(everything) == len(set(everything))
+        assert not done.intersection(everything)
+    for donor in "abc":
+        plan.release(donor)
+    plan.offer("a", plan.manifest)
+    assert done.union(plan.take("a")) == set(range(8))
+
+
+# ---------------------------------------------------------------------------------------------------------------- pace
+
+
+def test_without_a_limit_nothing_waits() -> None:
+    """Whole chunks, at once."""
+    pacer = Pacer(None)
+    assert pacer.piece_bytes(1 << 20) == 1 << 20
+    assert [pacer.reserve(1 << 30, 0.0) for _ in range(3)] == [0.0, 0.0, 0.0]
+
+
+def test_the_rate_is_kept_after_a_short_burst() -> None:
+    """A quarter of a second's worth goes at once, then each piece waits for those before it."""
+    pacer = Pacer(1_000_000)
+    waits = [pacer.reserve(125_000, 10.0) for _ in range(6)]
+    assert waits == pytest.approx([0.0, 0.0, 0.0, 0.125, 0.25, 0.375])
+    assert pacer.reserve(1, 100.0) == 0.0
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.integers(1, 200_000)), max_size=50))
+def test_no_interval_sees_more_than_the_rate_and_the_burst(steps: list[tuple[float, int]]) -> None:
+    """From any piece to any later one, no more than the rate allows, the burst and the last piece."""
+    rate, pacer, now = 100_000.0, Pacer(100_000), 0.0
+    sent: list[tuple[float, int]] = []
+    for pause, nbytes in steps:
+        now += pause
+        now += pacer.reserve(nbytes, now)
+        sent.append((now, nbytes))
+    for first in range(len(sent)):
+        for last in range(first, len(sent)):
+            total = sum(nbytes for _, nbytes in sent[first:last])
+            assert total <= rate * (sent[last][0] - sent[first][0] + 0.25) + 1
+
+
+def test_pieces_are_small_enough_for_slow_lines() -> None:
+    """An eighth of a second each, so sixteen receivers all hear something within the stall limit."""
+    assert Pacer(32 << 10).piece_bytes(1 << 20) == 4096
+    assert Pacer(80 << 20).piece_bytes(1 << 20) == 1 << 20
+
+
+@pytest.mark.parametrize("rate", [0, -1, 1000, float("nan")])
+def test_a_rate_that_would_look_dead_is_refused(rate: float) -> None:
+    """Too slow for receivers to see that the donor lives."""
+    with pytest.raises(ConfigError, match="too low"):
+        Pacer(rate)
+
+
+# ------------------------------------------------------------------------------------------------------------ assembly
+
+
+def encoded(tensors: list[torch.Tensor], codecs: list[NoCompression | Float16Compression]) -> tuple[Manifest, bytes]:
+    """A state, cut to small chunks."""
+    specs = tuple(TensorSpec(tuple(t.shape), t.dtype, c) for t, c in zip(tensors, codecs, strict=True))
+    data = b"".join(bytes(c.encode(t)) for t, c in zip(tensors, codecs, strict=True))
+    hashes = tuple(hashlib.sha256(data[i : i + CHUNK]).digest() for i in range(0, len(data), CHUNK))
+    return Manifest(b"s" * 16, 0, None, specs, CHUNK, hashes), data
+
+
+def fill(assembly: Assembly, manifest: Manifest, data: bytes) -> None:
+    """Write all chunks, the last one first."""
+    for chunk in reversed(range(len(manifest.hashes))):
+        start, _ = manifest.chunk_range(chunk)
+        for place in assembly.buffers(chunk):
+            place[:] = data[start : start + place.nbytes]
+            start += place.nbytes
+        assert assembly.has(chunk, manifest.hashes[chunk])
+
+
+def test_tensors_of_every_kind_come_out_as_they_went_in() -> None:
+    """Chunks cross the borders of odd-sized, empty, 0-dim and compressed tensors."""
+    plain, half = NoCompression(), Float16Compression()
+    tensors = [
+        torch.arange(999, dtype=torch.float16),
+        torch.tensor(True),
+        torch.empty(0, 3),
+        torch.arange(700, dtype=torch.float64).view(7, 100),
+        torch.tensor(5, dtype=torch.int64),
+        torch.arange(2000, dtype=torch.float32),
+        torch.arange(300, dtype=torch.bfloat16),
+    ]
+    manifest, data = encoded(tensors, [plain, plain, plain, plain, plain, half, plain])
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    for out, tensor in zip(assembly.finish(require_finite=True), tensors, strict=True):
+        assert (out.dtype, out.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(out, tensor)
+
+
+def test_an_uncompressed_tensor_is_received_in_its_final_memory() -> None:
+    """No second copy of it is ever made."""
+    manifest, data = encoded([torch.arange(600, dtype=torch.float32)], [NoCompression()])
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    place = assembly.buffers(0)[0]
+    [tensor] = assembly.finish(require_finite=True)
+    tensor[0] = -1.0
+    assert bytes(place[:4]) == bytes(view_bytes(torch.tensor([-1.0])))
+
+
+def test_memory_is_taken_when_bytes_arrive() -> None:
+    """A donor that announces much and sends little costs little."""
+    specs = tuple(TensorSpec((1 << 20,), torch.uint8, NoCompression()) for _ in range(1000))
+    manifest = Manifest(b"s" * 16, 0, None, specs, 1 << 20, (b"h" * 32,) * 1000)
+    assembly = Assembly(manifest)
+    assert assembly.held_bytes == 0
+    assembly.buffers(3)
+    assert assembly.held_bytes == 1 << 20
+
+
+def test_memory_that_this_machine_does_not_have_is_the_donors_fault() -> None:
+    """An announced tensor that cannot be allocated ends the attempt, not the process."""
+    spec = TensorSpec((1 << 60,), torch.uint8, NoCompression())
+    assembly = Assembly(Manifest(b"s" * 16, 0, None, (spec,), 1 << 20, ()))
+    with pytest.raises(PeerProtocolError, match="no memory"):
+        assembly.buffers(0)
+
+
+def test_a_changed_byte_is_seen() -> None:
+    """One wrong bit in one piece of a chunk spoils its hash."""
+    manifest, data = encoded([torch.zeros(100), torch.zeros(100)], [NoCompression()] * 2)
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    assembly.buffers(0)[1][7] ^= 1
+    assert not assembly.has(0, manifest.hashes[0])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("codec", [NoCompression(), Float16Compression()], ids=repr)
+def test_values_that_are_not_finite_are_refused_unless_wanted(
+    value: float, codec: NoCompression | Float16Compression
+) -> None:
+    """Checked before the tensors are handed over; the tensor is named."""
+    bad = torch.zeros(3000)
+    bad[2999] = value
+    manifest, data = encoded([torch.zeros(2), bad], [codec] * 2)
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    with pytest.raises(PeerProtocolError, match="tensor 1"):
+        assembly.finish(require_finite=True)
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    assert not bool(torch.isfinite(assembly.finish(require_finite=False)[1]).all())
+
+
+def test_integers_need_not_be_looked_at() -> None:
+    """A state of counters and masks passes the look at the values."""
+    tensors = [torch.tensor([1, 2]), torch.tensor([True, False])]
+    manifest, data = encoded(tensors, [NoCompression()] * 2)
+    assembly = Assembly(manifest)
+    fill(assembly, manifest, data)
+    assert [t.tolist() for t in assembly.finish(require_finite=True)] == [[1, 2], [True, False]]

@@ -1,8 +1,8 @@
 """One-way throughput of the TCP transport between two processes: ``python -m benchmarks.transport --mib 512``.
 
-The sender writes from one buffer, the receiver reads into another, `--chunk-kib` at a time; the clock runs from the first
-byte to the receiver's answer. Prints MB/s (10^6 bytes) and, what compares better between machines that are busy with
-other things, CPU seconds per GiB at each end, per run and as medians.
+The sender writes from one buffer, the receiver reads into another, `--chunk-kib` at a time; the clock runs from the
+first byte to the receiver's answer. Prints MB/s (10^6 bytes) and, what compares better between machines that are busy
+with other things, CPU seconds per GiB at each end, per run and as medians.
 """
 
 from __future__ import annotations

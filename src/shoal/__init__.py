@@ -13,13 +13,14 @@ if TYPE_CHECKING:
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import Optimizer
     from shoal.peer import Address, Invite, PeerID
-    from shoal.runtime import DHT, DecentralizedAverager
+    from shoal.runtime.averager import DecentralizedAverager
+    from shoal.runtime.dht import DHT
 else:
     _HOMES = {
-        "DHT": "shoal.runtime",
+        "DHT": "shoal.runtime.dht",
         "Address": "shoal.peer",
         "ConfigError": "shoal.errors",
-        "DecentralizedAverager": "shoal.runtime",
+        "DecentralizedAverager": "shoal.runtime.averager",
         "Invite": "shoal.peer",
         "Optimizer": "shoal.optim",
         "PeerID": "shoal.peer",

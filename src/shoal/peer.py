@@ -96,7 +96,7 @@ class Address:
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} in an address is not within 1..65535")
-        if not re.fullmatch(r"[0-9A-Za-z.:_-]{1,253}", self.host):
+        if not re.fullmatch(r"[0-9A-Za-z.:_-]{1,253}", self.host) or (":" in self.host and self.kind != "ip6"):
             raise ConfigError(f"host {self.host!r} in an address is not an IP address or a DNS name")
 
     @property
@@ -118,8 +118,8 @@ class Address:
         kind, host, port = pieces[1], pieces[2], pieces[4]
         if kind not in _HOST_KINDS:
             raise ConfigError(f"{kind!r} in address {text!r} is not one of ip4, ip6, dns")
-        if not port.isascii() or not port.isdigit():
-            raise ConfigError(f"port {port!r} in address {text!r} is not a number")
+        if not re.fullmatch(r"[0-9]{1,5}", port):
+            raise ConfigError(f"port {port!r:.20} in an address is not a number within 1..65535")
         address = cls(host, int(port), PeerID.parse(pieces[6]))
         if address.kind != kind:
             raise ConfigError(f"host {host!r} in address {text!r} is {address.kind}, not {kind}")
@@ -174,11 +174,11 @@ class Invite:
         return cls(tuple(Address.parse(address) for address in addresses), run_id)
 
 
-def parse_peers(peers: str | Iterable[str | Address | Invite]) -> tuple[Address, ...]:
+def parse_peers(peers: str | Address | Invite | Iterable[str | Address | Invite]) -> tuple[Address, ...]:
     """Read `initial_peers`: addresses and invites, as text or objects, in one sequence.
 
     Args:
-        peers: an iterable of addresses or invites; one string counts as a sequence of one.
+        peers: an iterable of addresses or invites; a single one counts as a sequence of one.
 
     Returns:
         All addresses in the order given, each once.
@@ -186,7 +186,9 @@ def parse_peers(peers: str | Iterable[str | Address | Invite]) -> tuple[Address,
     Raises:
         ConfigError: one of them is neither an address nor an invite.
     """
-    items: Sequence[object] = [peers] if isinstance(peers, str) else list(peers)
+    if not isinstance(peers, str | Address | Invite | Iterable):
+        raise ConfigError(f"initial_peers must be a list of addresses or invites, got {type(peers).__name__}")
+    items: Sequence[object] = [peers] if isinstance(peers, str | Address | Invite) else list(peers)
     found: dict[Address, None] = {}
     for item in items:
         if isinstance(item, Address):

@@ -46,7 +46,7 @@ Down = TypeVar("Down")
 M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""A SHA-256 digest."""
+"""32 bytes: SHA-256 of states and chunks, SHA-512 cut short of parts."""
 
 RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """Names one averaging round; drawn at random by the leader of the group."""
@@ -323,11 +323,14 @@ class Begin(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """I hold the average of this part: of this attempt, from these contributors (bit i = member i), this digest."""
+    """I hold the average of this part: of this attempt, from these contributors (bit i = member i) with this weight in
+    all, and this digest of the encoded bytes.
+    """
 
     part: int
     attempt: int
     contributors: Annotated[bytes, msgspec.Meta(max_length=32)]
+    weight: float
     digest: Digest
 
 
@@ -441,6 +444,40 @@ class AskVerdict(Request[Verdict], frozen=True):
     """Member to member, when the decider is lost: do you have the verdict?"""
 
     round_id: RoundID
+
+
+# ------------------------------------------------------------------------------------------------------------- progress
+
+
+class Progress(Message, frozen=True):
+    """Where one peer of a run stands. Kept in the DHT under `RUN_ID_progress`, and told to the others directly.
+
+    `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
+    accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own messages.
+    `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced.
+    """
+
+    contact: Contact
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    digest: Digest
+    branch_samples: Annotated[int, msgspec.Meta(ge=0)]
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    rate: float
+    time: float
+    settings: dict[str, str]
+    end_epoch: int | None = None
+
+
+class TellProgress(Request[Progress], frozen=True):
+    """Here I stand; where do you stand?"""
+
+    run_id: str
+    progress: Progress
+
+    @property
+    def scope(self) -> str:
+        """The run."""
+        return self.run_id
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

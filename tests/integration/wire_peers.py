@@ -1,7 +1,7 @@
 """Hand-made peers for security tests: they speak TLS through asyncio's streams and build every frame themselves.
 
-Nothing here uses `shoal.transport.handshake`: the frames and the signed message are written down a second time, from the
-description of the protocol, so that a change of either side alone is noticed.
+Nothing here uses `shoal.transport.handshake`: the frames and the signed message are written down a second time, from
+the description of the protocol, so that a change of either side alone is noticed.
 """
 
 from __future__ import annotations

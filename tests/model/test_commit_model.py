@@ -105,7 +105,7 @@ class World:
         if member.wants(part, attempt):
             member.expect(part, attempt)
             digest = f"{part}/{attempt}".encode().ljust(32)
-            member.averaged(Held(part, attempt, b"\x07", digest))
+            member.averaged(Held(part, attempt, b"\x07", 3.0, digest))
         if news := member.take_report():
             self.reports[peer].append(Report(held=news))
 

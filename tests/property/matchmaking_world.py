@@ -154,9 +154,7 @@ class World:
         self.nodes[node.peer] = node
         return node
 
-    def call(
-        self, node: Node, at: float, expected: Callable[[], frozenset[PeerID] | None] | None = None
-    ) -> None:
+    def call(self, node: Node, at: float, expected: Callable[[], frozenset[PeerID] | None] | None = None) -> None:
         """The peer begins to search at this time."""
 
         def begin() -> None:
@@ -392,9 +390,7 @@ class World:
             node.asking = None
             self.feed(node, AskLost(leader.peer, "lost"))
 
-    def down(
-        self, node: Node, peer: PeerID, event: Event, *, last: bool = False, group: Group | None = None
-    ) -> None:
+    def down(self, node: Node, peer: PeerID, event: Event, *, last: bool = False, group: Group | None = None) -> None:
         """A leader's message to one that asked it."""
         pipe = node.inbound.get(peer)
         assert pipe is not None, f"answers {type(event).__name__} to one that has not asked"
@@ -412,9 +408,11 @@ class World:
             pipe.answered = True
             if pipe.nudge:
                 pipe.open = False
-                code = event.code if isinstance(event, AskRefused) else "redirected"
                 assert not isinstance(event, AskAccepted), "a nudge is never accepted"
-                self.feed(node, Nudged(leader.peer, code))
+                if isinstance(event, AskRefused):
+                    self.feed(node, Nudged(leader.peer, event.code))
+                elif isinstance(event, AskRedirected):
+                    self.feed(node, Nudged(leader.peer, "redirected", leader=event.leader))
                 return
             assert node.asking is pipe
             if isinstance(event, AskRefused | AskRedirected):

@@ -219,9 +219,9 @@ def test_newcomers_beyond_the_limit_wait_for_their_turn() -> None:
 
     async def main() -> None:
         swarm = new_swarm()
-        box = Box(random_tensors(1, 4))
+        box = Box(random_tensors(1, 24))
         donor = await swarm.start_peer("donor", node(box, limits=ShareLimits(max_receivers=2)))
-        names = [f"new{i}" for i in range(7)]
+        names = [f"new{i}" for i in range(5)]
         await swarm.start_peers(names, node())
         most = 0
 

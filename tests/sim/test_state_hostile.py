@@ -150,6 +150,13 @@ async def _silence(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes)
     await sleep(1e5)
 
 
+async def _silence_within_a_chunk(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+    if 0 in chunks:
+        await stream.send(Chunk(0), data)
+        await stream.send(Chunk(1), data[: MIB // 2])
+    await sleep(1e5)
+
+
 async def _a_drip(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0), data)
     for offset in range(0, MIB, 8 << 10):
@@ -206,13 +213,14 @@ def test_what_follows_the_last_chunk_does_not_matter(script: Send) -> None:
     run(main)
 
 
-def test_a_silent_stream_is_left() -> None:
+@pytest.mark.parametrize("script", [_silence, _silence_within_a_chunk])
+def test_a_silent_stream_is_left(script: Send) -> None:
     """A live peer that stops sending holds nobody longer than the stall limit, again and again."""
 
     async def main() -> None:
         swarm = new_swarm()
         box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)])
-        mute = await swarm.start_peer("mute", node(box, kind=sends(_silence)))
+        mute = await swarm.start_peer("mute", node(box, kind=sends(script)))
         good = await swarm.start_peer("good", node(box))
         await swarm.start_peer("new", node())
         state = await fetch(swarm, "new", donors_of(mute, good))

@@ -171,7 +171,7 @@ class Exchange:
             digest = bytes(32)
             if any(contributors):
                 digest = await self._compute(part, round_.vector.finish, part, total)
-            held = Held(number, attempt, contributors, digest)
+            held = Held(number, attempt, contributors, total, digest)
             news = round_.rules.averaged(held)
         if news:
             if any(contributors):

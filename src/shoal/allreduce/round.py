@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -34,13 +34,40 @@ _REMEMBERED_VERDICTS = 64
 class FormedGroup(Protocol):
     """What matchmaking hands over."""
 
-    round_id: bytes
-    members: list[Member]
-    my_index: int
-    decider: int
-    slices: list[int]
-    part_bytes: int
-    controls: dict[PeerID, Stream[Any, Any]]
+    @property
+    def round_id(self) -> bytes:
+        """Names the round."""
+        ...
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Everybody, in the group's order."""
+        ...
+
+    @property
+    def my_index(self) -> int:
+        """Which of them we are."""
+        ...
+
+    @property
+    def decider(self) -> int:
+        """Which of them decides."""
+        ...
+
+    @property
+    def slices(self) -> Sequence[int]:
+        """Elements of the vector that each member owns."""
+        ...
+
+    @property
+    def part_bytes(self) -> int:
+        """Upper bound on a part, as encoded."""
+        ...
+
+    @property
+    def controls(self) -> Mapping[PeerID, Stream[Any, Any]]:
+        """Open streams: from the decider to each follower, from a follower to the decider."""
+        ...
 
 
 class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,10 +94,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         members: the group, in order.
         contributors: members that count in every part.
         left_out: members that are missing in at least one part.
+        weight: total weight of the first part (of all parts, if nobody was left out on the way).
     """
 
     commit: Commit
     members: tuple[Member, ...]
+    weight: float
     contributors: tuple[PeerID, ...]
     left_out: tuple[PeerID, ...]
 
@@ -168,6 +197,7 @@ class Round:
         return Outcome(
             commit=commit,
             members=tuple(self.members),
+            weight=commit.parts[0].weight,
             contributors=tuple(peer for i, peer in enumerate(peers) if i in everywhere),
             left_out=tuple(peer for i, peer in enumerate(peers) if i not in everywhere),
         )

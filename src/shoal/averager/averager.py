@@ -24,7 +24,7 @@ from shoal.clock import Backoff
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
-from shoal.events import GroupFormed, LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
+from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group, Matchmaker
 from shoal.peer import PeerID
 from shoal.state import Donor, DownloadedState, SharedState, StateDonor, download_state
@@ -166,6 +166,11 @@ class Averager:
         state: gives the state to share; default the averaged tensors. Called under the lock.
         codecs: one codec for each tensor, in place of `compression`.
 
+    Attributes:
+        group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
+        looking: whether a step looks for a group now, rather than averages.
+        state_priority: donors with a higher one are asked first.
+
     Raises:
         ConfigError: an argument is wrong; it is named.
     """
@@ -196,6 +201,8 @@ class Averager:
         self.vector = Vector(self.tensors, layout)
         self.state_priority = 0.0
         self.group_bits = settings.group_bits
+        self.group_tag = ""
+        self.looking = False
         self._state = state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         self._version = 0
         self._schema = layout.schema
@@ -238,7 +245,8 @@ class Averager:
     async def step(
         self,
         *,
-        weight: float | Callable[[], float] = 1.0,
+        weight: float = 1.0,
+        prepare: Callable[[], tuple[float, float]] | None = None,
         gather: object = None,
         timeout_s: float = 300.0,
         allow_retries: bool = True,
@@ -248,8 +256,9 @@ class Averager:
         """Find a group and average once.
 
         Args:
-            weight: of this peer's values, finite, 0 or more. A function is called under the lock when the values are
-                copied in.
+            weight: of this peer's values, finite, 0 or more.
+            prepare: called under the lock when the values are copied in; gives the weight, in place of `weight`, and a
+                factor for the values.
             gather: a MessagePack value that all members get.
             timeout_s: longest time for everything, retries included.
             allow_retries: after a failed round look for another group.
@@ -266,8 +275,7 @@ class Averager:
         if self._stepping:
             raise LocalError("step() is running already: wait for it, or make another averager")
         gathered = _pack(gather)
-        if not callable(weight):
-            _check_weight(weight)
+        _check_weight(weight)
         self._stepping = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -275,7 +283,7 @@ class Averager:
         try:
             while True:
                 try:
-                    return await self._try_once(weight, gathered, deadline, expected, apply)
+                    return await self._try_once(prepare or (lambda: (weight, 1.0)), gathered, deadline, expected, apply)
                 except SchemaMismatch as error:
                     self._aborted(error)
                     raise
@@ -294,7 +302,7 @@ class Averager:
 
     async def _try_once(
         self,
-        weight: float | Callable[[], float],
+        prepare: Callable[[], tuple[float, float]],
         gathered: bytes,
         deadline: float,
         expected: Callable[[], frozenset[PeerID] | None] | None,
@@ -302,20 +310,12 @@ class Averager:
     ) -> StepResult:
         loop, events = asyncio.get_running_loop(), self.core.env.events
         began = loop.time()
-        group = await self._matchmaker.form_group(
-            group_key=f"{self.prefix}.0b{self.group_bits}",
-            gathered=gathered,
-            bandwidth=self.settings.bandwidth,
-            window_s=self.settings.averaging_expiration_s,
-            deadline_s=max(0.001, deadline - began),
-            expected=expected,
-        )
+        group = await self._form_group(gathered, deadline - began, expected)
         formed = loop.time()
         peers = tuple(member.contact.peer for member in group.members)
-        events.emit(GroupFormed(prefix=self.prefix, round_id=group.round_id, peers=peers, waited_s=formed - began))
         sent, received = self.core.endpoint.traffic
         try:
-            outcome = await self._run_round(group, weight, deadline, apply)
+            outcome = await self._run_round(group, prepare, deadline, apply)
         except BaseException:
             group.release()
             raise
@@ -338,10 +338,26 @@ class Averager:
             duration_s=loop.time() - formed,
         )
 
+    async def _form_group(
+        self, gathered: bytes, timeout_s: float, expected: Callable[[], frozenset[PeerID] | None] | None
+    ) -> Group:
+        self.looking = True
+        try:
+            return await self._matchmaker.form_group(
+                group_key=f"{self.prefix}.0b{self.group_bits}{self.group_tag}",
+                gathered=gathered,
+                bandwidth=self.settings.bandwidth,
+                window_s=self.settings.averaging_expiration_s,
+                deadline_s=max(0.001, timeout_s),
+                expected=expected,
+            )
+        finally:
+            self.looking = False
+
     async def _run_round(
         self,
         group: Group,
-        weight: float | Callable[[], float],
+        prepare: Callable[[], tuple[float, float]],
         deadline: float,
         apply: Callable[[Vector], None] | None,
     ) -> Outcome:
@@ -349,9 +365,9 @@ class Averager:
             await self._closing  # the last round may still be giving its averages to somebody
         executor, settings = self.core.env.executor, self.settings
         async with self.lock.held():
-            mine = weight() if callable(weight) else weight
-            bad = await executor.run(self.vector.copy_in) if mine > 0 else None
-        if bad is not None:
+            mine, scale = prepare()
+            bad = await executor.run(self.vector.copy_in, scale)
+        if bad is not None and mine > 0:
             reason = "values that are not finite"
             event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
             self.core.env.events.emit(event)

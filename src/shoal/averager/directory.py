@@ -3,7 +3,7 @@
 =========================  ==========================================  ==========================================
 key                        subkey: entry                               written by
 =========================  ==========================================  ==========================================
-``PREFIX.0bBITS``          peer id: addresses, or nil (withdrawn)      a peer that looks for a group
+``PREFIX.0bBITS``          peer id: addresses and until when, or nil   a peer that looks for a group
 ``PREFIX.all_averagers``   peer id: addresses and priority             a peer that shares its state
 =========================  ==========================================  ==========================================
 
@@ -18,14 +18,16 @@ from typing import Annotated
 import msgspec
 
 from shoal.dht import DhtNode
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, PeerUnreachable, ShoalError
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Contact
 
 __all__ = ["DhtDirectory", "declare_donor", "find_donors"]
 
-_TOMBSTONE_S = 0.5
+_KEEP_S = 5.0
+"""Entries outlive the window that they announce: clocks differ, and readers judge for themselves."""
+
 _READ_TIMEOUT_S = 5.0
 
 _Addresses = Annotated[list[str], msgspec.Meta(max_length=8)]
@@ -34,6 +36,9 @@ _Addresses = Annotated[list[str], msgspec.Meta(max_length=8)]
 class DhtDirectory:
     """The group directory that matchmaking asks for, kept in the DHT.
 
+    In the DHT the entry that expires later wins, so each entry of ours is given a later record expiration than the one
+    before it, whatever window it announces: the last call wins.
+
     Args:
         node: the DHT node.
         endpoint: tells our own contact.
@@ -41,29 +46,39 @@ class DhtDirectory:
 
     def __init__(self, node: DhtNode, endpoint: Endpoint) -> None:
         self._node, self._endpoint = node, endpoint
-        self._declared: dict[str, float] = {}
+        self._last: dict[str, float] = {}
 
     async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
         """Say that this peer looks for a group until `expiration` (wall clock, seconds)."""
-        self._declared[group_key] = max(expiration, self._declared.get(group_key, 0.0))
-        addresses = [str(address) for address in contact.addresses]
-        await self._node.store(group_key, addresses, expiration, contact.peer.raw, timeout_s=_READ_TIMEOUT_S)
+        await self._write(group_key, [[str(address) for address in contact.addresses], expiration], expiration)
 
     async def withdraw(self, group_key: str) -> None:
-        """Take it back: an entry that expires later and says nothing."""
-        expiration = self._declared.pop(group_key, None)
-        if expiration is not None:
-            own = self._endpoint.peer_id.raw
-            await self._node.store(group_key, None, expiration + _TOMBSTONE_S, own, timeout_s=_READ_TIMEOUT_S)
+        """Take it back, by an entry that says nothing."""
+        if (last := self._last.get(group_key)) is not None:
+            await self._write(group_key, None, last - _KEEP_S)
+
+    async def _write(self, group_key: str, value: object, expiration: float) -> None:
+        record_expiration = max(expiration + _KEEP_S, self._last.get(group_key, 0.0) + 0.001)
+        self._last.pop(group_key, None)
+        self._last[group_key] = record_expiration
+        while len(self._last) > 64:
+            self._last.pop(next(iter(self._last)))
+        own = self._endpoint.peer_id.raw
+        if not await self._node.store(group_key, value, record_expiration, own, timeout_s=_READ_TIMEOUT_S):
+            raise PeerUnreachable("no DHT node took the declaration")
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """Who looks for a group under this key now, and until when."""
         found = await self._node.get(group_key, latest=True, timeout_s=_READ_TIMEOUT_S)
-        return [
-            (Contact(peer, addresses), expiration)
-            for peer, value, expiration in _entries(found.value if found else None)
-            if value is not None and (addresses := _addresses(value, peer))
-        ]
+        declared = []
+        for peer, value in _entries(found.value if found else None):
+            if value is not None:
+                try:
+                    addresses, expiration = msgspec.convert(value, tuple[_Addresses, float])
+                except msgspec.ValidationError:
+                    continue  # another peer's malformed entry hides that peer only
+                declared.append((Contact(peer, _addresses(addresses, peer)), expiration))
+        return declared
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
@@ -77,7 +92,7 @@ async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[t
     """Who shares a state under `prefix` now, with its priority; this peer itself left out."""
     found = await node.get(f"{prefix}.all_averagers", latest=True, timeout_s=timeout_s)
     donors = []
-    for peer, value, _ in _entries(found.value if found else None):
+    for peer, value in _entries(found.value if found else None):
         try:
             addresses, priority = msgspec.convert(value, tuple[_Addresses, float])
         except msgspec.ValidationError:
@@ -87,18 +102,18 @@ async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[t
     return donors
 
 
-def _entries(value: object) -> Iterator[tuple[PeerID, object, float]]:
+def _entries(value: object) -> Iterator[tuple[PeerID, object]]:
     if isinstance(value, dict):
         for subkey, entry in value.items():
             try:
-                yield PeerID(subkey), entry.value, entry.expiration_time
+                yield PeerID(subkey), entry.value
             except ShoalError:
                 continue  # not an entry of a peer
 
 
-def _addresses(value: object, peer: PeerID) -> tuple[Address, ...]:
+def _addresses(texts: list[str], peer: PeerID) -> tuple[Address, ...]:
     try:
-        parsed = [Address.parse(text) for text in msgspec.convert(value, _Addresses)]
-    except (msgspec.ValidationError, ConfigError):
+        parsed = [Address.parse(text) for text in texts]
+    except ConfigError:
         return ()
     return tuple(address for address in parsed if address.peer_id == peer)

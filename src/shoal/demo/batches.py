@@ -56,8 +56,12 @@ class MaskedBatches(Iterator[Batch]):
         self._generator = torch.Generator().manual_seed(seed)
 
     def __next__(self) -> Batch:
+        return self.draw(self._batch_size)
+
+    def draw(self, rows: int) -> Batch:
+        """The next `rows` sequences of the stream."""
         last = len(self._tokens) - len(self._window)
-        begins = torch.randint(last + 1, (self._batch_size, 1), generator=self._generator)
+        begins = torch.randint(last + 1, (rows, 1), generator=self._generator)
         return _masked(self._tokens[begins + self._window], self._vocabulary, self._generator)
 
 
@@ -67,7 +71,7 @@ def held_out_batches(corpus: Corpus, *, batch_size: int, sequence: int, at_most:
     rows = min(at_most, len(tokens) // sequence)
     windows = tokens[: rows * sequence].view(rows, sequence)
     generator = torch.Generator().manual_seed(_HELD_OUT_SEED)
-    return [_masked(window, len(corpus.tokenizer), generator) for window in windows.split(batch_size)]
+    return [_masked(window, len(corpus.tokenizer), generator) for window in torch.split(windows, batch_size)]
 
 
 def _as_tensor(tokens: array[int]) -> Tensor:

@@ -29,6 +29,7 @@ __all__ = ["Child", "child_environment", "python_module"]
 
 _LONGEST_LINE_BYTES = 1 << 20
 _DRAIN_S = 5.0
+_NEW_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # the same for Windows
 
 
 def python_module(module: str, argument: bytes) -> list[str]:
@@ -77,7 +78,6 @@ class Child:
             on_report: called with the name and each report, in the running loop.
             on_end: called once with the name, the return code and the last words of the log when it is gone.
         """
-        own_group = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP} if sys.platform == "win32" else {}
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -86,8 +86,8 @@ class Child:
                 stderr=stderr,
                 env=child_environment(),
                 limit=_LONGEST_LINE_BYTES,
-                start_new_session=sys.platform != "win32",
-                **own_group,
+                start_new_session=True,  # without effect on Windows
+                creationflags=_NEW_GROUP,
             )
         child = cls(name, process, log)
         child._listener = asyncio.create_task(child._listen(on_report, on_end), name=f"listen to {name}")

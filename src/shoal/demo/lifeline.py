@@ -1,4 +1,4 @@
-"""What every child process of the demo does first: hold on to the pipe from its supervisor, and report through the other.
+"""What every child process of the demo does first: hold on to its supervisor by one pipe, and report through another.
 
 `Lifeline` needs nothing but the standard library and msgspec, so it stands before torch is imported. Its thread reads
 commands from stdin; when the pipe ends (the supervisor is gone, however it went) it ends this process at once, whatever
@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections import deque
+from collections.abc import Iterable
 from typing import BinaryIO
 
 import msgspec
@@ -32,7 +33,7 @@ class Lifeline:
         stdout: where reports go.
     """
 
-    def __init__(self, stdin: BinaryIO, stdout: BinaryIO) -> None:
+    def __init__(self, stdin: Iterable[bytes], stdout: BinaryIO) -> None:
         self._stdin, self._stdout = stdin, stdout
         self._lock = threading.Lock()
         self._commands: deque[AnyCommand] = deque()
@@ -45,7 +46,9 @@ class Lifeline:
         From here on `print` goes to stderr: stdout carries reports only.
         """
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        line = cls(os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0), os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
+        # Unbuffered: a thread that waits in a buffered read cannot be left behind when Python ends.
+        stdin = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
+        line = cls(stdin, os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
         sys.stdout = sys.stderr
         threading.Thread(target=line.listen, name="lifeline", daemon=True).start()
         return line

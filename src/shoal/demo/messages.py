@@ -114,7 +114,8 @@ class Working(Report, frozen=True, kw_only=True):
     Attributes:
         state: one or two words: "loading torch", "joining", "training", "averaging", "downloading", "waiting".
         epoch: the swarm epoch its weights are at.
-        samples_per_s: sequences per second it adds, idle time included, over the last seconds.
+        samples: sequences it has computed since it started.
+        samples_per_s: the same per second, idle time included, over the last seconds.
         loss: of the last micro-batch, nats; None before the first.
         bytes_sent: payload of averaging rounds sent since it started.
         bytes_received: the same, received.
@@ -122,6 +123,7 @@ class Working(Report, frozen=True, kw_only=True):
 
     state: str
     epoch: int = 0
+    samples: int = 0
     samples_per_s: float = 0.0
     loss: float | None = None
     bytes_sent: int = 0
@@ -248,9 +250,11 @@ def encode(message: Command | Report | PeerConfig | BaselineConfig) -> bytes:
 
 def decode_command(line: bytes) -> AnyCommand:
     """Read one line of a peer's stdin. Raises `msgspec.MsgspecError` if it is no command."""
-    return _commands.decode(line)
+    command: AnyCommand = _commands.decode(line)
+    return command
 
 
 def decode_report(line: bytes) -> AnyReport:
     """Read one line of a child's stdout. Raises `msgspec.MsgspecError` if it is no report."""
-    return _reports.decode(line)
+    report: AnyReport = _reports.decode(line)
+    return report

@@ -1,8 +1,12 @@
 """A small masked language model in plain torch, after ALBERT (Lan et al., 2020, arXiv:1909.11942).
 
-Kept from ALBERT: one transformer layer whose weights are used at every depth, an embedding factorised into a narrow table
-and a projection, an output head tied to the table, GELU. Changed: the layer normalises *before* attention and
-feed-forward (pre-norm), because a run of one minute needs a learning rate that post-norm does not bear.
+Kept from ALBERT: one transformer layer whose weights are used at every depth, an embedding factorised into a narrow
+table and a projection, an output head tied to the table, GELU. Changed, because the run lasts one minute:
+
+- the layer normalises *before* attention and feed-forward (pre-norm), which bears a larger learning rate;
+- places are told by a learned bias on the distance between reader and read token (Shaw et al., 2018; T5) instead of
+  absolute positions, and most heads begin by looking at one near neighbour each. With absolute positions the model
+  spent its whole minute at the loss of guessing by frequency; with this it leaves that plateau within ten steps.
 
 Shapes in the docstrings: B sequences, T tokens in each, V vocabulary, E embedding width, H hidden width.
 The same `ModelConfig` and seed give bit-identical weights in every process; shoal never has to send the first ones.
@@ -20,6 +24,8 @@ from shoal.demo.batches import Batch
 
 __all__ = ["MaskedLM", "ModelConfig", "build_model"]
 
+_NEIGHBOUR_SLOPE, _NEIGHBOUR_REACH = 3.0, 4.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -34,16 +40,18 @@ class ModelConfig:
         depth: how many times the one shared layer is applied.
     """
 
-    vocabulary: int = 2048
-    sequence: int = 64
-    embedding: int = 64
-    hidden: int = 128
-    heads: int = 4
-    depth: int = 3
+    vocabulary: int
+    sequence: int
+    embedding: int
+    hidden: int
+    heads: int
+    depth: int
 
 
 class SharedLayer(nn.Module):
     """One pre-norm transformer layer: attention over all tokens, then a feed-forward of four times the width."""
+
+    distance_index: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -55,37 +63,27 @@ class SharedLayer(nn.Module):
         self.feed_forward_norm = nn.LayerNorm(width)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
-        offsets = torch.arange(config.sequence)
-        self.distance = nn.Parameter(_first_distance_bias(config))
-        self.register_buffer("_offsets", offsets[None, :] - offsets[:, None] + config.sequence - 1, persistent=False)
-
-    def _distance_bias(self, time: int) -> Tensor:
-        return self.distance[:, self._offsets[:time, :time]]
+        self.distance_bias = nn.Parameter(_first_distance_bias(config))
+        places = torch.arange(config.sequence)
+        index = places[None, :] - places[:, None] + config.sequence - 1
+        self.register_buffer("distance_index", index, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Refine `hidden` [B, T, H]; returns the same shape."""
-        batch, time, width = hidden.shape
-        parts = self.query_key_value(self.attention_norm(hidden)).view(batch, time, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        scores = query @ key.transpose(2, 3) * key.shape[3] ** -0.5
-        attended = (scores + self._distance_bias(time)).softmax(dim=3) @ value
-        hidden = hidden + self.attention_out(attended.transpose(1, 2).reshape(batch, time, width))
-        return hidden + self.down(functional.gelu(self.up(self.feed_forward_norm(hidden))))
+        hidden = hidden + self._attend(self.attention_norm(hidden))
+        wide: Tensor = functional.gelu(self.up(self.feed_forward_norm(hidden)))
+        down: Tensor = self.down(wide)
+        return hidden + down
 
-
-def _first_distance_bias(config: ModelConfig) -> Tensor:
-    """[heads, 2T - 1]: what each head adds to its scores by the distance from reader to read token.
-
-    The first heads begin as "the token before", "the token after", "two before", ... and the last one sees everything
-    alike; from there all of them learn. Finding out where to look is otherwise most of what the first minute goes to.
-    """
-    offsets = torch.arange(1 - config.sequence, config.sequence, dtype=torch.float32)
-    rows = []
-    for head in range(config.heads - 1):
-        centre = (head // 2 + 1) * (-1 if head % 2 == 0 else 1)
-        rows.append(-3.0*(offsets - centre).abs().clamp(max=4) )
-    rows.append(torch.zeros_like(offsets))
-    return torch.stack(rows)
+    def _attend(self, normed: Tensor) -> Tensor:
+        batch, time, width = normed.shape
+        parts = self.query_key_value(normed).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = parts.permute(2, 0, 3, 1, 4)  # each [B, heads, T, H / heads]
+        bias = self.distance_bias[:, self.distance_index[:time, :time]]
+        scores = query @ key.transpose(2, 3) * key.shape[3] ** -0.5 + bias
+        attended = scores.softmax(dim=3) @ value
+        out: Tensor = self.attention_out(attended.transpose(1, 2).reshape(batch, time, width))
+        return out
 
 
 class MaskedLM(nn.Module):
@@ -131,9 +129,26 @@ def build_model(config: ModelConfig, *, seed: int) -> MaskedLM:
         torch.manual_seed(seed)
         model = MaskedLM(config)
         for name, parameter in model.named_parameters():
-            if name.endswith("distance"): continue
-            if parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.05 if "tokens" in name else parameter.shape[1]**-0.5*(0.5 if name.endswith(("out.weight","down.weight")) else 1))
-            elif name.endswith("bias"):
+            if name.endswith("bias") and parameter.dim() == 1:
                 nn.init.zeros_(parameter)
+            elif name == "tokens.weight":
+                nn.init.normal_(parameter, std=0.05)  # small: it is also the output head
+            elif parameter.dim() == 2 and not name.endswith("distance_bias"):
+                # What is added to the residual stream begins at half the size, so that depth does not blow it up.
+                damping = 0.5 if name.endswith(("attention_out.weight", "down.weight")) else 1.0
+                nn.init.normal_(parameter, std=damping * parameter.shape[1] ** -0.5)
     return model
+
+
+def _first_distance_bias(config: ModelConfig) -> Tensor:
+    """[heads, 2T - 1]: what each head first adds to its scores, by the distance from the reader to the read token.
+
+    The first heads begin as "the token before", "the token after", "two before", ...; the last one sees everything
+    alike. From there all of them learn.
+    """
+    distance = torch.arange(1 - config.sequence, config.sequence, dtype=torch.float32)
+    bias = torch.zeros(config.heads, len(distance))
+    for head in range(config.heads - 1):
+        neighbour = (head // 2 + 1) * (-1 if head % 2 == 0 else 1)
+        bias[head] = -_NEIGHBOUR_SLOPE * (distance - neighbour).abs().clamp(max=_NEIGHBOUR_REACH)
+    return bias

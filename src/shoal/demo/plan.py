@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from shoal.demo.settings import DemoOptions
-from shoal.demo.state import DemoState, PeerView
+from shoal.demo.state import DemoState
 
 __all__ = ["Action", "Director", "GiveUp", "Kill", "Limits", "SendHome", "StartNewcomer", "TellStop"]
 
@@ -123,14 +123,13 @@ class Director:
         if any(not peer.alive for peer in state.peers.values()):
             self._killed_at_s = now_s  # somebody else was faster: one loss is what the demo shows
             return []
-        if state.epoch < 2 or now_s > self._options.seconds * _NO_MORE_AFTER:
+        trained = [peer for peer in state.living if peer.training_since_s is not None]
+        all_there = len(trained) == len(state.living) or now_s > self._options.seconds * _JOIN_AT
+        if len(trained) < 2 or not all_there or state.epoch < 2 or now_s > self._options.seconds * _NO_MORE_AFTER:
             return []
         self._killed_at_s = now_s
-        return [Kill(self._victim(state).name)]
-
-    def _victim(self, state: DemoState) -> PeerView:
-        candidates = [peer for peer in state.living if not peer.newcomer][1:] or list(state.living)
-        return candidates[self._options.seed % len(candidates)]
+        # The fastest stays: the run should still have something to show.
+        return [Kill(trained[1:][self._options.seed % (len(trained) - 1)].name)]
 
     def _newcomer(self, state: DemoState, now_s: float) -> list[Action]:
         if self._newcomer_called or state.epoch < 1 or now_s > self._options.seconds * _NO_MORE_AFTER:

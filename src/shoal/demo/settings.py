@@ -16,7 +16,10 @@ from shoal.errors import ConfigError
 
 __all__ = ["MOST_PEERS", "NAMES", "SPEEDS", "DemoOptions", "Training", "warm_up"]
 
-NAMES = tuple("oak elm fir yew ash bay fig box hop ivy sal tea gum nut plum pine rose thyme".split())
+NAMES = (
+    *("oak", "elm", "fir", "yew", "ash", "bay", "fig", "box", "hop"),
+    *("ivy", "sal", "tea", "gum", "nut", "plum", "pine", "rose", "thyme"),
+)
 """What the peers are called, in the order they start; the newcomer takes the next one."""
 
 SPEEDS = (1.0, 0.65, 0.45, 0.3)

@@ -1,8 +1,8 @@
-"""Runs the demo: starts the peers, kills one, brings a new one, ends the run, and says what came out. Never imports torch.
+"""Runs the demo: starts the peers, kills one, brings a new one, ends the run, and says what came out. Without torch.
 
-The supervisor decides nothing itself: what it sees and does becomes facts for `DemoState`, what is to be done comes from
-`Director`, and the screen, the JSON file and the picture are made from the state. So what is here is only what needs
-processes, signals and time:
+The supervisor decides nothing itself: what it sees and does becomes facts, of which `reducer` makes the `DemoState`;
+what is to be done comes from `Director`; screen, JSON file and picture are made from the state. So what is here is only
+what needs processes, signals and time:
 
 - every wait has a deadline (`Limits`), and a child that misses it is killed;
 - whatever happens, also an error in here, no child is left when `run_demo` returns;
@@ -31,12 +31,9 @@ from shoal.demo.children import Child, python_module
 from shoal.demo.messages import BaselineConfig, Leave, PeerConfig, Report, Stop, encode
 from shoal.demo.plan import Action, Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
 from shoal.demo.record import make_record, verdict, write_record
-from shoal.demo.screen import Display, open_display
-from shoal.demo.settings import NAMES, SPEEDS, DemoOptions, Training
-from shoal.demo.state import (
+from shoal.demo.reducer import (
     AnyFact,
     BaselineEnded,
-    DemoState,
     Ended,
     Killing,
     PhaseBegan,
@@ -44,7 +41,11 @@ from shoal.demo.state import (
     Said,
     Started,
     StopAnnounced,
+    apply,
 )
+from shoal.demo.screen import Display, open_display
+from shoal.demo.settings import NAMES, SPEEDS, DemoOptions, Training
+from shoal.demo.state import DemoState
 from shoal.errors import ConfigError
 
 __all__ = ["Meeting", "Wiring", "run_demo"]
@@ -140,7 +141,7 @@ def _check_outputs(options: DemoOptions) -> None:
 
 @contextlib.contextmanager
 def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
-    """First Ctrl+C or SIGTERM: `interrupt`. Second: KeyboardInterrupt. Outside the main thread signals stay as they are."""
+    """First Ctrl+C or SIGTERM: `interrupt`; second: KeyboardInterrupt. Outside the main thread: as they were."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -164,9 +165,7 @@ def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
 class _Supervisor:
     """One run of the demo. `state` is what is known of it."""
 
-    def __init__(
-        self, options: DemoOptions, wiring: Wiring, display: Display, logs: Path, started_s: float
-    ) -> None:
+    def __init__(self, options: DemoOptions, wiring: Wiring, display: Display, logs: Path, started_s: float) -> None:
         self._options, self._wiring, self._display, self._logs = options, wiring, display, logs
         self._started_s = started_s
         self._training = msgspec.structs.replace(wiring.training, seed=options.seed)
@@ -329,7 +328,7 @@ class _Supervisor:
         self._see(BaselineEnded(complete=returncode == 0 and last >= self.state.samples))
 
     def _see(self, fact: AnyFact) -> None:
-        self.state = self.state.apply(fact, self.now_s())
+        self.state = apply(self.state, fact, self.now_s())
         if self._news is not None:
             self._news.set()
 

@@ -1,15 +1,15 @@
 """English text for the demo without a download, and a small tokenizer in pure Python.
 
 The text is CPython's own documentation as every installation carries it: the reference manual's topics (what
-``help("topics")`` shows) and the docstrings of a few modules of the standard library. Paragraphs that are mostly code are
-left out, and so is every second copy of a paragraph (topics quote each other), so that nothing is in both halves:
+``help("topics")`` shows) and the docstrings of a few modules of the standard library. Paragraphs that are mostly code
+are left out, and so is every second copy of a paragraph (topics quote each other), so that nothing is in both halves:
 
 - *train*: what the peers learn from;
 - *held out*: every 12th paragraph (by hash, not by place), which no peer ever trains on; every loss in the report is
   measured here.
 
-The same Python gives the same text, the same vocabulary and the same `Corpus.digest` in every process; the digest is part
-of the run's name, so peers with different tokens do not meet. No torch here.
+The same Python gives the same text, the same vocabulary and the same `Corpus.digest` in every process; the digest is
+part of the run's name, so peers with different tokens do not meet. No torch here.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ SPECIALS = ("[unk]", "[mask]", "[sep]")
 """The first entries of every vocabulary, at the indices `UNKNOWN`, `MASK`, `SEPARATOR`."""
 
 _MODULES = (
-    "argparse codecs configparser datetime difflib doctest fractions functools heapq inspect ipaddress optparse os pathlib pdb "
-    "random shutil smtplib socketserver statistics string subprocess tarfile textwrap threading traceback typing "
-    "uuid zipfile _pydecimal _pyio"
-).split()
+    *("_pydecimal", "_pyio", "argparse", "codecs", "configparser", "datetime", "difflib", "doctest", "fractions"),
+    *("functools", "heapq", "inspect", "ipaddress", "optparse", "os", "pathlib", "pdb", "random", "shutil"),
+    *("smtplib", "socketserver", "statistics", "string", "subprocess", "tarfile", "textwrap", "threading"),
+    *("traceback", "typing", "uuid", "zipfile"),
+)
 """Modules of the standard library with long docstrings; one that is missing is skipped."""
 
 _DOCSTRING = re.compile(r'^[ \t]*[rR]?"""(.*?)"""', re.DOTALL | re.MULTILINE)
@@ -57,7 +58,7 @@ def paragraphs() -> list[str]:
 
 def _documents() -> Iterator[str]:
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415  (half a megabyte: only when the text is wanted)
+        from pydoc_data.topics import topics
 
         yield from (topics[name] for name in sorted(topics))
     except ImportError:  # some distributions leave it out; the docstrings are enough to go on
@@ -82,8 +83,8 @@ class Tokenizer:
     """Splits text into whole words where they are frequent, and into pieces of words where not.
 
     The vocabulary holds the specials, every character, then the most frequent words, then the most frequent pieces of
-    the words that are left (written with a leading ``#``; never the beginning of a word). A word outside it becomes its longest known beginning and
-    the longest known pieces after it.
+    the words that are left (written with a leading ``#``; never the beginning of a word). A word outside it becomes its
+    longest known beginning and the longest known pieces after it.
 
     Args:
         vocabulary: the tokens in order; made by `Tokenizer.build`.
@@ -96,8 +97,13 @@ class Tokenizer:
 
     @classmethod
     def build(cls, texts: Iterable[str], *, size: int = 2048, pieces: int = 256) -> Tokenizer:
-        """Make a vocabulary of at most `size` tokens from `texts`, `pieces` of them pieces of words; equal texts give
-        equal vocabularies."""
+        """Make a vocabulary from `texts`; equal texts give equal vocabularies.
+
+        Args:
+            texts: what to count words in.
+            size: tokens at most.
+            pieces: so many of them are pieces of words.
+        """
         counts = Counter(word for text in texts for word in _WORD.findall(text))
         ranked = [word for word, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
         characters = sorted({character for word in counts for character in word})

@@ -17,7 +17,7 @@ from shoal.dht.routing import id_of_key
 from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import wins
 from shoal.dht.vault import Vault
-from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerUnreachable
+from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
@@ -78,6 +78,9 @@ class Caller:
             raise
         except PeerProtocolError:
             self._neighbours.lied(peer, loop.time())
+            raise
+        except PeerRefused:
+            self._neighbours.refused(peer, loop.time())
             raise
         except PeerError:
             self._neighbours.silent(peer, loop.time())
@@ -260,7 +263,7 @@ class Crawler:
             rest = self._check_shape(contact.peer, group, reply)
             for search, found in zip(group, reply.found, strict=True):
                 if not found.more:
-                    await self._take(contact.peer, search, found)
+                    await self._take(contact.peer, search, found, values=run.values)
             group = rest
 
     def _check_shape(self, peer: PeerID, group: list[Search], reply: DhtFindReply) -> list[Search]:
@@ -272,10 +275,10 @@ class Crawler:
             raise self._lie(peer, "answers none of the keys it was asked for")
         return rest
 
-    async def _take(self, peer: PeerID, search: Search, found: DhtFound) -> None:
+    async def _take(self, peer: PeerID, search: Search, found: DhtFound, *, values: bool) -> None:
         """Check the answer for one key, and use it."""
         now = self._env.clock.time()
-        for number, record in enumerate(found.records):
+        for number, record in enumerate(found.records if values else ()):
             if record.key != search.key:
                 raise self._lie(peer, "a record of another key")
             if not self._vault.timely(record, now) or not search.improves(record):

@@ -74,12 +74,17 @@ class Neighbours:
         return joined
 
     def silent(self, peer: PeerID, now: float) -> None:
-        """The node did not answer a call in time, or was too busy to."""
+        """The node did not answer a call in time."""
         contact = self.table.contact(peer)
         if contact is None:
             self._avoid(peer, now)
         elif self.table.failed(peer):
             self._note_lost(contact, now)
+
+    def refused(self, peer: PeerID, now: float) -> None:
+        """The node answered, and said no: it lives. Another may have more time for us."""
+        if peer not in self.table:
+            self._avoid(peer, now)
 
     def unreachable(self, peer: PeerID, now: float) -> None:
         """There is no way to the node, or the way there was is gone."""

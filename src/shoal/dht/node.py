@@ -21,8 +21,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shoal.clock import Backoff, Env
+from shoal.clock import Env
 from shoal.dht.crawl import Caller, Crawler, Search
+from shoal.dht.joining import Knocking, contacts_of
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import key_of
@@ -32,11 +33,11 @@ from shoal.dht.storage import ValueWithExpiration, view
 from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
 from shoal.dht.vault import Vault
-from shoal.errors import ClosedError, ConfigError, PeerError, PeerRefused, PeerUnreachable
+from shoal.errors import ClosedError, ConfigError
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
-from shoal.wire import Contact, DhtPing, Record
+from shoal.wire import Contact, Record
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -117,7 +118,7 @@ class DhtNode:
         self._upkeep = Upkeep(
             env, settings, own, self._neighbours, self._vault, self._caller, self._crawler, self._publisher
         )
-        Service(endpoint, env, self._neighbours, self._vault, settings, self._record_held)
+        self._service = Service(endpoint, env, self._neighbours, self._vault, settings, self._record_held)
         self._turn = asyncio.Semaphore(settings.parallel_operations)
         self._forget_losses = endpoint.on_lost(self._peer_lost)
         self._closed = False
@@ -181,56 +182,16 @@ class DhtNode:
             PeerUnreachable: nobody answered; names every address and what went wrong there.
         """
         self._check_open()
-        contacts = _contacts(addresses, without=self.peer_id)
+        limit_s = self._limit_s(timeout_s)
+        contacts = contacts_of(addresses, without=self.peer_id)
         self._upkeep.start()
         if not contacts:
             return
         self._neighbours.always_remember(contacts)
-        reasons: dict[PeerID, str] = {}
-        answered: dict[PeerID, None] = {}
-        settled = asyncio.Event()
-        knocks = asyncio.gather(
-            *(self._caller.spawn(self._knock(contact, reasons, answered, settled)) for contact in contacts),
-            return_exceptions=True,
-        )
-        knocks.add_done_callback(lambda _: settled.set())
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s or self.settings.timeout_s):
-                    await settled.wait()
-                    if answered:
-                        await self._upkeep.look_around()
-        finally:
-            knocks.cancel()
+        knocking = Knocking(contacts, self._caller, self._env.rng, self._upkeep.look_around)
+        await knocking.join(limit_s)
         self._check_open()
-        if not answered:
-            tried = "; ".join(
-                f"{address} ({reasons.get(contact.peer, 'no answer')})"
-                for contact in contacts
-                for address in contact.addresses
-            )
-            raise PeerUnreachable(f"no initial peer answered: {tried}")
-
-    async def _knock(
-        self, contact: Contact, reasons: dict[PeerID, str], answered: dict[PeerID, None], settled: asyncio.Event
-    ) -> None:
-        """Ping an initial peer until it answers, or says no."""
-        backoff = Backoff(self._env.rng, first_s=0.2, max_s=2.0)
-        while contact.peer not in answered:
-            try:
-                await self._caller.call(contact, DhtPing())
-            except PeerRefused as error:
-                reasons[contact.peer] = f"refused: {error.message}"
-                return
-            except PeerError as error:
-                reasons[contact.peer] = error.message
-                await asyncio.sleep(backoff.next_s())
-            else:
-                first = not answered
-                answered[contact.peer] = None
-                settled.set()
-                if not first:
-                    await self._upkeep.look_around()  # it may know a part of the network that the first does not
+        knocking.check()
 
     # ---------------------------------------------------------------------------------------------------------- storing
 
@@ -375,19 +336,25 @@ class DhtNode:
         """Stop all work. Operations under way end with what they have. The endpoint stays open. Safe to call twice."""
         self._closed = True
         self._forget_losses()
+        self._service.close()
         await self._caller.close()
 
     def _check_open(self) -> None:
         if self._closed or self._endpoint.closed:
             raise ClosedError("this DHT node was closed")
 
+    def _limit_s(self, timeout_s: float | None) -> float:
+        if timeout_s is None:
+            return self.settings.timeout_s
+        if not timeout_s > 0:
+            raise ConfigError(f"timeout_s must be positive, got {timeout_s!r}")
+        return timeout_s
+
     @asynccontextmanager
     async def _operation(self, timeout_s: float | None) -> AsyncIterator[None]:
         """Wait in line, then work, both within the time limit. Past it, what was done so far counts."""
-        if timeout_s is not None and not timeout_s > 0:
-            raise ConfigError(f"timeout_s must be positive, got {timeout_s!r}")
         with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s or self.settings.timeout_s), self._turn:
+            async with asyncio.timeout(self._limit_s(timeout_s)), self._turn:
                 yield
         self._check_open()
 
@@ -396,12 +363,3 @@ def _checked_key(key: Key) -> Key:
     if not isinstance(key, str | bytes):
         raise ConfigError(f"key must be str or bytes, got {type(key).__name__}")
     return key
-
-
-def _contacts(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:
-    """One contact per peer, with all its addresses."""
-    peers: dict[PeerID, dict[Address, None]] = {}
-    for address in addresses:
-        if address.peer_id != without:
-            peers.setdefault(address.peer_id, {})[address] = None
-    return [Contact(peer, tuple(known)[:8]) for peer, known in peers.items()]

@@ -15,7 +15,7 @@ from shoal.dht.routing import id_of_key
 from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import RateLimiter, wire_bytes
 from shoal.dht.vault import Vault
-from shoal.errors import PeerRefused
+from shoal.errors import ClosedError, PeerRefused
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply, Record
@@ -25,6 +25,7 @@ __all__ = ["Service"]
 _BURST_S = 16.0
 _CHECKED_AT_ONCE = 32
 _SPARE_BYTES = 4096
+_BYTES_PER_TOKEN = 16384
 
 
 class Service:
@@ -51,6 +52,7 @@ class Service:
         self._endpoint, self._env, self._neighbours, self._vault = endpoint, env, neighbours, vault
         self._bucket_size = settings.bucket_size
         self._on_held = on_held
+        self._closed = False
         self._finds = RateLimiter(settings.find_keys_per_s, settings.find_keys_per_s * _BURST_S)
         self._stores = RateLimiter(settings.store_records_per_s, settings.store_records_per_s * _BURST_S)
         endpoint.serve(DhtPing, self.ping)
@@ -68,7 +70,7 @@ class Service:
         self._meet(peer)
         self._pay(self._finds, peer, max(1, len(request.keys)), "keys")
         now = self._env.clock.time()
-        left = self._endpoint.limits.header_bytes - _SPARE_BYTES
+        room = left = self._endpoint.limits.header_bytes - _SPARE_BYTES
         found: list[DhtFound] = []
         for number, key in enumerate(request.keys):
             nearest = self._neighbours.table.nearest(id_of_key(key), self._bucket_size, without=peer)
@@ -80,6 +82,8 @@ class Service:
             else:
                 found.append(DhtFound(records, nearest))
                 left -= size
+        # Large answers cost more than small ones, but nobody knows their size before.
+        self._finds.charge(peer, (room - left) / _BYTES_PER_TOKEN, asyncio.get_running_loop().time())
         return DhtFindReply(found)
 
     async def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
@@ -98,7 +102,13 @@ class Service:
                 await asyncio.sleep(0)  # signatures take a while: others go first
         return DhtStoreReply(refused)
 
+    def close(self) -> None:
+        """Answer no more calls."""
+        self._closed = True
+
     def _meet(self, peer: PeerID) -> None:
+        if self._closed:
+            raise ClosedError("this DHT node was closed")
         self._neighbours.alive(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
 
     def _pay(self, limiter: RateLimiter, peer: PeerID, cost: float, what: str) -> None:

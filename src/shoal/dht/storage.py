@@ -364,10 +364,20 @@ class RateLimiter:
 
     def allows(self, peer: PeerID, cost: float, now: float) -> bool:
         """Use `cost` tokens of this peer at this time (seconds on a clock that never goes back), if it has them."""
-        left, at = self._left.pop(peer, (self._burst, now))
-        left = min(self._burst, left + (now - at) * self._rate_per_s)
+        left = self._refill(peer, now)
         allowed = cost <= left
-        self._left[peer] = (left - cost if allowed else left, now)
+        self._put_back(peer, left - cost if allowed else left, now)
+        return allowed
+
+    def charge(self, peer: PeerID, cost: float, now: float) -> None:
+        """Take `cost` tokens for what was done already; the peer may owe some after it."""
+        self._put_back(peer, self._refill(peer, now) - cost, now)
+
+    def _refill(self, peer: PeerID, now: float) -> float:
+        left, at = self._left.pop(peer, (self._burst, now))
+        return min(self._burst, left + (now - at) * self._rate_per_s)
+
+    def _put_back(self, peer: PeerID, left: float, now: float) -> None:
+        self._left[peer] = (left, now)
         if len(self._left) > self._max_peers:
             self._left.pop(next(iter(self._left)))
-        return allowed

@@ -2,7 +2,7 @@
 
 - The directory is read at once when the search begins (somebody may be there already), again when our own declaration
   is stored (of two peers that declare at the same time, the one that reads later sees the other), after each quiet
-  time, and in between ever more rarely.
+  time, and ever more rarely while nothing happens.
 - The *quiet time* after a join is short if exactly the last group's members are there, long if one of them is missing,
   and else follows the gaps between joins; it is never shorter than a read of the directory takes, because a peer that
   was sent here by another leader needs about as many round trips.
@@ -140,9 +140,10 @@ class Lookout:
             return math.inf
         if self._read_begun < self._declared_at:
             return self._declared_at
+        poll = self._read_begun + self._poll_s
         if followers and self._read_begun < (settled := self._settled(followers)):
-            return settled
-        return self._read_begun + self._poll_s
+            return min(settled, poll)
+        return poll
 
     def _settled(self, followers: Followers) -> float:
         return max(self._last_join, self._declared_at) + self.settle_s(followers)
@@ -185,10 +186,12 @@ class Lookout:
         if not self._rules.leads:
             return []
         after_s = max(self._rules.settle_s, self._read_s)
+        later = [each for each in self._declarers.unjoined(followers, now) if each.key > key]
+        # The next one may lead others that belong to us, because it looked before we could be found: tell it at once.
         return [
-            (each, self._declarers.seen_at(each.peer) + after_s)
-            for each in self._declarers.unjoined(followers, now)
-            if each.key > key and self._nudged.get(each.peer) != each.expiration
+            (each, self._declarers.seen_at(each.peer) + (after_s if index else 0.0))
+            for index, each in enumerate(later)
+            if self._nudged.get(each.peer) != each.expiration
         ]
 
     # ------------------------------------------------------------------------------------------------------ time

@@ -319,6 +319,16 @@ class GroupMachine:
             self._met = True
             if event.code != "later":
                 self._declarers.spend(event.peer, expiration)
+            if event.leader is not None:
+                self._on_other_leader(event.leader)
+
+    def _on_other_leader(self, leader: Contact) -> None:
+        """There is another leader. If it is earlier it will take us; if not, it will refuse and come to us."""
+        peer = leader.peer
+        unknown = self._declarers.expiration_of(peer) is None and not self._declarers.is_lost(peer)
+        if self._phase is Phase.LOOKING and unknown and peer != self._me and peer not in self._followers:
+            self._chain.clear()
+            self._ask(leader)
 
     def _on_tick(self, now: float) -> None:
         if self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:

@@ -221,11 +221,12 @@ class BeginReceived:
 
 @dataclass(frozen=True, slots=True)
 class Nudged:
-    """What came of a nudge: the code of the refusal, `redirected`, or `lost`."""
+    """What came of a nudge: the code of the refusal, `redirected` (to `leader`, whom the peer follows), or `lost`."""
 
     peer: PeerID
     code: str
     text: str = ""
+    leader: Contact | None = None
 
 
 @dataclass(frozen=True, slots=True)

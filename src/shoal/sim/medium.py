@@ -127,9 +127,7 @@ class Line:
 
     def occupy(self, start: float, nbytes: int) -> float:
         """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through."""
-        if self.rate is None:
-            return start
-        taken_s = nbytes / self.rate
+        taken_s = nbytes / self.rate if self.rate is not None else 0.0
         self.busy_until = max(self.busy_until, start) + taken_s
         if nbytes > SMALL_BYTES:
             return self.busy_until

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from shoal.sim.medium import SMALL_BYTES, Line, Link, Medium
 from shoal.sim.owner import Owner
@@ -237,37 +238,41 @@ class Flow:
         return self._may_leave()
 
     def _leave(self, data: bytes) -> None:
-        now, nbytes = self._medium.loop.time(), len(data)
+        src, dst, medium, nbytes = self.src, self.dst, self._medium, len(data)
+        arrival = now = medium.loop.time()
         self._unread += nbytes
-        if self.src is self.dst:
-            self._fly(data, now)
-            return
-        left = self.src.uplink.occupy(now, nbytes)
-        delay_s = self._delay_s(nbytes)
-        # The first byte is there one latency after it left: both lines are busy with the segment at the same time.
-        self._fly(data, max(left + delay_s, self.dst.downlink.occupy(now + delay_s, nbytes)))
-
-    def _delay_s(self, nbytes: int) -> float:
-        return self._medium.delay_s(self.link, nbytes, max(self.src.slowness, self.dst.slowness))
+        if src is not dst:
+            delay_s = medium.delay_s(self.link, nbytes, max(src.slowness, dst.slowness))
+            arrival += delay_s
+            if src.uplink.rate is not None:
+                arrival = src.uplink.occupy(now, nbytes) + delay_s
+            if dst.downlink.rate is not None:
+                # The first byte is there one latency after it left: both lines are busy with it at the same time.
+                arrival = max(arrival, dst.downlink.occupy(now + delay_s, nbytes))
+        self._fly(data, arrival)
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
-        self._last_arrival = arrival = max(arrival, self._last_arrival)
+        arrival = max(arrival, self._last_arrival)
+        self._last_arrival = arrival
         self._flying.append(item)
         self._medium.at(arrival, self._arrive)
 
+    def _latency_s(self) -> float:
+        """How long something without bytes flies."""
+        if self.src is self.dst:
+            return 0.0
+        return self._medium.delay_s(self.link, 0, max(self.src.slowness, self.dst.slowness))
+
     def signal(self, callback: Callable[[], None]) -> None:
         """Something other than bytes, called at the other side when it arrives, in its place among the bytes."""
-        now = self._medium.loop.time()
-        self._fly(callback, now if self.src is self.dst else now + self._delay_s(0))
+        self._fly(callback, self._medium.loop.time() + self._latency_s())
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
-    def _may_arrive(self) -> bool:
-        return self.dst.awake and self.src.group == self.dst.group
-
     def _arrive(self) -> None:
         """The next in flight is due."""
-        if self._late or not self._may_arrive():
+        dst = self.dst
+        if self._late or not dst.awake or self.src.group != dst.group:
             self._late += 1
         else:
             self._deliver()
@@ -284,12 +289,12 @@ class Flow:
     def reopen(self, *, at_once: bool) -> None:
         """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
         if self._late or self._credit_held:
-            delay_s = 0.0 if at_once or self.src is self.dst else self._delay_s(0)
+            delay_s = 0.0 if at_once else self._latency_s()
             self._medium.at(self._medium.loop.time() + delay_s, self._catch_up)
         self.kick()
 
     def _catch_up(self) -> None:
-        if self._may_arrive():
+        if self.dst.awake and self.src.group == self.dst.group:
             count, self._late = self._late, 0
             for _ in range(count):
                 self._deliver()
@@ -304,8 +309,7 @@ class Flow:
         self._owed += nbytes
         if self._owed * 4 >= self._medium.window_bytes:
             nbytes, self._owed = self._owed, 0
-            delay_s = 0.0 if self.src is self.dst else self._delay_s(0)
-            self._medium.at(self._medium.loop.time() + delay_s, lambda: self._credit(nbytes))
+            self._medium.at(self._medium.loop.time() + self._latency_s(), partial(self._credit, nbytes))
 
     def _credit(self, nbytes: int) -> None:
         if not self.src.awake or self.src.group != self.dst.group:
@@ -325,7 +329,7 @@ class Flow:
         if not self._end_sent:
             self._end_sent = True
             self.clear()
-            self.signal(lambda: self.receiver.lose(reason))
+            self.signal(partial(self.receiver.lose, reason))
 
     def clear(self) -> None:
         """Drop what is queued."""

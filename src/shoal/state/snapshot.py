@@ -28,8 +28,10 @@ from shoal.wire import ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
 
-_HASH_AT_ONCE = 64
+_HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
+
+_HASHERS = 4
 
 _HASH_BYTES = 34
 """One SHA-256 in MessagePack."""
@@ -183,11 +185,7 @@ class SnapshotStore:
             version = self._version()
             layout = self._plan(state)
             data = await run(_encode_all, layout, state.tensors)
-        hashes: list[bytes] = []
-        batch = _HASH_AT_ONCE * layout.chunk_bytes
-        for start in range(0, data.nbytes, batch):
-            hashes += await run(_hash_chunks, data[start : start + batch], layout.chunk_bytes)
-        manifest = replace(layout, hashes=tuple(hashes))
+        manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         return Snapshot(version, manifest, manifest.to_message(), data)
 
     def _plan(self, state: SharedState) -> Manifest:
@@ -203,6 +201,21 @@ class SnapshotStore:
                 "share fewer tensors or less metadata"
             )
         return plan
+
+    async def _hash(self, data: memoryview, chunk_bytes: int) -> list[bytes]:
+        """The hashes of all chunks, by a few tasks at the same time."""
+        batch = _HASH_AT_ONCE * chunk_bytes
+        starts = range(0, data.nbytes, batch)
+        found: dict[int, list[bytes]] = {}
+        left = iter(starts)
+
+        async def work() -> None:
+            for start in left:
+                run = self._env.executor.run
+                found[start] = await run(_hash_chunks, data[start : start + batch], chunk_bytes)
+
+        await asyncio.gather(*(work() for _ in range(_HASHERS)))
+        return [digest for start in starts for digest in found[start]]
 
     # ------------------------------------------------------------------------------------------------------- freeing
 

@@ -222,8 +222,7 @@ async def _expect(connection: TlsConnection, kind: type[F], peer_id: PeerID | No
 
 
 async def _refuse(connection: TlsConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
-    """Say no, and wait until the other side has hung up: until then the connection counts as unauthenticated."""
+    """Say no and close; returns the error to raise, upon which the caller drops the socket."""
     await _send(connection, _Refusal(reason, *ours))
     await connection.close()
-    await connection.wait_lost()
     return PeerRefused(f"told no: {reason}", client)

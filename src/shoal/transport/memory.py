@@ -57,7 +57,6 @@ class MemoryConnection:
         # Reading: what came and nobody took, from byte `_head` of its first piece on; or the buffer that waits for it.
         self._pieces: deque[bytes] = deque()
         self._head = 0
-        self._unpaid = 0
         self._target: memoryview | None = None
         self._filled = 0
         self._full: asyncio.Future[None] | None = None
@@ -90,33 +89,31 @@ class MemoryConnection:
 
     async def write(self, *buffers: Buffer) -> None:
         pipe = self._open_pipe()
-        size = sum(buffer.nbytes if isinstance(buffer, memoryview) else len(buffer) for buffer in buffers)
-        if size <= SEGMENT_BYTES and not self._turn.locked() and pipe.queued_bytes <= HIGH_WATER_BYTES:
-            if size:
-                self._send(pipe, buffers[0] if len(buffers) == 1 else b"".join(buffers))
+        if not self._turn.locked() and pipe.queued_bytes <= HIGH_WATER_BYTES and _nbytes(buffers) <= SEGMENT_BYTES:
+            if data := b"".join(buffers):  # a copy, except of bytes that are alone
+                self._send(pipe, data)
             if pipe.queued_bytes <= HIGH_WATER_BYTES:
                 return
             buffers = ()
         async with self._turn:
-            whole = True
+            torn = False
             try:
                 for buffer in buffers:
                     view = memoryview(buffer).cast("B")
                     for start in range(0, len(view), SEGMENT_BYTES):
                         await self._wait_for_room(pipe)
-                        self._send(pipe, view[start : start + SEGMENT_BYTES])
-                        whole = False
-                whole = True
+                        self._send(pipe, bytes(view[start : start + SEGMENT_BYTES]))
+                        torn = True
+                torn = False
                 await self._wait_for_room(pipe)
             except asyncio.CancelledError:
-                if not whole:
+                if torn:
                     self._abort("a write was cancelled half-way")
                 raise
 
-    def _send(self, pipe: Pipe, data: Buffer) -> None:
-        copy = bytes(data)
-        self._sent += len(copy)
-        pipe.send(copy)
+    def _send(self, pipe: Pipe, data: bytes) -> None:
+        self._sent += len(data)
+        pipe.send(data)
 
     async def _wait_for_room(self, pipe: Pipe) -> None:
         self._open_pipe()
@@ -145,14 +142,13 @@ class MemoryConnection:
         filled = self._take(target) if self._pieces else 0
         if filled < len(target):
             if self.closed:
-                self._put_back(target[:filled])
                 raise self._end_error()
             self._target, self._filled = target, filled
             self._full = asyncio.get_running_loop().create_future()
             try:
                 await self._full
-            except BaseException:
-                self._put_back(target[: self._filled])
+            except asyncio.CancelledError:
+                self._abort("a read was cancelled")
                 raise
             finally:
                 self._target = self._full = None
@@ -160,38 +156,24 @@ class MemoryConnection:
 
     def _take(self, target: memoryview) -> int:
         """Move as much as there is and as fits into `target`; returns how much."""
-        pieces, head, filled, size = self._pieces, self._head, 0, len(target)
-        while pieces and filled < size:
+        pieces, head, filled, space = self._pieces, self._head, 0, len(target)
+        while pieces and space:
             piece = pieces[0]
-            count = min(len(piece) - head, size - filled)
-            if count == len(piece):
-                target[filled : filled + count] = piece
-            else:
-                target[filled : filled + count] = memoryview(piece)[head : head + count]
-            filled += count
-            head += count
-            if head == len(piece):
+            size = len(piece) - head
+            if size <= space:
+                target[filled : filled + size] = memoryview(piece)[head:] if head else piece
                 pieces.popleft()
                 head = 0
+            else:
+                size = space
+                target[filled:] = memoryview(piece)[head : head + size]
+                head += size
+            filled += size
+            space -= size
         self._head = head
-        self._pay(filled)
+        if self._pipe is not None:
+            self._pipe.consumed(filled)
         return filled
-
-    def _put_back(self, data: memoryview) -> None:
-        """A read that did not come to its end consumes nothing."""
-        if data and not self._closing:
-            if self._head:
-                self._pieces[0] = self._pieces[0][self._head :]
-                self._head = 0
-            self._pieces.appendleft(bytes(data))
-            self._unpaid += len(data)
-
-    def _pay(self, nbytes: int) -> None:
-        """Let the other side send on, but once only for bytes that were put back."""
-        paid = min(self._unpaid, nbytes)
-        self._unpaid -= paid
-        if nbytes > paid and self._pipe is not None:
-            self._pipe.consumed(nbytes - paid)
 
     # -------------------------------------------------------------------------------------------------------- ending
 
@@ -230,18 +212,20 @@ class MemoryConnection:
         self._transport.connected(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._target is None or self._full is None or self._full.done():
+        target = self._target
+        if target is None or self._full is None or self._full.done():
             self._pieces.append(data)
             return
-        space = len(self._target) - self._filled
-        if len(data) <= space:
-            self._target[self._filled : self._filled + len(data)] = data
-            self._filled += len(data)
-            self._pay(len(data))
+        filled, size = self._filled, len(data)
+        if filled + size <= len(target):
+            target[filled : filled + size] = data
+            if self._pipe is not None:
+                self._pipe.consumed(size)
         else:
             self._pieces.append(data)
-            self._filled += self._take(self._target[self._filled :])
-        if self._filled == len(self._target):
+            size = self._take(target[filled:])
+        self._filled = filled = filled + size
+        if filled == len(target):
             self._full.set_result(None)
 
     def resume_writing(self) -> None:
@@ -254,6 +238,13 @@ class MemoryConnection:
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
         self._transport.disconnected(self)
+
+
+def _nbytes(buffers: Sequence[Buffer]) -> int:
+    size = 0
+    for buffer in buffers:
+        size += buffer.nbytes if isinstance(buffer, memoryview) else len(buffer)
+    return size
 
 
 class MemoryTransport:
@@ -282,6 +273,7 @@ class MemoryTransport:
         self._context: contextvars.Context | None = None
         self._addresses: tuple[Address, ...] = ()
         self._connections: dict[MemoryConnection, None] = {}
+        self._dials: dict[asyncio.Timeout, None] = {}
         self._closed = False
 
     @property
@@ -311,9 +303,14 @@ class MemoryTransport:
             # An address that does not answer uses up its share of the time, not that of the others.
             share_s = (deadline - asyncio.get_running_loop().time()) / (len(addresses) - index)
             try:
-                async with asyncio.timeout(max(0.0, share_s)):
-                    return await self._open(peer_id, address)
+                async with asyncio.timeout(max(0.0, share_s)) as limit:
+                    self._dials[limit] = None
+                    try:
+                        return await self._open(peer_id, address)
+                    finally:
+                        del self._dials[limit]
             except TimeoutError:
+                self._check_open()
                 failures.append(
                     PeerTimeout(f"no answer from {address.host}:{address.port} in {share_s:.3g} s", peer_id)
                 )
@@ -344,6 +341,9 @@ class MemoryTransport:
         self._addresses = ()
         for connection in list(self._connections):
             connection.abort()
+        for limit in self._dials:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
 
     def _check_open(self) -> None:
         if self._closed:

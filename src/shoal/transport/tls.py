@@ -45,7 +45,7 @@ PAUSE_BYTES = 256 << 10
 """The socket is not read while this much received ciphertext waits for a reader."""
 
 CLOSE_S = 5.0
-"""How long `close` tries to send what is queued, and how long the other side's FIN is waited for after it."""
+"""Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
 
 _RECORD_BYTES = 16 << 10
 
@@ -55,18 +55,13 @@ class TlsConnection(asyncio.BufferedProtocol):
 
     Args:
         context: TLS settings of this side.
-        dialed: this side dialed (TLS client).
+        dialed: this side dialed.
         scratch: receive buffer; may be shared by all connections of one loop.
         alive: holds this connection from when it gets its socket until the socket is gone.
     """
 
     def __init__(
-        self,
-        context: ssl.SSLContext,
-        *,
-        dialed: bool,
-        scratch: memoryview,
-        alive: set[TlsConnection],
+        self, context: ssl.SSLContext, *, dialed: bool, scratch: memoryview, alive: set[TlsConnection]
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -95,7 +90,6 @@ class TlsConnection(asyncio.BufferedProtocol):
 
     @property
     def peer_id(self) -> PeerID:
-        """Who is on the other side (proved)."""
         if self._peer_id is None:
             raise LocalError("this connection is not authenticated yet")
         return self._peer_id
@@ -112,22 +106,18 @@ class TlsConnection(asyncio.BufferedProtocol):
 
     @property
     def dialed(self) -> bool:
-        """True if this side dialed, False if it accepted."""
         return self._dialed
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes handed to `write` so far, proofs of identity not counted."""
         return self._bytes_sent
 
     @property
     def bytes_received(self) -> int:
-        """Bytes returned by `readinto` so far, proofs of identity not counted."""
         return self._bytes_received
 
     @property
     def closed(self) -> bool:
-        """True once no more bytes can be written."""
         return self._closing or self._end_reason is not None
 
     async def write(self, *buffers: Buffer) -> None:
@@ -136,8 +126,6 @@ class TlsConnection(asyncio.BufferedProtocol):
         When it returns, the buffers may be reused. Writers take turns in the order of their calls. Cancelled before its
         first byte was taken it has no effect; cancelled after its last one it was sent; in between the pipe is aborted.
 
-        Raises:
-            PeerUnreachable: the pipe is closed or broke.
         """
         async with self._write_lock:
             await self._wait_drained()
@@ -156,10 +144,6 @@ class TlsConnection(asyncio.BufferedProtocol):
         """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
 
         Cancelled while it waits it aborts the pipe: nobody could tell which bytes come next.
-
-        Raises:
-            PeerUnreachable: the pipe ended or broke before the buffer was full.
-            LocalError: another `readinto` is waiting.
         """
         if self._reader is not None:
             raise LocalError("another readinto() waits on this connection: one reader at a time")
@@ -167,6 +151,8 @@ class TlsConnection(asyncio.BufferedProtocol):
         self._target, self._filled = view, 0
         try:
             self._decrypt()
+            if self._incoming.pending < PAUSE_BYTES:
+                self._resume_reading()
             if self._filled < len(view):
                 await self._wait_readable()
         finally:
@@ -223,7 +209,7 @@ class TlsConnection(asyncio.BufferedProtocol):
             except ssl.SSLWantReadError:
                 self._flush()
                 await self._wait_readable()
-            except (ssl.SSLError, ValueError) as error:
+            except ssl.SSLError as error:
                 self._flush()  # TLS tells the other side why
                 self.abort(f"TLS handshake failed: {error}")
                 raise self._unreachable() from error
@@ -243,7 +229,7 @@ class TlsConnection(asyncio.BufferedProtocol):
         """Wait until the socket is gone."""
         await asyncio.shield(self._lost)
 
-    # Callbacks of the event loop
+    # Called by the event loop
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -260,7 +246,7 @@ class TlsConnection(asyncio.BufferedProtocol):
         if self._target is not None:
             self._decrypt()
         elif self._reader is not None:
-            self._wake(self._reader)
+            _wake(self._reader)
         if self._incoming.pending >= PAUSE_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
@@ -276,40 +262,29 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._linger.cancel()
         self._transport = None
         self._alive.discard(self)
-        self._wake(self._lost)
+        _wake(self._lost)
 
     def pause_writing(self) -> None:
         self._writing_paused = True
 
     def resume_writing(self) -> None:
         self._writing_paused = False
-        self._wake(self._drained)
-
-    # Inside
+        _wake(self._drained)
 
     def _unreachable(self) -> PeerUnreachable:
-        reason = self._end_reason or "closed by this side"
-        return PeerUnreachable(reason, self._peer_id)
+        return PeerUnreachable(self._end_reason or "closed by this side", self._peer_id)
 
     def _end(self, reason: str) -> None:
         """No byte can be written any more; a waiting reader or writer fails."""
         if self._end_reason is None:
             self._end_reason = reason
-        self._wake(self._reader)
-        self._wake(self._drained)
-
-    @staticmethod
-    def _wake(waiter: asyncio.Future[None] | None) -> None:
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        _wake(self._reader)
+        _wake(self._drained)
 
     async def _wait_readable(self) -> None:
         """Wait until the target is full (without a target: for any bytes). Raises `PeerUnreachable` at the end."""
         if self._end_reason is not None or self._discarding:
             raise self._unreachable()
-        if self._reading_paused and self._incoming.pending < PAUSE_BYTES and self._transport is not None:
-            self._reading_paused = False
-            self._transport.resume_reading()
         self._reader = self._loop.create_future()
         try:
             await self._reader
@@ -344,7 +319,7 @@ class TlsConnection(asyncio.BufferedProtocol):
         if self._outgoing.pending:  # an answer of TLS itself, as to a key update
             self._flush()
         if filled == size:
-            self._wake(self._reader)
+            _wake(self._reader)
 
     def _encrypt(self, chunk: Sequence[Buffer]) -> None:
         try:
@@ -383,7 +358,10 @@ class TlsConnection(asyncio.BufferedProtocol):
     def _discard(self) -> None:
         """From now on throw away what comes in, read or not."""
         self._discarding = True
-        self._wake(self._reader)
+        _wake(self._reader)
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
         if self._reading_paused and self._transport is not None:
             self._reading_paused = False
             self._transport.resume_reading()
@@ -395,12 +373,16 @@ class TlsConnection(asyncio.BufferedProtocol):
             self._linger = self._loop.call_later(CLOSE_S, self._transport.abort)
 
 
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
 def _cut(buffers: Sequence[Buffer]) -> Iterator[Sequence[Buffer]]:
     """Group and cut buffers into chunks of at most `CHUNK_BYTES`; a few small ones become one TLS record."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
     if len(views) > 1 and sum(map(len, views)) <= _RECORD_BYTES:
-        yield (b"".join(views),)
-        return
+        views = [memoryview(b"".join(views))]
     chunk: list[memoryview] = []
     room = CHUNK_BYTES
     for view in views:

@@ -1,0 +1,35 @@
+"""The demo: unequal processes on one machine train a small language model, lose a peer and take in another.
+
+=================  ==========================================================================================
+module             what it does
+=================  ==========================================================================================
+settings           the user's options, and the training settings all processes share
+messages           what supervisor and children say to each other (JSON lines)
+state              everything known about a run, as values: for screen, file and picture
+reducer            how facts change it; pure
+plan               what the demo does on purpose, and when (sans-IO)
+supervisor         processes, signals, time; `run_demo` is here
+children           one child process: started, heard, told, ended
+lifeline           the child's side of it
+screen             the live screen and the plain lines
+conclusion         what came out, in sentences
+record             what came out, as JSON
+report             what came out, as a picture
+peer               a peer process: the training loop
+baseline           the single process it is compared with
+swarm              the only file here that uses shoal
+training           model, optimizer, schedule as peers and baseline share them
+model              a small ALBERT-style masked language model in plain torch
+batches            masked batches
+text               English text and a tokenizer without a download
+=================  ==========================================================================================
+
+Only peer, baseline, training, model and batches import torch; the supervisor's process never does.
+"""
+
+from __future__ import annotations
+
+from shoal.demo.settings import DemoOptions
+from shoal.demo.supervisor import run_demo
+
+__all__ = ["DemoOptions", "run_demo"]

@@ -1,0 +1,104 @@
+"""Getting into a network through its initial peers.
+
+All of them are tried at once, each again and again with growing pauses until the time is up: peers that were started
+together find each other in whatever order they come up. The first answer is enough to go on; one that says no (another
+protocol version, another identity) is not asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from shoal.clock import Backoff
+from shoal.dht.crawl import Caller
+from shoal.errors import PeerError, PeerRefused, PeerUnreachable
+from shoal.peer import Address, PeerID
+from shoal.wire import Contact, DhtPing
+
+if TYPE_CHECKING:
+    import random
+
+__all__ = ["Knocking", "contacts_of"]
+
+
+class Knocking:
+    """One try to get in.
+
+    Args:
+        contacts: the initial peers, at least one.
+        caller: makes the calls.
+        rng: jitter of the pauses.
+        look_around: makes this node and its neighbours known to each other, once somebody has answered.
+    """
+
+    def __init__(
+        self,
+        contacts: Sequence[Contact],
+        caller: Caller,
+        rng: random.Random,
+        look_around: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._contacts, self._caller, self._rng, self._look_around = contacts, caller, rng, look_around
+        self._answered: dict[PeerID, None] = {}
+        self._reasons: dict[PeerID, str] = {}
+        self._settled = asyncio.Event()
+
+    async def join(self, timeout_s: float) -> None:
+        """Knock until somebody answers and the neighbourhood is known, or the time is up, or all have said no."""
+        knocks = asyncio.gather(
+            *(self._caller.spawn(self._knock(contact)) for contact in self._contacts), return_exceptions=True
+        )
+        knocks.add_done_callback(lambda _: self._settled.set())
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._settled.wait()
+                    if self._answered:
+                        await self._look_around()
+        finally:
+            knocks.cancel()
+
+    def check(self) -> None:
+        """Raise if nobody answered.
+
+        Raises:
+            PeerUnreachable: names every address and what went wrong there.
+        """
+        if not self._answered:
+            tried = "; ".join(
+                f"{address} ({self._reasons.get(contact.peer, 'no answer')})"
+                for contact in self._contacts
+                for address in contact.addresses
+            )
+            raise PeerUnreachable(f"no initial peer answered: {tried}")
+
+    async def _knock(self, contact: Contact) -> None:
+        """Ping an initial peer until it answers, or says no."""
+        backoff = Backoff(self._rng, first_s=0.2, max_s=2.0)
+        while contact.peer not in self._answered:
+            try:
+                await self._caller.call(contact, DhtPing())
+            except PeerRefused as error:
+                self._reasons[contact.peer] = f"refused: {error.message}"
+                return
+            except PeerError as error:
+                self._reasons[contact.peer] = error.message
+                await asyncio.sleep(backoff.next_s())
+            else:
+                first = not self._answered
+                self._answered[contact.peer] = None
+                self._settled.set()
+                if not first:
+                    await self._look_around()  # it may know a part of the network that the first does not
+
+
+def contacts_of(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:
+    """One contact per peer, with all its addresses."""
+    peers: dict[PeerID, dict[Address, None]] = {}
+    for address in addresses:
+        if address.peer_id != without:
+            peers.setdefault(address.peer_id, {})[address] = None
+    return [Contact(peer, tuple(known)[:8]) for peer, known in peers.items()]

@@ -1,0 +1,323 @@
+"""The matchmaker of one averager: forms one group after another.
+
+It outlives each search and keeps what one search teaches the next (`Memory`): whose link was lost, who was in the last
+group, how long the directory takes. It owns all tasks, so that whatever a search leaves behind (a farewell, a
+withdrawal) ends in bounded time, at the latest with `close`.
+
+A peer that asks while we do not search is refused at once: what it read is stale, and it finds us again by our next
+declaration.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from shoal.clock import Env
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, ShoalError
+from shoal.events import GroupFormed, Warned
+from shoal.matchmaking.group import MAX_GATHERED_BYTES, Group, GroupDirectory
+from shoal.matchmaking.inbound import Inbound
+from shoal.matchmaking.machine import GroupMachine
+from shoal.matchmaking.search import ControlStream, Search
+from shoal.matchmaking.signals import MAX_GROUP_SIZE, Memory, PeerGone, Rules
+from shoal.matchmaking.terms import Plan, Terms
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint
+from shoal.wire import Contact, Join, JoinRefused, Leave, Member
+
+__all__ = ["Matchmaker"]
+
+_FAREWELL_S = 3.0
+
+
+class Matchmaker:
+    """Forms groups for one averager. Loop thread only.
+
+    Args:
+        endpoint: calls and streams of this peer; not owned.
+        env: clock, chance, events.
+        directory: where peers declare themselves.
+        prefix: the averager's name; group keys are `prefix.0b` and bits.
+        schema: describes our tensors; equal bytes are equal schemas.
+        settings: named values that must be equal in the whole run.
+        compare_schema: given another peer's schema, a sentence naming the first difference, or None if both can average
+            together. Must take any bytes.
+        plan: given a group's members, in order: how many elements each reduces, and the bytes of one part.
+        target_group_size: a group of this many starts at once; None: any number, as soon as all who look are in it.
+        min_group_size: a smaller group never starts.
+        window_s: how long a declaration stands before the group starts with whoever is there.
+        request_timeout_s: how long another peer or the directory may take to answer.
+        settle_s: shortest quiet time after a join before a group that is not full may start; longer while members of
+            the last group are missing, or as joins come with gaps.
+        client_mode: only follow; never declare, lead or reduce.
+
+    Raises:
+        ConfigError: an argument is out of its range.
+    """
+
+    def __init__(  # noqa: PLR0913 (all but three are named by the caller)
+        self,
+        endpoint: Endpoint,
+        env: Env,
+        directory: GroupDirectory,
+        *,
+        prefix: str,
+        schema: bytes,
+        settings: Mapping[str, str],
+        compare_schema: Callable[[bytes], str | None],
+        plan: Plan,
+        target_group_size: int | None = None,
+        min_group_size: int = 2,
+        window_s: float = 5.0,
+        request_timeout_s: float = 3.0,
+        settle_s: float = 0.05,
+        client_mode: bool = False,
+    ) -> None:
+        _check_sizes(target_group_size, min_group_size)
+        for name, value in (("window_s", window_s), ("request_timeout_s", request_timeout_s), ("settle_s", settle_s)):
+            _check_seconds(name, value)
+        if not prefix:
+            raise ConfigError("prefix is empty: give the averager a name that is the same on all peers")
+        self._endpoint, self._env, self._directory = endpoint, env, directory
+        self._prefix, self._schema, self._settings = prefix, schema, dict(settings)
+        self._compare_schema, self._plan = compare_schema, plan
+        self._target_size, self._min_size = target_group_size, min_group_size
+        self._window_s, self._request_timeout_s, self._settle_s = window_s, request_timeout_s, settle_s
+        self._longest_window_s = window_s
+        self._client_mode = client_mode
+        self._memory = Memory()
+        self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
+        self._search: Search | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._writer: asyncio.Task[None] | None = None
+        self._held: set[Inbound] = set()
+        self._closed = self._ended = False
+        self._undo = [
+            endpoint.serve_stream(Join, self._serve_join, scope=prefix),
+            endpoint.on_lost(self._on_lost),
+        ]
+
+    # --------------------------------------------------------------------------------------------------- the work
+
+    async def form_group(
+        self,
+        *,
+        group_key: str,
+        gathered: bytes = b"",
+        bandwidth: float | None = None,
+        window_s: float | None = None,
+        deadline_s: float | None = None,
+        expected: Callable[[], frozenset[PeerID] | None] | None = None,
+    ) -> Group:
+        """Find a group and agree on it.
+
+        Args:
+            group_key: `prefix.0b` and bits: who looks under the same key can meet.
+            gathered: our value for all other members, at most 64 KiB.
+            bandwidth: bytes/s that we say we have; None: unknown; 0: we reduce nothing.
+            window_s: in place of the matchmaker's own.
+            deadline_s: no new window begins after this, counted from now; None: one window only. A search in which
+                another peer was found to lead may take a few `request_timeout_s` longer.
+            expected: who is expected to join, None where not known: if we lead, the group starts as soon as all of
+                them that are alive are there, and waits for them to the end of the window. Called often.
+
+        Returns:
+            The group. Its owner must `release` it.
+
+        Raises:
+            RoundFailed: no group, and why.
+            SchemaMismatch: only peers whose tensors or settings differ were met; names the first difference.
+            LocalError: a search is going on.
+            ConfigError: an argument is out of its range.
+            ClosedError: the matchmaker was closed.
+        """
+        if self._closed:
+            raise ClosedError("this matchmaker was closed")
+        if self._search is not None:
+            raise LocalError("form_group was called while another form_group is running: one group at a time")
+        member = self._member(gathered, bandwidth)
+        rules = self._rules(window_s, deadline_s, member)
+        if not group_key.startswith(f"{self._prefix}.0b"):
+            raise ConfigError(f"group_key is {group_key!r}, it must be '{self._prefix}.0b' followed by bits")
+        started = asyncio.get_running_loop().time()
+        search = self._search = self._new_search(group_key, member, rules, started, expected)
+        try:
+            group = await search.run()
+        except BaseException:
+            search.abandon()
+            raise
+        finally:
+            self._search = None
+            search.close()
+        self._companions = (group_key, frozenset(group.peers))
+        waited_s = asyncio.get_running_loop().time() - started
+        self._env.events.emit(
+            GroupFormed(prefix=self._prefix, round_id=group.round_id, peers=group.peers, waited_s=waited_s)
+        )
+        return group
+
+    def _member(self, gathered: bytes, bandwidth: float | None) -> Member:
+        if len(gathered) > MAX_GATHERED_BYTES:
+            raise ConfigError(f"gathered is {len(gathered)} bytes long, at most {MAX_GATHERED_BYTES} can travel")
+        if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth >= 0):
+            raise ConfigError(f"bandwidth must be a number of bytes/s, 0 or None, got {bandwidth}")
+        contact = Contact(self._endpoint.peer_id) if self._client_mode else self._endpoint.contact
+        return Member(contact, bool(contact.addresses) and bandwidth != 0, bandwidth, gathered)
+
+    def _rules(self, window_s: float | None, deadline_s: float | None, member: Member) -> Rules:
+        window_s = self._window_s if window_s is None else window_s
+        _check_seconds("window_s", window_s)
+        self._longest_window_s = max(self._longest_window_s, window_s)
+        if deadline_s is not None:
+            _check_seconds("deadline_s", deadline_s)
+        return Rules(
+            target_size=self._target_size,
+            min_size=self._min_size,
+            window_s=window_s,
+            deadline_s=deadline_s,
+            settle_s=self._settle_s,
+            settle_max_s=10 * self._settle_s,
+            patience_s=self._request_timeout_s,
+            reduces=member.reduces,
+            leads=bool(member.contact.addresses),
+            follow_grace_s=self._request_timeout_s,
+        )
+
+    def _new_search(
+        self,
+        group_key: str,
+        member: Member,
+        rules: Rules,
+        now: float,
+        expected: Callable[[], frozenset[PeerID] | None] | None,
+    ) -> Search:
+        last_key, companions = self._companions
+        self._memory.companions = companions if last_key == group_key else frozenset()
+        machine = GroupMachine(
+            self._endpoint.peer_id,
+            rules,
+            self._memory,
+            now=now,
+            wall_offset_s=self._env.clock.time() - now,
+            expected=expected,
+        )
+        terms = Terms(
+            group_key=group_key,
+            schema=self._schema,
+            settings=self._settings,
+            compare_schema=self._compare_schema,
+            plan=self._plan,
+            member=member,
+            min_size=self._min_size,
+            request_timeout_s=self._request_timeout_s,
+        )
+        return Search(self._endpoint, self._env, self._directory, self, terms, machine)
+
+    # ---------------------------------------------------------------------------------------------- from outside
+
+    async def _serve_join(self, stream: ControlStream, join: Join) -> None:
+        if self._search is None:
+            await stream.send(JoinRefused("not-looking", "not looking for a group now"))
+        else:
+            await self._search.serve(stream, join)
+
+    def _on_lost(self, peer: PeerID, _reason: str) -> None:
+        # Whatever it declared before now ends before now and one window.
+        self._memory.lose(peer, self._env.clock.time() + self._longest_window_s)
+        if self._search is not None:
+            self._search.feed(PeerGone(peer))
+
+    # --------------------------------------------------------------------------------------- for the search (Owner)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task that ends with the matchmaker at the latest; whoever starts it minds its exception."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def write(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Stop what is being written to the directory, then write this."""
+        self._writer = self.spawn(self._write(self._writer, write))
+
+    async def _write(self, before: asyncio.Task[None] | None, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        if before is not None and not before.done():
+            before.cancel()
+            await asyncio.wait((before,), timeout=self._request_timeout_s)
+        try:
+            await write()
+        except (ShoalError, TimeoutError) as error:
+            text = str(error) or "no answer in time"
+            self._env.events.emit(Warned(where="matchmaking", message=f"could not withdraw a declaration: {text}"))
+
+    def farewell(self, stream: ControlStream, *, leave: bool) -> None:
+        """End a stream in order, in the background."""
+        if self._ended:
+            stream.abort()
+        elif not stream.closed:
+            self.spawn(_end(stream, leave=leave))
+
+    def hold(self, inbounds: Sequence[Inbound]) -> None:
+        """These streams belong to a group now, until `release`."""
+        self._held.update(inbounds)
+
+    def release(self, streams: Sequence[ControlStream], inbounds: Sequence[Inbound]) -> None:
+        """A group is over: end its control streams."""
+        for stream in streams:
+            self.farewell(stream, leave=False)
+        for inbound in inbounds:
+            inbound.release()
+        self._held.difference_update(inbounds)
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    async def close(self) -> None:
+        """Stop: a running `form_group` raises `ClosedError`, groups are released, our declaration is withdrawn.
+
+        Takes a few seconds at most. Safe to call twice.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for undo in self._undo:
+            undo()
+        if self._search is not None:
+            self._search.fail(ClosedError("this matchmaker was closed"))
+            self._search.close()
+        self.release((), tuple(self._held))
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=_FAREWELL_S)
+        self._ended = True
+        tasks = set(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _end(stream: ControlStream, *, leave: bool) -> None:
+    try:
+        async with asyncio.timeout(_FAREWELL_S):
+            if leave:
+                await stream.send(Leave())
+            await stream.finish()
+    except (PeerError, LocalError, TimeoutError):
+        pass  # the other side is gone, or says something else: then not in order
+    finally:
+        stream.abort()
+
+
+def _check_sizes(target: int | None, least: int) -> None:
+    if least < 1:
+        raise ConfigError(f"min_group_size must be at least 1, got {least}")
+    if target is not None and not max(least, 2) <= target <= MAX_GROUP_SIZE:
+        raise ConfigError(
+            f"target_group_size must be from {max(least, 2)} (min_group_size, or 2) to {MAX_GROUP_SIZE}, got {target}"
+        )
+
+
+def _check_seconds(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{name} must be a positive number of seconds, got {value}")

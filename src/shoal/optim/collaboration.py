@@ -1,0 +1,574 @@
+"""When the swarm steps: progress, gradient rounds, forks, state download. No threads, no waiting for the user.
+
+One task in the loop watches the swarm and moves between four phases:
+
+============  ====================================================================  ==================================
+phase         what goes on                                                          what the trainer does at its step
+============  ====================================================================  ==================================
+COLLECTING    the swarm has fewer than `target_batch_size` samples at our state     goes on with the next batch
+AVERAGING     there are enough: the gradients are averaged with all at our state    waits for the round
+STEPPING      the average is here                                                   takes the optimizer step
+BEHIND        somebody has a better state (a later epoch, or the winner of a fork)  downloads it
+============  ====================================================================  ==================================
+
+Only the trainer changes parameters, between its batches. A round takes what was accumulated when the group begins, also
+from a trainer that is in the middle of a batch: nobody waits for the slowest batch. After a failed round the accumulators
+stay and it is tried again: a synchronous run never steps on local gradients while others are at the same state.
+
+A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's digest,
+so gradients of different states are never averaged, and equal digests mean equal histories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import NamedTuple
+
+import msgspec
+
+from shoal.allreduce.vector import Vector
+from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.compression import CompressionBase, NoCompression
+from shoal.core import PeerCore
+from shoal.errors import ConfigError, PeerError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
+from shoal.events import EpochAdvanced, Warned
+from shoal.optim.training_state import TrainingState
+from shoal.peer import PeerID
+from shoal.progress import SwarmProgress, SwarmView
+from shoal.state import Donor, Manifest, SharedState, download_state
+from shoal.wire import Contact, Progress, TellProgress, decode, encode
+
+__all__ = ["Collaboration", "CollaborationSettings", "Phase"]
+
+_TELL_LIMIT = 32
+"""With more peers than this, progress goes through the DHT only."""
+
+_CALL_TIMEOUT_S = 3.0
+
+
+class Phase(enum.Enum):
+    """Where this peer stands between two steps: see the module."""
+
+    COLLECTING = "collecting"
+    AVERAGING = "averaging"
+    STEPPING = "stepping"
+    BEHIND = "behind"
+
+
+class StateName(NamedTuple):
+    """What the parameters of a peer are: swapped as one value whenever they change.
+
+    Attributes:
+        epoch: swarm steps that went into them.
+        digest: names their history.
+        samples: that went into them; and one for each averaging of states, so that the averaged state is the better one.
+    """
+
+    epoch: int
+    digest: bytes
+    samples: int
+
+
+class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run is trained together.
+
+    Attributes:
+        run_id: names the run; all its peers give the same.
+        target_batch_size: samples of the whole swarm in one step.
+        averager: of gradients and of states.
+        average_state_every: epochs between two averagings of the parameters; 0 for never.
+        publish_period_s: how often progress is written to the DHT when nothing changes.
+        tell_period_s: the shortest time between two messages of progress to the other peers.
+        ttl_s: a peer that says nothing for this long is no longer counted.
+        fingerprint: named values that must be equal on all peers of the run.
+    """
+
+    run_id: str
+    target_batch_size: int
+    averager: AveragerSettings
+    average_state_every: int = 10
+    publish_period_s: float = 2.0
+    tell_period_s: float = 0.05
+    ttl_s: float = 20.0
+    fingerprint: Mapping[str, str] = {}
+
+
+class Collaboration:
+    """One peer's part in a run. Loop only; the trainer's calls are marked.
+
+    Args:
+        core: this peer.
+        training: what it trains. The trainer may touch it only under `lock`, or while it waits here.
+        settings: of the run.
+        lock: of accumulators, parameters and optimizer.
+        compression: codec for gradients.
+        state_compression: codec for averaging states.
+        download_compression: codec for state download.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        training: TrainingState,
+        settings: CollaborationSettings,
+        *,
+        lock: TensorLock,
+        compression: CompressionBase | None = None,
+        state_compression: CompressionBase | None = None,
+        download_compression: CompressionBase | None = None,
+    ) -> None:
+        if settings.target_batch_size < 1:
+            raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
+        self.core, self.training, self.settings, self.lock = core, training, settings, lock
+        self.phase = Phase.COLLECTING
+        self.state = StateName(0, hashlib.sha256(b"shoal genesis" + training.fingerprint()).digest(), 0)
+        self.end_epoch: int | None = None
+        self.last_round: StepResult | None = None
+        self.rate = 0.0
+        self.others_samples = 0
+        self.downloads: list[tuple[int, float]] = []
+        self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
+        averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+        self._gradients = Averager(
+            core, training.accumulators, f"{settings.run_id}_grad", averaging, lock=lock, compression=compression
+        )
+        self._download_codec = download_compression or NoCompression()
+        self._states = Averager(
+            core,
+            training.state_tensors,
+            f"{settings.run_id}_state",
+            averaging,
+            lock=lock,
+            compression=state_compression,
+            state=self._share,
+        )
+        self._news = asyncio.Event()
+        self._moved = asyncio.Event()
+        self._first_look = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._tell_at = float("-inf")
+        self._telling: dict[PeerID, asyncio.Task[None]] = {}
+        self._processed = 0
+        self._counted = (0, 0.0)
+        self._update: tuple[StateName, int] | None = None
+        self._closed = False
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------------------------------------ life and death
+
+    async def start(self) -> None:
+        """Join the run: look where it stands, tell where we stand."""
+        self._undo = [
+            self.core.endpoint.serve(TellProgress, self._told, scope=self.settings.run_id),
+            self.core.endpoint.on_lost(self._peer_lost),
+        ]
+        if not self.settings.averager.client_mode:
+            self._states.share_state(enabled=True)
+        self._counted = (0, self._now())
+        for work in (self._publish_loop(), self._look_loop(), self._drive()):
+            task = asyncio.get_running_loop().create_task(work)
+            task.add_done_callback(self._task_done)
+            self._tasks.append(task)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.core.env.events.emit(Warned(where="optimizer", message=f"{type(error).__name__}: {error}"))
+            self.failure = error
+            self._move(self.phase)
+
+    failure: BaseException | None = None
+    """What ended the background work, if something did; the trainer's next call raises it."""
+
+    async def close(self) -> None:
+        """Leave the run. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        for undo in self._undo:
+            undo()
+        tasks = [*self._tasks, *self._telling.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._gradients.close()
+        await self._states.close()
+        self._move(self.phase)
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    # ------------------------------------------------------------------------------------------------------ progress
+
+    @property
+    def epoch(self) -> int:
+        """Swarm steps that went into this peer's parameters."""
+        return self.state.epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether this peer has reached the announced end of the run."""
+        return self.end_epoch is not None and self.epoch >= self.end_epoch
+
+    def mine(self) -> Progress:
+        """Where this peer stands, as others are told."""
+        return Progress(
+            contact=self.core.endpoint.contact,
+            epoch=self.state.epoch,
+            digest=self.state.digest,
+            branch_samples=self.state.samples,
+            samples=self.training.samples,
+            rate=self.rate,
+            time=self.core.env.clock.time(),
+            settings=dict(self.settings.fingerprint),
+            end_epoch=self.end_epoch,
+        )
+
+    def view(self) -> SwarmView:
+        """The swarm as it is known here now."""
+        view = self._known.view(self.mine(), self._now())
+        self.others_samples = view.samples - self.training.samples
+        if view.end_epoch is not None and (self.end_epoch is None or view.end_epoch < self.end_epoch):
+            self.end_epoch = view.end_epoch
+        return view
+
+    def announce_end(self, epoch: int) -> None:
+        """Tell everybody that the run ends when it reaches this epoch. The earliest announcement holds."""
+        if self.end_epoch is None or epoch < self.end_epoch:
+            self.end_epoch = epoch
+            self.accumulated()
+
+    def accumulated(self) -> None:
+        """The trainer has accumulated, or stepped: look again."""
+        self._news.set()
+
+    async def _told(self, peer: PeerID, request: TellProgress) -> Progress:
+        if request.progress.contact.peer != peer:
+            raise PeerError("progress in another peer's name", peer)
+        self._hear(request.progress)
+        return self.mine()
+
+    def _hear(self, progress: Progress) -> None:
+        self.core.endpoint.learn(progress.contact)
+        if self._known.heard(progress, self._now()):
+            self._news.set()
+
+    def _peer_lost(self, peer: PeerID, reason: str) -> None:
+        if self._known.lost(peer):
+            self._news.set()
+
+    @property
+    def _key(self) -> str:
+        return f"{self.settings.run_id}_progress"
+
+    async def _publish_loop(self) -> None:
+        """Write our progress to the DHT: at once when the state changed, else from time to time."""
+        clock = self.core.env.clock
+        while True:
+            state = (self.state, self.end_epoch)
+            with suppress(ShoalError):
+                expiration = clock.time() + self.settings.ttl_s
+                await self.core.node.store(self._key, encode(self.mine()), expiration, self.core.peer_id.raw)
+            until = self._now() + self.settings.publish_period_s
+            while self._now() < until and state == (self.state, self.end_epoch):
+                await asyncio.sleep(min(0.25, self.settings.publish_period_s))
+
+    async def _look_loop(self) -> None:
+        """Read everybody's progress from the DHT."""
+        while True:
+            with suppress(ShoalError):
+                found = await self.core.node.get(self._key, latest=True)
+                entries = found.value if found is not None and isinstance(found.value, dict) else {}
+                for subkey, entry in entries.items():
+                    with suppress(msgspec.MsgspecError, TypeError, ConfigError):
+                        progress = decode(entry.value, Progress)
+                        if progress.contact.peer.raw == subkey:
+                            self._hear(progress)
+            self._first_look.set()
+            self._news.set()
+            await asyncio.sleep(self.settings.publish_period_s / 2)
+
+    def _tell(self, view: SwarmView, *, now: bool = False) -> None:
+        """Tell the peers of the run directly where we stand: the DHT is too slow for the end of an epoch.
+
+        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s` of
+        the last message wait for its end, unless `now`.
+        """
+        loop = asyncio.get_running_loop()
+        if not now and loop.time() < self._tell_at:
+            loop.call_at(self._tell_at, self._news.set)
+            return
+        self._tell_at = loop.time() + self.settings.tell_period_s
+        others = [peer for peer in view.peers if peer != self.core.peer_id]
+        if len(others) <= _TELL_LIMIT:
+            for peer in others:
+                if peer not in self._telling and self.core.endpoint.reachable(peer):
+                    task = self._telling[peer] = loop.create_task(self._tell_one(peer))
+                    task.add_done_callback(partial(self._told_one, peer))
+
+    def _told_one(self, peer: PeerID, _: asyncio.Task[None]) -> None:
+        self._telling.pop(peer, None)
+
+    async def _tell_one(self, peer: PeerID) -> None:
+        request = TellProgress(self.settings.run_id, self.mine())
+        with suppress(PeerError):
+            self._hear(await self.core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S))
+
+    def count(self, samples: int) -> None:
+        """The trainer has processed this many samples, whether they counted or not."""
+        self._processed += samples
+
+    def _measure_rate(self) -> None:
+        """Samples per second of this peer, smoothed over the last seconds."""
+        processed, since = self._counted
+        elapsed_s = self._now() - since
+        if elapsed_s >= 0.5:
+            rate = (self._processed - processed) / elapsed_s
+            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
+            self._counted = (self._processed, self._now())
+
+    # ------------------------------------------------------------------------------------------------------- driving
+
+    def _move(self, phase: Phase) -> None:
+        self.phase = phase
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def _drive(self) -> None:
+        await self._first_look.wait()
+        if self._known.mismatch is not None and self.view().peers == (self.core.peer_id,):
+            raise ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+        while True:
+            self._measure_rate()
+            self._news.clear()
+            view = self.view()
+            if self.phase in (Phase.COLLECTING, Phase.BEHIND):
+                self._judge(view)
+            self._tell(view, now=self.phase is Phase.AVERAGING)
+            if self.phase is Phase.AVERAGING:
+                await self._average()
+                continue
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._news.wait()
+
+    def _judge(self, view: SwarmView) -> None:
+        if view.behind:
+            phase = Phase.BEHIND
+        elif self.finished or view.samples < self.settings.target_batch_size:
+            phase = Phase.COLLECTING
+        else:
+            phase = Phase.AVERAGING
+        if phase is not self.phase:
+            self._move(phase)
+
+    async def _average(self) -> None:
+        """Average the gradients with everybody at our state; then STEPPING, or back to where we belong."""
+        view = self.view()
+        if view.behind:
+            self._move(Phase.BEHIND)
+            return
+        if view.samples < self.settings.target_batch_size:
+            self._move(Phase.COLLECTING)  # somebody left, with the samples
+            return
+        if view.together == {self.core.peer_id}:
+            await self._step_alone()
+            return
+        self._gradients.group_tag = self._tag()
+        round_ = asyncio.get_running_loop().create_task(self._gradient_round())
+        try:
+            while not round_.done():
+                self._news.clear()
+                news = asyncio.get_running_loop().create_task(self._news.wait())
+                await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                view = self.view()
+                alone = view.together == {self.core.peer_id}
+                if self._gradients.looking and (view.behind or alone):
+                    break  # nobody will come: see above what is to be done instead
+                self._tell(view)
+        finally:
+            round_.cancel()
+            await asyncio.gather(round_, return_exceptions=True)
+
+    def _tag(self) -> str:
+        """Only peers at one state meet."""
+        return f"@{self.state.epoch}-{self.state.digest.hex()[:16]}"
+
+    async def _gradient_round(self) -> None:
+        try:
+            result = await self._gradients.step(
+                prepare=self.training.contribution,
+                gather=None,
+                timeout_s=self.settings.averager.averaging_expiration_s + self.settings.averager.allreduce_timeout_s,
+                allow_retries=False,
+                expected=lambda: self.view().together,
+                apply=self._take_average,
+            )
+        except SchemaMismatch as error:
+            self.core.env.events.emit(Warned(where="optimizer", message=str(error)))
+            await asyncio.sleep(1.0)
+        except RoundFailed:
+            await asyncio.sleep(0.05 + 0.1 * self.core.env.rng.random())
+        else:
+            self.last_round = result
+            verdict = hashlib.sha256(encode(result.outcome.commit)).digest()
+            self._ready(result.round_id + verdict, int(result.outcome.weight), len(result.outcome.members))
+
+    def _take_average(self, vector: Vector) -> None:
+        vector.overwrite()
+        self.training.use_accumulators()
+
+    async def _step_alone(self) -> None:
+        async with self.lock.held():
+            samples = self.training.samples
+            self.training.use_own_mean()
+        self._ready(self.core.env.rng.randbytes(16) + self.core.peer_id.raw, samples, 1)
+
+    def _ready(self, what: bytes, samples: int, peers: int) -> None:
+        epoch, digest, before = self.state
+        name = hashlib.sha256(b"shoal step" + digest + what).digest()
+        self._update = (StateName(epoch + 1, name, before + samples), peers)
+        self._move(Phase.STEPPING)
+
+    # ----------------------------------------------------------------------------------------------- the trainer's turn
+
+    async def turn(self, timeout_s: float) -> Phase:
+        """Wait while a round goes on (trainer). Returns what is to be done: anything but AVERAGING, unless time ran out."""
+        await self._first_look.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.phase is Phase.AVERAGING and not self._closed and self.failure is None:
+                    await self._moved.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self.phase
+
+    async def decide(self, timeout_s: float) -> Phase:
+        """As `turn`, after looking at what was accumulated just now (trainer)."""
+        await self._first_look.wait()
+        if self.phase in (Phase.COLLECTING, Phase.BEHIND):
+            self._judge(self.view())
+            self._news.set()
+        return await self.turn(timeout_s)
+
+    def step(self) -> None:
+        """Take the optimizer step in phase STEPPING, and give the state its new name (trainer, in its own thread)."""
+        assert self._update is not None
+        self.training.step()
+        self.state = self._update[0]
+
+    async def stepped(self) -> None:
+        """After `step`: tell everybody, and average the states if it is time for that (trainer)."""
+        assert self._update is not None
+        (epoch, digest, samples), peers = self._update
+        self._update = None
+        self._renewed()
+        event = EpochAdvanced(run_id=self.settings.run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
+        self.core.env.events.emit(event)
+        every = self.settings.average_state_every
+        if every and epoch % every == 0 and not self.finished:
+            await self._average_state()
+        self._move(Phase.COLLECTING)
+        self._news.set()
+
+    def _renewed(self) -> None:
+        """The state has another name: donors offer the new one, the others are told now."""
+        self._states.changed()
+        self._states.state_priority = float(self.state.epoch)
+        self._tell(self.view(), now=True)
+        self._news.set()
+
+    async def _average_state(self) -> None:
+        """Average the parameters with everybody at our state. Who is not part of it has a worse state afterwards."""
+        if not await self._others_arrived():
+            return
+        self._states.group_tag = self._tag()
+        try:
+            result = await self._states.step(
+                timeout_s=self.settings.averager.averaging_expiration_s + self.settings.averager.allreduce_timeout_s,
+                allow_retries=False,
+                expected=lambda: self.view().together,
+            )
+        except RoundFailed:
+            return
+        verdict = hashlib.sha256(encode(result.outcome.commit)).digest()
+        name = hashlib.sha256(b"shoal state" + self.state.digest + result.round_id + verdict).digest()
+        self.state = StateName(self.state.epoch, name, self.state.samples + 1)
+        self._renewed()
+
+    async def _others_arrived(self) -> bool:
+        """Wait until somebody else is at our state, for a moment. False if we are alone."""
+        others = self.last_round.outcome.members if self.last_round is not None else ()
+        deadline = self._now() + 1.0
+        while self.view().together == {self.core.peer_id}:
+            alive = set(self.view().peers)
+            if self._now() > deadline or not any(m.contact.peer in alive - {self.core.peer_id} for m in others):
+                return False
+            await asyncio.sleep(0.01)
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- the state
+
+    def _share(self) -> SharedState:
+        values, tensors = self.training.export()
+        metadata = {
+            "state": list(self.state),
+            "end_epoch": self.end_epoch,
+            "training": values,
+        }
+        return SharedState(
+            metadata=metadata,
+            tensors=tensors,
+            codecs=[self._download_codec if t.dtype.is_floating_point else NoCompression() for t in tensors],
+            epoch=self.state.epoch,
+        )
+
+    async def download(self, timeout_s: float) -> bool:
+        """Download the best state and take it over (trainer). False if there is nothing better than ours.
+
+        Raises:
+            StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
+        """
+        await self._first_look.wait()
+        view = self.view()
+        if not view.behind:
+            return False
+        donors = [Donor(self._contact(peer), float(view.epoch)) for peer in view.leaders]
+        state = await download_state(
+            self.core.endpoint,
+            self.core.env,
+            self._states.prefix,
+            donors,
+            timeout_s=timeout_s,
+            accept=self._accept,
+        )
+        try:
+            name = msgspec.convert(state.metadata["state"], StateName)
+        except (msgspec.ValidationError, KeyError, TypeError) as error:
+            raise StateUnavailable(f"the state that was downloaded has no name: {error}") from error
+        async with self.lock.held():
+            await self.core.env.executor.run(self.training.load, state.metadata["training"], state.tensors)
+            self.state = name
+            self._update = None
+        self.downloads.append((state.bytes_received, state.duration_s))
+        self._renewed()
+        self._move(Phase.COLLECTING)
+        return True
+
+    def _accept(self, manifest: Manifest) -> str | None:
+        """Why this state cannot be ours. The optimizer's tensors may be more or fewer than ours: it may not have begun."""
+        own = self.training.describe()
+        offered = manifest.tensors
+        for index, tensor in enumerate(own):
+            if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
+                return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
+        return None
+
+    def _contact(self, peer: PeerID) -> Contact:
+        progress = self._known.progress_of(peer)
+        return progress.contact if progress is not None else self.core.endpoint.contact_of(peer)

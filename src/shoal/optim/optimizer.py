@@ -1,0 +1,304 @@
+"""`Optimizer`: an ordinary torch optimizer to the training loop, one swarm-wide large-batch step underneath."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+import shoal
+from shoal.averager import AveragerSettings, TensorLock
+from shoal.compression import CompressionBase
+from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.events import Warned
+from shoal.optim.collaboration import Collaboration, CollaborationSettings, Phase
+from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
+from shoal.runtime.dht import DHT
+from shoal.runtime.thread import GRACE_S
+
+__all__ = ["Optimizer"]
+
+T = TypeVar("T")
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Trains one model together with all peers of the same `run_id`.
+
+    Call `step` after each backward pass, as with any optimizer. Gradients are accumulated; when the swarm has
+    `target_batch_size` samples together, all peers average them, and each takes the same step (an *epoch* of the swarm).
+    The learning-rate schedule follows these epochs. A peer that comes late, or missed a step, downloads the state of the
+    others inside `step`. Synchronous mode: no peer ever steps on its own gradients while others are at the same state.
+
+    Creating it changes no parameter and no optimizer state, and works before or after the model is moved to a device
+    (not with a parameter replaced later).
+
+    Args:
+        dht: this peer, started.
+        run_id: names the run; all its peers give the same.
+        target_batch_size: samples of the whole swarm in one step.
+        batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call.
+        params: parameters or parameter groups, if `optimizer` is a function of them.
+        optimizer: a torch optimizer, or a function `params -> optimizer`.
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch.
+        matchmaking_time: longest search for a group, seconds. It ends when all live peers of the run are there.
+        averaging_timeout: longest time that one call of `step` waits for the others, seconds. It then returns without
+            a step, and the next call goes on.
+        allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
+        load_state_timeout: longest state download, seconds.
+        average_state_every: epochs between two averagings of the parameters; 0 for never.
+        client_mode: this peer only dials; None takes it from `dht`.
+        grad_compression: codec for gradients; None for none.
+        state_averaging_compression: codec for averaging parameters; None for none.
+        load_state_compression: codec for the download of parameters and statistics; None for none.
+        extra_tensors: more tensors of the state, such as batch norm statistics.
+        bandwidth: of this peer, bytes per second; who has more reduces more.
+        sender_timeout: seconds of silence after which a peer is left out of a round.
+        shutdown_timeout: seconds that `shutdown` may take.
+        verbose: kept for compatibility; use the `shoal` logger.
+
+    Raises:
+        ConfigError: an argument is wrong, or the run is trained with other settings; it is named.
+    """
+
+    def __init__(
+        self,
+        *,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        batch_size_per_step: int | None = None,
+        optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
+        scheduler: Any = None,
+        matchmaking_time: float = 15.0,
+        averaging_timeout: float = 60.0,
+        allreduce_timeout: float | None = None,
+        load_state_timeout: float = 600.0,
+        average_state_every: int = 10,
+        client_mode: bool | None = None,
+        grad_compression: CompressionBase | None = None,
+        state_averaging_compression: CompressionBase | None = None,
+        load_state_compression: CompressionBase | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        bandwidth: float | None = None,
+        sender_timeout: float = 5.0,
+        shutdown_timeout: float = 5.0,
+        verbose: bool = False,
+    ) -> None:
+        if not isinstance(dht, DHT):
+            raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
+        if not isinstance(run_id, str) or not run_id:
+            raise ConfigError(f"run_id must be a text, got {run_id!r}")
+        _check_count("target_batch_size", target_batch_size)
+        if batch_size_per_step is not None:
+            _check_count("batch_size_per_step", batch_size_per_step)
+        if not isinstance(average_state_every, int) or average_state_every < 0:
+            raise ConfigError(f"average_state_every must be a number of epochs from 0, got {average_state_every!r}")
+        for name, seconds in (("averaging_timeout", averaging_timeout), ("load_state_timeout", load_state_timeout)):
+            if not isinstance(seconds, int | float) or not seconds > 0:
+                raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+        inner = make_optimizer(params, optimizer)
+        super().__init__(inner.param_groups, dict(inner.defaults))
+        # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
+        self.param_groups = inner.param_groups
+        self.state = inner.state
+        self.dht, self.run_id = dht, run_id
+        self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
+        self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
+        self._shutdown_timeout = shutdown_timeout
+        self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors)
+        self._lock = threading.Lock()
+        averager = AveragerSettings(
+            averaging_expiration_s=matchmaking_time,
+            request_timeout_s=min(3.0, matchmaking_time / 2),
+            allreduce_timeout_s=allreduce_timeout or averaging_timeout,
+            silence_s=sender_timeout,
+            bandwidth=bandwidth,
+            client_mode=dht.client_mode if client_mode is None else client_mode,
+        )
+        averager.check()
+        settings = CollaborationSettings(
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            averager=averager,
+            average_state_every=average_state_every,
+            fingerprint=_fingerprint(inner, target_batch_size, average_state_every, grad_compression),
+        )
+        self._closed = False
+        core = dht.core()
+
+        async def begin() -> Collaboration:
+            collaboration = Collaboration(
+                core,
+                self._training,
+                settings,
+                lock=TensorLock(self._lock),
+                compression=grad_compression,
+                state_compression=state_averaging_compression,
+                download_compression=load_state_compression,
+            )
+            await collaboration.start()
+            return collaboration
+
+        self._collaboration = self._run(begin(), 60.0)
+        dht.at_shutdown(self._collaboration.close)
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
+
+    # ---------------------------------------------------------------------------------------------------------- status
+
+    @property
+    def local_epoch(self) -> int:
+        """Swarm steps that went into this peer's parameters."""
+        return self._collaboration.epoch
+
+    @property
+    def finished(self) -> bool:
+        """Whether this peer has reached the announced end of the run; then `step` does nothing."""
+        return self._collaboration.finished
+
+    @property
+    def collaboration(self) -> Collaboration:
+        """The async core: phase, progress and last round."""
+        return self._collaboration
+
+    def announce_end(self, epoch: int) -> None:
+        """Tell all peers that the run ends at this epoch; the earliest announcement holds.
+
+        Raises:
+            ConfigError: `epoch` is not a number of epochs.
+        """
+        _check_count("epoch", epoch)
+
+        async def announce() -> None:
+            self._collaboration.announce_end(epoch)
+
+        self._run(announce(), GRACE_S)
+
+    # ------------------------------------------------------------------------------------------------------------ step
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None
+    ) -> Any:
+        """Accumulate the gradients in `.grad`; take the swarm's step when it is time.
+
+        Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
+        swarm's any more, are dropped.
+
+        Args:
+            closure: forward and backward pass; its result is returned.
+            batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
+
+        Raises:
+            ConfigError: no batch size, or the run is trained with other settings.
+            ClosedError: the optimizer or its DHT was shut down.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        samples = self.batch_size_per_step if batch_size is None else batch_size
+        if samples is None:
+            raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
+        _check_count("batch_size", samples)
+        if self._closed or not self.dht.is_alive():
+            raise ClosedError("the optimizer was shut down, or its DHT was")
+        collaboration = self._collaboration
+        if collaboration.finished:
+            return loss
+        with self._lock:
+            self._training.accumulate(samples)
+        collaboration.count(samples)
+        enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
+        if collaboration.epoch == 0 or enough or collaboration.phase is not Phase.COLLECTING:
+            self._take_turn()
+        else:
+            self.dht.loop_thread.call_soon(collaboration.accumulated)
+        return loss
+
+    def _take_turn(self) -> None:
+        phase = self._run(self._collaboration.decide(self.averaging_timeout), self.averaging_timeout)
+        if phase is Phase.STEPPING:
+            with self._lock:
+                self._collaboration.step()
+            patience_s = 2 * self.averaging_timeout
+            self._run(self._collaboration.stepped(), patience_s)
+        elif phase is Phase.BEHIND:
+            try:
+                self.load_state_from_peers()
+            except StateUnavailable as error:
+                self.dht.events.emit(Warned(where="optimizer", message=str(error)))
+
+    def load_state_from_peers(self, timeout: float | None = None) -> bool:
+        """Download the swarm's state if it is better than this peer's: parameters, optimizer statistics, epoch, schedule.
+
+        Args:
+            timeout: seconds; default `load_state_timeout`.
+
+        Returns:
+            Whether a state was taken over; False if there is none better than ours.
+
+        Raises:
+            StateUnavailable: there is one, and nobody gave it. Nothing was changed.
+        """
+        timeout_s = self.load_state_timeout if timeout is None else timeout
+        return self._run(self._collaboration.download(timeout_s), timeout_s)
+
+    # ------------------------------------------------------------------------------------------------- torch's interface
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state dict."""
+        return self._training.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
+        with self._lock:
+            self._training.optimizer.load_state_dict(state_dict)
+            self.param_groups, self.state = self._training.optimizer.param_groups, self._training.optimizer.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while it is made: the tensors of a run are fixed.
+
+        Raises:
+            ConfigError: always, afterwards.
+        """
+        if hasattr(self, "_collaboration"):
+            raise ConfigError("parameters cannot be added to a run that has begun: make a new optimizer")
+        super().add_param_group(param_group)
+
+    def shutdown(self) -> None:
+        """Leave the run. The DHT goes on. Safe to call twice."""
+        if not self._closed and self.dht.is_alive():
+            self._closed = True
+            self._run(self._collaboration.close(), self._shutdown_timeout)
+        self._closed = True
+
+    def __enter__(self) -> Optimizer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
+    def __repr__(self) -> str:
+        return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+def _fingerprint(
+    inner: torch.optim.Optimizer, target_batch_size: int, average_state_every: int, codec: CompressionBase | None
+) -> dict[str, str]:
+    return {
+        "target_batch_size": str(target_batch_size),
+        "optimizer": type(inner).__name__,
+        "learning rate": str(inner.defaults.get("lr", "none")),
+        "average_state_every": str(average_state_every),
+        "grad_compression": codec.name if codec is not None else "none",
+        "shoal version": ".".join(shoal.__version__.split(".")[:2]),
+    }
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")

@@ -1,0 +1,276 @@
+"""What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
+
+No network here. Gradients are summed, weighted by samples, into `accumulators`; what is averaged with the swarm is their
+mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no parameter
+and no optimizer state.
+
+The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
+optimizer, and plain values for the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from shoal.compression import view_bytes
+from shoal.errors import ConfigError, StateUnavailable
+
+__all__ = ["TrainingState"]
+
+Scheduler = Any
+"""A torch learning-rate scheduler: any object with `step()`."""
+
+
+class TrainingState:
+    """Parameters, optimizer and schedule of one peer.
+
+    Args:
+        optimizer: over the parameters that are trained.
+        scheduler: stepped once for each swarm epoch; None for none.
+        extra_tensors: part of the state and of state averaging, beside the parameters (batch norm statistics).
+
+    Attributes:
+        samples: accumulated since the last step.
+        epoch: swarm steps that went into the parameters.
+        accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler | None = None,
+        extra_tensors: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.extra_tensors = tuple(extra_tensors)
+        self.parameters: tuple[torch.Tensor, ...] = tuple(
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        )
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        if not trained:
+            raise ConfigError("params holds no parameter that requires a gradient")
+        self._trained = trained
+        self.accumulators = [
+            torch.zeros_like(parameter, memory_format=torch.contiguous_format) for parameter in trained
+        ]
+        for accumulator in self.accumulators:
+            accumulator.requires_grad_(False)
+        self.samples = 0
+        self.epoch = 0
+        self._scheduled = 0
+        self._has_average = False
+
+    # ---------------------------------------------------------------------------------------------------- gradients
+
+    def accumulate(self, batch_size: int) -> bool:
+        """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
+
+        Returns:
+            False if they were not wanted: the swarm's average for this epoch is here already.
+        """
+        if self._has_average:
+            return False
+        pairs = [(a, p.grad) for a, p in zip(self.accumulators, self._trained, strict=True) if p.grad is not None]
+        if pairs:
+            with torch.no_grad():
+                accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
+                torch._foreach_add_(accumulators, gradients, alpha=float(batch_size))  # noqa: SLF001 (no public name)
+        self.samples += batch_size
+        return True
+
+    def contribution(self) -> tuple[float, float]:
+        """Weight of this peer's mean gradient, and the factor that makes it from the sum."""
+        return float(self.samples), 1.0 / self.samples if self.samples else 0.0
+
+    def use_own_mean(self) -> None:
+        """Make the accumulators the gradient to step from: this peer's own mean."""
+        with torch.no_grad():
+            torch._foreach_mul_(self.accumulators, 1.0 / max(1, self.samples))  # noqa: SLF001
+        self.use_accumulators()
+
+    def use_accumulators(self) -> None:
+        """The accumulators hold the swarm's average now: it is what the next step is taken from."""
+        self._has_average = True
+
+    def discard(self) -> None:
+        """Forget what was accumulated."""
+        with torch.no_grad():
+            torch._foreach_zero_(self.accumulators)  # noqa: SLF001
+        self.samples, self._has_average = 0, False
+
+    def step(self) -> None:
+        """Take the optimizer step from the average that is held, and move the schedule."""
+        assert self._has_average
+        with torch.no_grad():
+            for parameter, average in zip(self._trained, self.accumulators, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = average.clone()
+                else:
+                    parameter.grad.copy_(average)
+        self.optimizer.step()
+        self.epoch += 1
+        self._follow_schedule()
+        self.discard()
+
+    def _follow_schedule(self) -> None:
+        if self.scheduler is None:
+            return
+        with warnings.catch_warnings():
+            # A peer that starts from a downloaded state moves its schedule before its first own step.
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
+            while self._scheduled < self.epoch:
+                self.scheduler.step()
+                self._scheduled += 1
+
+    # ---------------------------------------------------------------------------------------------------- the state
+
+    @property
+    def state_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What state averaging averages: parameters and extra tensors of floating point."""
+        return tuple(t for t in (*self.parameters, *self.extra_tensors) if t.dtype.is_floating_point)
+
+    def fingerprint(self) -> bytes:
+        """SHA-256 over the bytes of all parameters and extra tensors, in order."""
+        digest = hashlib.sha256()
+        for tensor in (*self.parameters, *self.extra_tensors):
+            digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
+        return digest.digest()
+
+    def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """Everything another peer needs: plain values, and tensors (by reference: hold the lock while they are read)."""
+        tensors = [parameter.detach() for parameter in self.parameters]
+        tensors += [extra.detach() for extra in self.extra_tensors]
+        values = _take_out(self.optimizer.state_dict(), tensors)
+        return {
+            "epoch": self.epoch,
+            "fixed": len(self.parameters) + len(self.extra_tensors),
+            "optimizer": values,
+        }, tensors
+
+    def describe(self) -> list[torch.Tensor]:
+        """The tensors whose shapes and dtypes every peer of the run shares: the first of `export`."""
+        return [*self.parameters, *self.extra_tensors]
+
+    def load(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over a state that another peer exported: all of it, or nothing.
+
+        Raises:
+            StateUnavailable: it does not fit this model or this optimizer; nothing was changed.
+        """
+        own = self.describe()
+        try:
+            epoch, fixed = int(values["epoch"]), int(values["fixed"])
+            if epoch < 0 or fixed != len(own) or len(tensors) < fixed:
+                raise ValueError(f"{fixed} parameters and extra tensors where there are {len(own)} here")
+            for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
+                if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                    raise ValueError(f"tensor {index} is {tuple(theirs.shape)} {theirs.dtype}")
+            optimizer_state = _put_back(values["optimizer"], tensors)
+            self._check_optimizer_state(optimizer_state)
+            before = self.optimizer.state_dict()
+            try:
+                self.optimizer.load_state_dict(optimizer_state)
+            except Exception:
+                self.optimizer.load_state_dict(before)
+                raise
+        except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+            raise StateUnavailable(f"the state does not fit here: {error}") from error
+        with torch.no_grad():
+            for mine, theirs in zip(own, tensors, strict=False):
+                mine.copy_(theirs)
+        self.epoch = epoch
+        # Schedulers compute from their own count: bring it to the epoch, then keep the downloaded learning rates.
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self._follow_schedule()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.discard()
+
+    def _check_optimizer_state(self, state: dict[str, Any]) -> None:
+        groups, own = state["param_groups"], self.optimizer.state_dict()["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
+            raise ValueError("its parameter groups have other sizes")
+        for group, mine in zip(groups, own, strict=True):
+            if set(group) != set(mine):
+                raise ValueError(f"its optimizer has options {sorted(set(group) ^ set(mine))} more or less")
+            for name, value in mine.items():
+                if isinstance(value, tuple):
+                    group[name] = tuple(group[name])
+        indices = [index for group in own for index in group["params"]]
+        for index, entry in state["state"].items():
+            shape = self.parameters[indices.index(index)].shape
+            for name, value in entry.items():
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                    raise ValueError(f"statistic {name!r} of parameter {index} has shape {tuple(value.shape)}")
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return {"t": len(tensors) - 1}
+    if isinstance(value, dict):
+        return {"d": [[key, _take_out(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"l": [_take_out(item, tensors) for item in value]}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"v": value}
+    raise ConfigError(f"the optimizer's state holds a {type(value).__name__}, which cannot be shared with other peers")
+
+
+def _put_back(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    ((kind, item),) = value.items()
+    if kind == "t":
+        return tensors[item]
+    if kind == "d":
+        return {key: _put_back(inner, tensors) for key, inner in item}
+    if kind == "l":
+        return [_put_back(inner, tensors) for inner in item]
+    return item
+
+
+def make_optimizer(
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The torch optimizer that is meant: a given one, or one made from `params`.
+
+    Raises:
+        ConfigError: neither, or both.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None:
+            raise ConfigError(
+                "give params with an optimizer class or function, or an optimizer that has them; not both"
+            )
+        return optimizer
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch optimizer, or a function of params, got {type(optimizer).__name__}"
+        )
+    if params is None:
+        raise ConfigError("params is missing: optimizer is a function that makes the optimizer from them")
+    made = optimizer(list(params))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
+    return made
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
+) -> Scheduler | None:
+    """The scheduler that is meant: a given one, or one made for `optimizer`.
+
+    Raises:
+        ConfigError: it has no `step`.
+    """
+    if scheduler is not None and not hasattr(scheduler, "step") and callable(scheduler):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
+    return scheduler

@@ -1,0 +1,149 @@
+"""Where the swarm stands: who is at which state, how many samples there are, and which state is the best one.
+
+Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, or has been
+silent for `ttl_s`.
+
+**The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the higher
+epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all live
+peers wins: whoever is at another one downloads it. Keys are totally ordered and a peer's own key only grows, so all who can
+see each other end at one state, whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shoal.peer import PeerID
+from shoal.wire import Progress
+
+__all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
+
+
+class StateKey(NamedTuple):
+    """Orders states: the larger key is the better state."""
+
+    epoch: int
+    samples: int
+    inverted_digest: bytes
+
+    @classmethod
+    def of(cls, epoch: int, samples: int, digest: bytes) -> StateKey:
+        """The key of a state."""
+        return cls(epoch, samples, bytes(255 - byte for byte in digest))
+
+
+@dataclass(frozen=True, slots=True)
+class SwarmView:
+    """The swarm as one peer sees it.
+
+    Attributes:
+        peers: everybody who is alive, this peer included.
+        together: those at this peer's state, this peer included.
+        samples: accumulated at this peer's state, by all of `together`.
+        rate: samples per second of all of `together`.
+        epoch: of the best state.
+        behind: somebody has a better state than this peer.
+        leaders: who has the best state, this peer left out; best donors first.
+        end_epoch: where the run ends; None if that was not announced.
+    """
+
+    peers: tuple[PeerID, ...]
+    together: frozenset[PeerID]
+    samples: int
+    rate: float
+    epoch: int
+    behind: bool
+    leaders: tuple[PeerID, ...]
+    end_epoch: int | None
+
+    def eta_s(self, target: int) -> float:
+        """Seconds until `target` samples are there, at the present rate; infinity if nobody moves."""
+        missing = max(0, target - self.samples)
+        return 0.0 if not missing else missing / self.rate if self.rate > 0 else float("inf")
+
+
+class SwarmProgress:
+    """Remembers what the other peers of a run say of themselves.
+
+    Args:
+        me: this peer.
+        settings: of the run; peers with other settings do not count, see `mismatch`.
+        ttl_s: a peer that says nothing new for this long is no longer counted.
+    """
+
+    def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
+        self._me, self._settings, self._ttl_s = me, dict(settings), ttl_s
+        self._known: dict[PeerID, tuple[Progress, float]] = {}
+        self._lost: dict[PeerID, float] = {}
+        self.mismatch: str | None = None
+        """How the last peer with other settings differs; None if there was none."""
+
+    def heard(self, progress: Progress, now: float) -> bool:
+        """Somebody told where it stands (`now`: local time, seconds). True if it was news."""
+        peer = progress.contact.peer
+        if peer == self._me:
+            return False
+        difference = settings_difference(self._settings, progress.settings)
+        if difference is not None:
+            self.mismatch = difference
+            return False
+        before = self._known.get(peer)
+        last = before[0].time if before is not None else self._lost.get(peer, float("-inf"))
+        if progress.time <= last:
+            return False
+        self._known[peer] = (progress, now)
+        self._lost.pop(peer, None)
+        return True
+
+    def lost(self, peer: PeerID) -> bool:
+        """A peer is gone: what it said before does not count any more. True if it was known."""
+        known = self._known.pop(peer, None)
+        if known is not None:
+            self._lost[peer] = known[0].time
+            while len(self._lost) > 4096:
+                self._lost.pop(next(iter(self._lost)))
+        return known is not None
+
+    def progress_of(self, peer: PeerID) -> Progress | None:
+        """What this peer said last."""
+        known = self._known.get(peer)
+        return known[0] if known else None
+
+    def next_expiry(self) -> float | None:
+        """When the next peer would have been silent for too long."""
+        return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)
+
+    def view(self, mine: Progress, now: float) -> SwarmView:
+        """The swarm, seen from a peer that stands at `mine`."""
+        for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
+            self.lost(peer)
+        own_key = _key(mine)
+        others = {peer: progress for peer, (progress, _) in self._known.items()}
+        best = max([own_key, *map(_key, others.values())])
+        together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
+        ends = [p.end_epoch for p in (mine, *others.values()) if p.end_epoch is not None]
+        return SwarmView(
+            peers=(self._me, *sorted(others)),
+            together=frozenset({self._me, *together}),
+            samples=mine.samples + sum(progress.samples for progress in together.values()),
+            rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
+            epoch=best.epoch,
+            behind=best > own_key,
+            leaders=tuple(sorted(peer for peer, progress in others.items() if _key(progress) == best)),
+            end_epoch=min(ends, default=None),
+        )
+
+
+def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
+    """A sentence that names the first setting that differs, None if all are equal."""
+    for name in sorted({*mine, *theirs}):
+        if mine.get(name) != theirs.get(name):
+            here, there = mine.get(name, "not set"), theirs.get(name, "not set")
+            return f"{name} is {here} here and {there} at another peer of the run"
+    return None
+
+
+def _key(progress: Progress) -> StateKey:
+    return StateKey.of(progress.epoch, progress.branch_samples, progress.digest)

@@ -1,0 +1,6 @@
+"""The synchronous face of shoal: what users hold. The only code with threads.
+
+`thread` is the loop thread, `dht` the `DHT` that owns one (and needs no torch), `averager` the `DecentralizedAverager`.
+Calls from any thread are handed to the loop and waited for, always with a bound; with `wait=False` or `return_future=True`
+they give a future.
+"""

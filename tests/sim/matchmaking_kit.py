@@ -1,0 +1,226 @@
+"""Simulated peers that form groups, and a directory in memory that takes its time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.clock import Env
+from shoal.errors import PeerTimeout, RoundFailed
+from shoal.events import Event
+from shoal.matchmaking import Group, Matchmaker
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint
+from shoal.sim import SimHost, SimNetwork, Swarm, sleep
+from shoal.wire import Contact, Member
+
+PREFIX = "run"
+KEY = "run.0b"
+NUMEL = 1000
+LATENCY_S = 0.002
+
+
+class SlowDirectory:
+    """One dictionary for all peers, as slow as a DHT: a write takes about six latencies, a read four.
+
+    Args:
+        seed: where the variation comes from.
+        latency_s: one way between two peers.
+        visible_after_s: an entry is found only up to this much later than `declare` says.
+    """
+
+    def __init__(self, seed: int, *, latency_s: float = LATENCY_S, visible_after_s: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.latency_s, self.visible_after_s = latency_s, visible_after_s
+        self.entries: dict[str, dict[PeerID, tuple[Contact, float]]] = {}
+        self.writes: dict[tuple[str, PeerID], int] = {}
+        self.reads = 0
+        self.broken = False
+
+    async def write(self, group_key: str, peer: PeerID, entry: tuple[Contact, float] | None) -> None:
+        """Store the entry, unless the peer has begun to store a later one."""
+        serial = self.writes[group_key, peer] = self.writes.get((group_key, peer), 0) + 1
+        took_s = 6 * self.latency_s * self.rng.uniform(0.5, 1.5)
+        share = self.rng.random()
+        await sleep(took_s * share)
+
+        def store() -> None:
+            if self.writes[group_key, peer] == serial:
+                entries = self.entries.setdefault(group_key, {})
+                entries.pop(peer, None)
+                if entry is not None:
+                    entries[peer] = entry
+
+        asyncio.get_running_loop().call_later(self.visible_after_s * self.rng.random(), store)
+        await sleep(took_s * (1 - share))
+
+    async def read(self, group_key: str) -> list[tuple[Contact, float]]:
+        """All entries, as they are somewhere in the middle of the read."""
+        self.reads += 1
+        took_s = 4 * self.latency_s * self.rng.uniform(0.5, 1.5)
+        share = self.rng.random()
+        await sleep(took_s * share)
+        found = list(self.entries.get(group_key, {}).values())
+        await sleep(took_s * (1 - share))
+        if self.broken:
+            raise PeerTimeout("the directory does not answer")
+        return found
+
+
+class View:
+    """One peer's `GroupDirectory`."""
+
+    def __init__(self, directory: SlowDirectory, peer: PeerID) -> None:
+        self.directory, self.peer = directory, peer
+
+    async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
+        await self.directory.write(group_key, self.peer, (contact, expiration))
+
+    async def withdraw(self, group_key: str) -> None:
+        await self.directory.write(group_key, self.peer, None)
+
+    async def read(self, group_key: str) -> list[tuple[Contact, float]]:
+        return await self.directory.read(group_key)
+
+
+def plan(members: Sequence[Member]) -> tuple[list[int], int]:
+    """Equal slices for all that reduce."""
+    reducers = [index for index, member in enumerate(members) if member.reduces]
+    slices = [0] * len(members)
+    for index in reducers:
+        slices[index] = NUMEL // len(reducers)
+    slices[reducers[0]] += NUMEL - sum(slices)
+    return slices, 1 << 19
+
+
+def compare_schema(theirs: bytes, mine: bytes = b"schema") -> str | None:
+    """A sentence if the schemas differ."""
+    return None if theirs == mine else f"tensor 0 'weight' is {theirs.decode()} there, {mine.decode()} here"
+
+
+@dataclass(eq=False)
+class Mate:
+    """One simulated peer."""
+
+    name: str
+    env: Env
+    endpoint: Endpoint
+    matchmaker: Matchmaker
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def peer(self) -> PeerID:
+        """Who it is."""
+        return self.endpoint.peer_id
+
+    async def form(self, **kwargs: Any) -> Group:
+        """Form a group under the usual key."""
+        return await self.matchmaker.form_group(**{"group_key": KEY, "gathered": self.name.encode()} | kwargs)
+
+
+@dataclass(eq=False)
+class Fleet:
+    """A swarm of mates with one directory."""
+
+    swarm: Swarm[Mate]
+    directory: SlowDirectory
+    mates: dict[str, Mate] = field(default_factory=dict)
+
+    @classmethod
+    def launch(cls, *, seed: int | None = None, latency_s: float = LATENCY_S, **kwargs: Any) -> Fleet:
+        """An empty fleet; call it inside of `shoal.sim.run`."""
+        loop_seed = seed if seed is not None else getattr(asyncio.get_running_loop(), "seed", 0)
+        directory = SlowDirectory(
+            loop_seed, latency_s=latency_s, visible_after_s=kwargs.pop("visible_after_s", 0.0)
+        )
+        swarm: Swarm[Mate] = Swarm(loop_seed, network=SimNetwork(loop_seed, latency_s=latency_s), **kwargs)
+        return cls(swarm, directory)
+
+    async def add(self, *names: str, client_mode: bool = False, **options: Any) -> list[Mate]:
+        """Start peers with these options of the matchmaker."""
+
+        async def start(host: SimHost) -> Mate:
+            endpoint = Endpoint(host.transport, host.env)
+            await endpoint.start(listen=not client_mode)
+            events: list[Event] = []
+            host.env.events.subscribe(events.append)
+            settings: dict[str, Any] = {
+                "prefix": PREFIX,
+                "schema": b"schema",
+                "settings": {},
+                "compare_schema": compare_schema,
+                "plan": plan,
+                "client_mode": client_mode,
+            }
+            matchmaker = Matchmaker(
+                endpoint, host.env, View(self.directory, host.peer_id), **(settings | options)
+            )
+            return Mate(host.name, host.env, endpoint, matchmaker, events)
+
+        added = []
+        for name in names:
+            mate = await self.swarm.start_peer(name, start, client_mode=client_mode)
+            self.mates[name] = mate
+            added.append(mate)
+        return added
+
+    def call(self, mate: Mate, *, after_s: float = 0.0, **kwargs: Any) -> asyncio.Task[Group]:
+        """Let a peer form a group, in a while."""
+
+        async def later() -> Group:
+            if after_s:
+                await sleep(after_s)
+            return await mate.form(**kwargs)
+
+        task = self.swarm.spawn(mate.name, later())
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # told by `outcomes`
+        return task
+
+    def name_of(self, peer: PeerID) -> str:
+        """Whose id this is."""
+        return next(mate.name for mate in self.mates.values() if mate.peer == peer)
+
+    async def close(self) -> None:
+        """Close what is alive."""
+        for mate in self.swarm.peers.values():
+            await self.swarm.run_on(mate.name, mate.matchmaker.close)
+            await self.swarm.run_on(mate.name, mate.endpoint.close)
+
+
+async def outcomes(tasks: Mapping[str, asyncio.Task[Group]]) -> dict[str, Group | BaseException]:
+    """What came of each: the group, or why not."""
+    await asyncio.wait(tasks.values())
+    ends: dict[str, Group | BaseException] = {}
+    for name, task in tasks.items():
+        if task.cancelled():
+            ends[name] = asyncio.CancelledError()
+        else:
+            ends[name] = task.exception() or task.result()
+    return ends
+
+
+def groups_of(ends: Mapping[str, Group | BaseException]) -> list[set[str]]:
+    """The groups, as sets of the names of those that got it; the failures left out."""
+    found: dict[bytes, set[str]] = {}
+    for name, end in ends.items():
+        if isinstance(end, Group):
+            found.setdefault(end.round_id, set()).add(name)
+    return sorted(found.values(), key=sorted)
+
+
+def failure(end: Group | BaseException) -> RoundFailed:
+    """The failure, where one is expected."""
+    assert isinstance(end, RoundFailed), f"expected a failure, got {end!r}"
+    return end
+
+
+async def in_time(coroutine: Coroutine[Any, Any, Any], limit_s: float) -> Any:
+    """Await it, but no longer than this (virtual) time."""
+    async with asyncio.timeout(limit_s):
+        return await coroutine
+
+
+Expected = Callable[[], frozenset[PeerID] | None]

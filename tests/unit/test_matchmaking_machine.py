@@ -1,0 +1,798 @@
+"""The rules of forming a group, one by one: what the machine says to what it hears."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal.matchmaking.machine import GroupMachine, Phase
+from shoal.matchmaking.signals import (
+    Accept,
+    Action,
+    Ask,
+    AskAccepted,
+    AskLost,
+    AskRedirected,
+    AskRefused,
+    BeginReceived,
+    Cancel,
+    Declaration,
+    Declare,
+    Declared,
+    DirectoryFailed,
+    DirectoryRead,
+    Event,
+    Fail,
+    JoinAsked,
+    JoinGone,
+    Memory,
+    Mismatched,
+    Nudge,
+    Nudged,
+    PeerGone,
+    ReadDirectory,
+    Redirect,
+    Refuse,
+    Rules,
+    Start,
+    StopAsking,
+    Tick,
+    Withdraw,
+)
+from shoal.peer import PeerID
+from shoal.wire import Contact
+from tests.property.matchmaking_world import contact_of, peer_id
+
+WALL_S = 1_000_000.0
+WINDOW_S = 5.0
+MINE = WALL_S + WINDOW_S
+ME = 50
+"""Our number: peers with lower ones are earlier at the same expiration."""
+READ_S = 0.01
+
+
+class Play:
+    """A machine that has begun at time 0, on a directory that answers after `READ_S` when time is let pass."""
+
+    def __init__(
+        self,
+        *,
+        expected: Callable[[], frozenset[PeerID] | None] | None = None,
+        memory: Memory | None = None,
+        rules: Rules | None = None,
+    ) -> None:
+        self.now = 0.0
+        self.others: tuple[Declaration, ...] = ()
+        self.read_at: float | None = None
+        self.memory = memory or Memory()
+        self.machine = GroupMachine(
+            peer_id(ME),
+            rules or Rules(window_s=WINDOW_S),
+            self.memory,
+            now=0.0,
+            wall_offset_s=WALL_S,
+            expected=expected,
+        )
+        self.first = self._note(self.machine.start(0.0))
+
+    def _note(self, said: list[Action]) -> list[Action]:
+        if ReadDirectory() in said:
+            self.read_at = self.now + READ_S
+        return said
+
+    def hear(self, event: Event, *, at: float | None = None) -> list[Action]:
+        """What the machine says to this."""
+        self.now = self.now if at is None else at
+        if isinstance(event, DirectoryRead | DirectoryFailed):
+            self.read_at = None
+        return self._note(self.machine.handle(event, self.now))
+
+    def read(self, *others: Declaration, at: float | None = None) -> list[Action]:
+        """The directory says this, and that we are there."""
+        return self.hear(DirectoryRead((*others, Declaration(contact_of(ME), MINE))), at=at)
+
+    def settle(self, *others: Declaration) -> list[Action]:
+        """Declared, and what the directory says is read; nothing is on its way any more."""
+        self.hear(Declared(), at=self.now + 0.01)
+        self.read(at=self.now + 0.01)  # what was read before we were declared
+        self.others = others
+        return self.read(*others, at=self.now + 0.01)
+
+    def joins(self, number: int, *, at: float | None = None, **kwargs: Any) -> list[Action]:
+        """A later peer asks us."""
+        return self.hear(join(number, **kwargs), at=at)
+
+    def wait(self, until: float) -> list[Action]:
+        """Let time pass, with an answer to every read; all that the machine says, up to Start or Fail."""
+        said: list[Action] = []
+        while not any(isinstance(action, Start | Fail) for action in said):
+            due = self.machine.deadline()
+            if self.read_at is not None and self.read_at <= min(until, due if due is not None else until):
+                said += self.read(*self.others, at=self.read_at)
+            elif due is not None and due <= until:
+                said += self.hear(Tick(), at=max(due, self.now))
+            else:
+                self.now = until
+                break
+        return said
+
+
+def kinds(said: list[Action]) -> list[type[Action]]:
+    """What kinds of action these are."""
+    return [type(action) for action in said]
+
+
+def declared(number: int, expiration: float = MINE) -> Declaration:
+    """A declaration in the directory."""
+    return Declaration(contact_of(number), expiration)
+
+
+def join(number: int, expiration: float = MINE, *, reduces: bool = True, client: bool = False) -> JoinAsked:
+    """A peer asks us."""
+    contact = Contact(peer_id(number)) if client else contact_of(number)
+    return JoinAsked(contact, expiration, reduces and not client)
+
+
+def following(number: int = 1) -> Play:
+    """A machine that follows this peer."""
+    play = Play()
+    play.settle(declared(number))
+    play.hear(AskAccepted(peer_id(number)))
+    assert play.machine.phase is Phase.FOLLOWING
+    return play
+
+
+# ---------------------------------------------------------------------------------------------------- declare and look
+
+
+def test_declares_and_looks_at_once_then_looks_again_when_declared() -> None:
+    """What is read after our own declaration is stored shows whoever declared before us."""
+    play = Play()
+    assert play.first == [Declare(MINE), ReadDirectory()]
+    assert play.hear(DirectoryRead(()), at=0.01) == []
+    assert play.hear(Declared(), at=0.02) == [ReadDirectory()]
+
+
+def test_asks_the_earliest_declared_peer_before_itself() -> None:
+    """Order is expiration, then peer id; later peers are left alone."""
+    play = Play()
+    said = play.read(declared(3), declared(2, MINE - 1), declared(7, MINE - 1), declared(60), declared(1, MINE + 1))
+    assert said == [Ask(contact_of(2), MINE)]
+    assert play.machine.phase is Phase.ASKING
+
+
+def test_early_look_may_find_a_leader_but_never_proves_absence() -> None:
+    """A group is not started on what was read before our own declaration was stored."""
+    play = Play()
+    play.joins(60)
+    play.read(at=0.01)
+    assert play.wait(2.0) == []
+    assert play.hear(Declared(), at=2.0) == [ReadDirectory()]
+
+
+def test_looks_again_ever_more_rarely_while_alone() -> None:
+    """A lonely peer does not burden the directory."""
+    play = Play(rules=Rules(window_s=60.0))
+    play.hear(Declared())
+    play.hear(DirectoryRead(()))
+    reads = []
+    play.hear(DirectoryRead(()))
+    while (due := play.machine.deadline()) is not None and due < 20.0:
+        if ReadDirectory() in play.hear(Tick(), at=due):
+            reads.append(due)
+            play.hear(DirectoryRead(()))
+    pauses = [round(after - before, 3) for before, after in zip(reads, reads[1:], strict=False)]
+    assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert set(pauses[4:]) == {1.0}
+
+
+def test_failed_read_is_repeated_and_said_in_the_end() -> None:
+    """A directory that does not answer is the reason that is given; it is asked again, not at once."""
+    play = Play()
+    play.hear(Declared(), at=0.01)
+    tries = 0
+    while play.machine.phase is Phase.LOOKING:
+        said = play.hear(DirectoryFailed("no route")) if play.read_at else []
+        assert ReadDirectory() not in said or tries == 0  # tries == 0: what was read before we were declared
+        tries += 1
+        due = play.machine.deadline()
+        assert due is not None
+        said += play.hear(Tick(), at=due)
+    assert 5 < tries < 20
+    fail = said[-1]
+    assert isinstance(fail, Fail)
+    assert "could not read who is looking: no route" in fail.reason
+
+
+def test_failed_declaration_is_repeated() -> None:
+    """A peer that could not declare itself tries again within the window."""
+    play = Play()
+    play.read()
+    play.hear(Declared("no route"), at=0.1)
+    play.read()
+    assert Declare(MINE) in play.wait(1.0)
+
+
+def test_expired_declaration_counts_for_a_while_because_clocks_differ() -> None:
+    """A peer whose clock is 2 s behind is asked; one that expired long ago is not."""
+    assert Play().read(declared(1, WALL_S - 2.0)) == [Ask(contact_of(1), MINE)]
+    assert Ask(contact_of(1), MINE) not in Play().read(declared(1, WALL_S - 4.0))
+
+
+@pytest.mark.parametrize("expiration", [math.nan, math.inf, -math.inf])
+def test_senseless_declarations_are_ignored(expiration: float) -> None:
+    """What is no time cannot lead."""
+    assert not any(isinstance(action, Ask | Nudge) for action in Play().read(declared(1, expiration)))
+
+
+# --------------------------------------------------------------------------------------------------------- being asked
+
+
+def test_accepts_a_later_peer() -> None:
+    """The earlier one leads."""
+    play = Play()
+    assert play.joins(60) == [Accept(peer_id(60))]
+    assert play.machine.followers == (peer_id(60),)
+
+
+def test_refuses_an_earlier_peer_and_asks_it_instead() -> None:
+    """Whoever asks the wrong way round is met nevertheless."""
+    play = Play()
+    said = play.joins(3)
+    assert kinds(said) == [Refuse, Ask]
+    assert said[0] == Refuse(peer_id(3), "later", "you are earlier: lead me")
+    assert said[1] == Ask(contact_of(3), MINE)
+
+
+def test_accepts_a_client_whatever_its_expiration() -> None:
+    """A client cannot lead, so its place in the order does not matter."""
+    assert Play().joins(3, expiration=WALL_S, client=True) == [Accept(peer_id(3))]
+
+
+def test_accepts_while_it_asks_itself_and_redirects_once_it_follows() -> None:
+    """Nobody waits for a leader that waits for another; followers are handed on."""
+    play = Play()
+    play.read(declared(1))
+    assert play.joins(60) == [Accept(peer_id(60))]
+    said = play.hear(AskAccepted(peer_id(1)))
+    assert said == [Redirect(peer_id(60), contact_of(1)), Withdraw()]
+    assert play.machine.followers == ()
+    assert play.joins(61) == [Redirect(peer_id(61), contact_of(1))]
+
+
+def test_does_not_start_while_it_asks() -> None:
+    """The answer decides first: else it would be in two groups."""
+    play = Play(rules=Rules(target_size=2, window_s=WINDOW_S))
+    play.read(declared(1))
+    assert play.joins(60) == [Accept(peer_id(60))]
+    assert play.wait(WINDOW_S + 1) == []
+    assert play.hear(AskLost(peer_id(1), "silent"))[0] == Start((peer_id(60),))
+
+
+def test_refuses_when_full() -> None:
+    """No group exceeds its target, also while the leader asks another."""
+    play = Play(rules=Rules(target_size=2))
+    play.read(declared(1))
+    play.joins(60)
+    assert play.joins(61) == [Refuse(peer_id(61), "full", "the group has its 2 members")]
+
+
+def test_refuses_after_the_end() -> None:
+    """A search that is over takes nobody."""
+    play = Play()
+    play.hear(Cancel())
+    assert play.joins(60) == [Refuse(peer_id(60), "not-looking", "not looking for a group now")]
+
+
+def test_joining_again_counts_once() -> None:
+    """A follower that opens a new stream is still one follower."""
+    play = Play()
+    play.joins(60)
+    play.hear(JoinGone(peer_id(60)))
+    play.joins(60)
+    assert play.machine.followers == (peer_id(60),)
+
+
+def test_leader_that_declared_anew_and_asks_is_accepted() -> None:
+    """Who asks us with a later key leads us no more, even if its word has not come yet."""
+    play = following(1)
+    said = play.joins(1, expiration=MINE + 1)
+    assert said[:2] == [StopAsking(peer_id(1)), Accept(peer_id(1))]
+    assert play.machine.followers == (peer_id(1),)
+
+
+def test_nudge_of_the_own_leader_changes_nothing() -> None:
+    """Its nudge and our Join have crossed on the way."""
+    play = following(1)
+    assert play.joins(1, expiration=MINE) == [Refuse(peer_id(1), "later", "I follow you")]
+    assert play.machine.phase is Phase.FOLLOWING
+
+
+# ------------------------------------------------------------------------------------------------- asking and following
+
+
+def test_refused_asks_the_next_one() -> None:
+    """Peers are asked in order until one accepts."""
+    play = Play()
+    play.read(declared(1), declared(2))
+    assert play.hear(AskRefused(peer_id(1), "started", "")) == [Ask(contact_of(2), MINE)]
+    assert Ask not in {type(action) for action in play.hear(AskRefused(peer_id(2), "not-looking", ""))}
+
+
+def test_refused_peer_is_asked_again_when_it_declares_anew() -> None:
+    """A refusal belongs to one declaration."""
+    play = Play()
+    play.read(declared(1, MINE - 2))
+    play.hear(AskRefused(peer_id(1), "not-looking", ""))
+    assert not any(isinstance(action, Ask) for action in play.read(declared(1, MINE - 2)))
+    assert play.read(declared(1, MINE - 1)) == [Ask(contact_of(1), MINE)]
+
+
+def test_full_leader_is_asked_again_soon() -> None:
+    """It may lose a follower, or follow somebody with more room."""
+    play = Play()
+    play.settle(declared(1))
+    play.hear(AskRefused(peer_id(1), "full", ""))
+    said = play.wait(play.now + 0.3)
+    assert Ask(contact_of(1), MINE) in said
+
+
+@pytest.mark.parametrize("lost", [AskLost(peer_id(1), "silent"), PeerGone(peer_id(1))])
+def test_lost_leader_is_replaced_at_once(lost: Event) -> None:
+    """A follower whose leader dies looks again: declares with its old place, asks the next."""
+    play = following(1)
+    play.memory.lose(peer_id(1), MINE)
+    said = play.hear(lost, at=0.1)
+    assert Declare(MINE) in said
+    assert play.machine.phase is Phase.LOOKING or Ask in kinds(said)
+    assert not any(isinstance(action, Ask) and action.contact == contact_of(1) for action in said)
+    play.hear(Declared(), at=0.12)
+    said = play.read(declared(1), declared(2), at=0.15)
+    assert said == [Ask(contact_of(2), MINE)]
+
+
+def test_redirected_asks_that_one() -> None:
+    """A follower's leader is asked instead, also if we were accepted before."""
+    play = Play()
+    play.read(declared(2))
+    assert play.hear(AskRedirected(peer_id(2), contact_of(1))) == [Ask(contact_of(1), MINE)]
+    play.hear(AskAccepted(peer_id(1)))
+    assert play.hear(AskRedirected(peer_id(1), contact_of(0))) == [Ask(contact_of(0), MINE)]
+
+
+@pytest.mark.parametrize("to", [ME, 2, 60])
+def test_senseless_redirection_is_not_followed(to: int) -> None:
+    """Not to ourselves, not in a circle, not to our own follower; the peer is asked again a little later."""
+    play = Play()
+    play.settle(declared(2))
+    play.joins(60)
+    said = play.hear(AskRedirected(peer_id(2), contact_of(to)))
+    assert Ask not in kinds(said)
+    assert play.machine.phase is Phase.LOOKING
+    assert Ask(contact_of(2), MINE) in play.wait(play.now + 0.5)
+
+
+def test_chain_of_redirections_is_bounded() -> None:
+    """Peers that send each other's followers around do not keep us busy for ever."""
+    play = Play()
+    play.settle(declared(2))
+    hops = 0
+    asked = contact_of(2)
+    for number in range(10, 40):
+        said = play.hear(AskRedirected(asked.peer, contact_of(number)))
+        if not any(isinstance(action, Ask) for action in said):
+            break
+        asked = contact_of(number)
+        hops += 1
+    assert 3 <= hops <= 8
+
+
+def test_redirection_to_a_lost_peer_is_not_followed() -> None:
+    """We know that it is dead; the peer that sent us will see it soon."""
+    play = Play(memory=Memory(lost={peer_id(1): MINE}))
+    play.settle(declared(2))
+    said = play.hear(AskRedirected(peer_id(2), contact_of(1)))
+    assert Ask not in kinds(said)
+
+
+def test_silent_leader_is_left_after_the_window() -> None:
+    """A follower waits for Begin to the end of its own window and a grace, not longer."""
+    play = following(1)
+    assert play.machine.deadline() == WINDOW_S + 3.0
+    said = play.hear(Tick(), at=WINDOW_S + 3.0)
+    assert said[0] == StopAsking(peer_id(1))
+    fail = said[-1]
+    assert isinstance(fail, Fail)
+    assert "did not begin in time" in fail.reason
+    assert fail.peers == (peer_id(1),)
+
+
+def test_begin_ends_the_search() -> None:
+    """Begin is taken from the leader that is followed."""
+    play = following(1)
+    assert play.hear(BeginReceived(peer_id(1))) == []
+    assert play.machine.phase is Phase.OVER
+    assert play.machine.deadline() is None
+
+
+def test_begin_without_having_been_accepted_is_not_taken() -> None:
+    """A peer that begins out of turn is left."""
+    play = Play()
+    play.read(declared(1))
+    assert StopAsking(peer_id(1)) in play.hear(BeginReceived(peer_id(1)))
+    assert play.machine.phase is Phase.LOOKING
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        AskAccepted(peer_id(9)),
+        AskRefused(peer_id(9), "full", ""),
+        AskLost(peer_id(9), ""),
+        BeginReceived(peer_id(9)),
+        AskRedirected(peer_id(9), contact_of(3)),
+    ],
+)
+def test_answers_of_others_are_ignored(event: Event) -> None:
+    """Only the one that is asked can answer."""
+    play = Play()
+    play.read(declared(1))
+    assert play.hear(event) == []
+    assert play.machine.leader == peer_id(1)
+
+
+def test_follower_cannot_become_our_leader() -> None:
+    """Who joined us and then would lead us is left: no circle of two."""
+    play = Play()
+    play.read(declared(1))
+    play.joins(1, expiration=MINE + 1)
+    said = play.hear(AskAccepted(peer_id(1)))
+    assert said[0] == StopAsking(peer_id(1))
+    assert play.machine.phase is Phase.LOOKING
+
+
+# ------------------------------------------------------------------------------------------------------------ starting
+
+
+def test_starts_when_full() -> None:
+    """At the target there is nothing to wait for, not even for our own declaration."""
+    play = Play(rules=Rules(target_size=3))
+    play.joins(60)
+    assert play.joins(61) == [Accept(peer_id(61)), Start((peer_id(60), peer_id(61))), Withdraw()]
+
+
+def test_starts_after_a_read_begun_after_the_quiet_time() -> None:
+    """Not upon what was read, or began to be read, before the last join had been quiet for long enough."""
+    play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(ME)})))
+    play.settle()
+    play.wait(1.0)
+    play.joins(60, at=1.0)
+    assert play.hear(Tick(), at=1.045) == [ReadDirectory()]
+    assert Start not in kinds(play.read(at=1.055))
+    assert play.hear(Tick(), at=1.055) == [ReadDirectory()]
+    assert play.read(at=1.065) == [Start((peer_id(60),)), Withdraw()]
+
+
+def test_join_during_the_read_asks_for_another() -> None:
+    """The read must have begun after the last join."""
+    play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(61)})))
+    play.settle()
+    play.wait(1.0)
+    play.joins(60, at=1.0)
+    play.joins(61, at=1.0)
+    play.wait(1.052)
+    assert play.read_at == pytest.approx(1.06)
+    play.hear(JoinGone(peer_id(61)), at=1.055)
+    play.joins(61, at=1.056)
+    assert Start not in kinds(play.wait(1.10))
+    assert Start in kinds(play.wait(1.12))
+
+
+def test_waits_for_a_declarer_that_has_not_joined() -> None:
+    """Whoever stands in the directory is on its way; when it has joined or withdrawn, the group starts."""
+    play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(61)})))
+    play.settle(declared(62))
+    play.joins(60, at=1.0)
+    play.joins(61, at=1.0)
+    assert Start not in kinds(play.wait(2.0))
+    play.others = ()
+    assert Start in kinds(play.wait(3.1))
+
+
+@pytest.mark.parametrize(
+    "gone", [PeerGone(peer_id(62)), Nudged(peer_id(62), "lost"), Mismatched(peer_id(62), "differs")]
+)
+def test_does_not_wait_for_a_declarer_that_cannot_come(gone: Event) -> None:
+    """A lost link, a nudge without answer, another schema: what was read suffices then."""
+    play = Play(memory=Memory(companions=frozenset({peer_id(60)})))
+    assert Nudge(contact_of(62), MINE) in play.settle(declared(62))
+    play.joins(60, at=1.0)
+    assert Start not in kinds(play.wait(1.3))
+    if isinstance(gone, PeerGone):
+        play.memory.lose(peer_id(62), MINE)
+    assert play.hear(gone) == [Start((peer_id(60),)), Withdraw()]
+
+
+def test_patience_with_a_declarer_that_lives_and_does_not_come_is_bounded() -> None:
+    """A peer that answers but never joins does not hold up the others to the end of the window."""
+    play = Play(rules=Rules(window_s=60.0, patience_s=3.0), memory=Memory(companions=frozenset({peer_id(60)})))
+    play.settle(declared(62, MINE + 60))
+    play.joins(60, at=1.0)
+    play.hear(Nudged(peer_id(62), "later"))
+    assert Start not in kinds(play.wait(3.0))
+    assert Start in kinds(play.wait(4.5))
+
+
+def test_quiet_time_is_long_while_a_companion_is_missing() -> None:
+    """Whoever was in the last group is likely to come; whoever is lost is not."""
+    play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(61)})))
+    play.settle()
+    play.joins(60, at=1.0)
+    assert Start not in kinds(play.wait(1.4))
+    play.memory.lose(peer_id(61), MINE)
+    assert Start in kinds(play.hear(PeerGone(peer_id(61))) + play.wait(1.42))
+
+
+@pytest.mark.parametrize(("gap_s", "quiet_s"), [(0.001, 0.065), (0.03, 0.24), (1.0, 0.5)])
+def test_quiet_time_follows_the_gaps_between_joins(gap_s: float, quiet_s: float) -> None:
+    """In a first group, peers that come with longer gaps are waited for longer, up to a limit."""
+    play = Play()
+    play.settle()
+    for number in range(60, 66):
+        play.joins(number, at=play.now + gap_s)
+    last = play.now
+    assert Start not in kinds(play.wait(last + quiet_s))
+    assert Start in kinds(play.wait(last + quiet_s + 0.05))
+
+
+def test_expected_peers_start_the_group_at_once_when_all_have_joined() -> None:
+    """Nothing is read and nothing waited for."""
+    expected = frozenset({peer_id(ME), peer_id(60), peer_id(61)})
+    play = Play(expected=lambda: expected)
+    play.settle()
+    play.joins(60, at=1.0)
+    assert play.joins(61, at=1.001)[1:] == [Start((peer_id(60), peer_id(61))), Withdraw()]
+
+
+def test_expected_peers_are_waited_for_to_the_end_of_the_window() -> None:
+    """The usual rule does not start the group without them."""
+    expected = frozenset({peer_id(60), peer_id(61)})
+    play = Play(expected=lambda: expected)
+    play.settle()
+    play.joins(60, at=1.0)
+    assert Start not in kinds(play.wait(WINDOW_S - 0.001))
+    assert play.hear(Tick(), at=WINDOW_S) == [Start((peer_id(60),)), Withdraw()]
+
+
+def test_lost_peers_are_expected_no_more() -> None:
+    """When the last one that is missing dies, the group starts."""
+    expected = frozenset({peer_id(60), peer_id(61)})
+    play = Play(expected=lambda: expected)
+    play.settle()
+    play.joins(60, at=1.0)
+    play.memory.lose(peer_id(61), MINE)
+    assert play.hear(PeerGone(peer_id(61)), at=1.1) == [Start((peer_id(60),)), Withdraw()]
+
+
+def test_change_of_mind_about_who_is_expected_is_noticed() -> None:
+    """`expected` is asked again and again, also when nothing else happens."""
+    answers = [frozenset({peer_id(60), peer_id(61)})]
+    play = Play(expected=lambda: answers[-1])
+    play.settle()
+    play.joins(60, at=1.0)
+    answers.append(frozenset({peer_id(60)}))
+    assert Start((peer_id(60),)) in play.wait(1.2)
+
+
+def test_window_end_starts_with_who_is_there() -> None:
+    """Enough is enough when the window ends."""
+    play = Play()
+    play.settle(declared(70, MINE + 60))
+    play.joins(60, at=1.0)
+    assert Start not in kinds(play.wait(3.0))
+    play.others = (declared(71, MINE + 60),)
+    assert Start not in kinds(play.wait(4.99))
+    assert play.hear(Tick(), at=WINDOW_S) == [Start((peer_id(60),)), Withdraw()]
+
+
+def test_follower_that_left_is_not_in_the_group() -> None:
+    """A closed stream, a Leave and a lost link count alike."""
+    play = Play()
+    play.settle()
+    for number in (60, 61, 62):
+        play.joins(number, at=1.0)
+    play.hear(JoinGone(peer_id(60)))
+    play.hear(PeerGone(peer_id(61)))
+    assert Start((peer_id(62),)) in play.hear(Tick(), at=WINDOW_S)
+
+
+def test_group_without_reducer_does_not_start() -> None:
+    """All clients or bandwidth 0: said clearly, at the end of the window."""
+    play = Play(rules=Rules(reduces=False, window_s=WINDOW_S))
+    play.settle()
+    play.joins(60, reduces=False, at=1.0)
+    play.joins(61, client=True, at=1.0)
+    said = play.wait(WINDOW_S)
+    assert [action.code for action in said if isinstance(action, Refuse)] == ["no-reducer", "no-reducer"]
+    fail = said[-1]
+    assert isinstance(fail, Fail)
+    assert fail.reason.startswith("nobody in the group can reduce")
+
+
+def test_full_group_without_reducer_fails_at_once() -> None:
+    """Nobody else can come in to mend it."""
+    play = Play(rules=Rules(target_size=2, reduces=False))
+    assert isinstance(play.joins(60, reduces=False)[-1], Fail)
+
+
+def test_group_with_a_reducer_among_followers_starts() -> None:
+    """The leader itself need not reduce."""
+    play = Play(rules=Rules(target_size=2, reduces=False))
+    assert Start((peer_id(60),)) in play.joins(60)
+
+
+def test_group_of_one_is_possible_if_allowed() -> None:
+    """With min_size 1 a peer that is alone starts alone, after looking."""
+    play = Play(rules=Rules(min_size=1, window_s=WINDOW_S))
+    play.settle()
+    assert Start(()) in play.wait(1.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- ending
+
+
+def test_window_end_with_too_few_declares_anew() -> None:
+    """Followers are sent away first: a key changes only while nobody follows."""
+    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S, deadline_s=20.0))
+    play.settle()
+    play.joins(60, at=1.0)
+    play.wait(4.999)
+    said = play.hear(Tick(), at=WINDOW_S)
+    assert said[0] == Refuse(peer_id(60), "too-few", "the window ended with 2 of at least 3 peers")
+    assert Declare(MINE + WINDOW_S) in said
+    assert play.machine.followers == ()
+    assert play.machine.key == (MINE + WINDOW_S, peer_id(ME))
+
+
+def test_last_window_ends_with_the_deadline() -> None:
+    """No window goes beyond it."""
+    play = Play(rules=Rules(window_s=WINDOW_S, deadline_s=7.0))
+    play.settle()
+    assert Declare(WALL_S + 7.0) in play.wait(WINDOW_S)
+    assert isinstance(play.wait(7.0)[-1], Fail)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([], "no group within 5.0 s: nobody else is looking for one"),
+        ([join(60)], "no group within 5.0 s: the window ended with 2 of at least 3 peers"),
+        (
+            [join(3), AskRefused(peer_id(3), "full", "the group has its 4 members")],
+            "no group within 5.0 s: refused by the peer that was asked to lead: the group has its 4 members",
+        ),
+        (
+            [join(3), AskLost(peer_id(3), "no answer within 3 s")],
+            "no group within 5.0 s: the peer that was to lead is gone: no answer within 3 s",
+        ),
+    ],
+)
+def test_failure_says_why(events: list[Event], reason: str) -> None:
+    """Nobody there, too few, refused by whom: the caller can tell."""
+    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S))
+    play.settle()
+    for event in events:
+        play.hear(event)
+    fail = play.wait(WINDOW_S)[-1]
+    assert isinstance(fail, Fail)
+    assert fail.reason == reason
+    assert fail.peers == ((peer_id(3),) if "peer that was" in reason else ())
+
+
+@pytest.mark.parametrize(
+    "event", [Mismatched(peer_id(60), "tensor 3 differs"), AskRefused(peer_id(1), "schema", "tensor 3 differs")]
+)
+def test_only_other_schemas_is_a_mismatch_by_name(event: Mismatched | AskRefused) -> None:
+    """Said when the first window ends, however long the deadline is."""
+    play = Play(rules=Rules(window_s=WINDOW_S, deadline_s=300.0))
+    play.settle(*[declared(1)] * isinstance(event, AskRefused))
+    play.hear(event)
+    fail = play.wait(WINDOW_S)[-1]
+    assert fail == Fail("tensor 3 differs", (event.peer,), mismatch=True)
+
+
+def test_other_schemas_beside_equal_ones_are_no_mismatch() -> None:
+    """Whoever met somebody of its kind failed for another reason."""
+    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S))
+    play.settle()
+    play.joins(60)
+    play.hear(Mismatched(peer_id(61), "tensor 3 differs"))
+    fail = play.wait(WINDOW_S)[-1]
+    assert isinstance(fail, Fail)
+    assert not fail.mismatch
+
+
+def test_cancel_tells_everybody() -> None:
+    """Followers are refused, the leader is left, the declaration withdrawn, and nothing comes after."""
+    play = Play()
+    play.settle()
+    play.joins(60)
+    said = play.hear(Cancel())
+    assert kinds(said) == [Refuse, Withdraw]
+    assert play.hear(Tick(), at=10.0) == []
+    play = following(1)
+    assert play.hear(Cancel()) == [StopAsking(peer_id(1))]
+
+
+# -------------------------------------------------------------------------------------------------------------- clients
+
+
+def client_rules() -> Rules:
+    """How a client forms groups."""
+    return Rules(leads=False, reduces=False, window_s=WINDOW_S)
+
+
+def test_client_never_declares_and_asks_the_earliest_of_all() -> None:
+    """Its own place in the order is the last."""
+    play = Play(rules=client_rules())
+    assert play.first == [ReadDirectory()]
+    said = play.hear(DirectoryRead((declared(70, MINE + 9), declared(60, MINE + 5))))
+    assert said == [Ask(contact_of(60), MINE)]
+
+
+def test_client_leads_nobody() -> None:
+    """Whoever asks it is refused."""
+    play = Play(rules=client_rules())
+    assert isinstance(play.joins(60)[0], Refuse)
+    assert play.machine.followers == ()
+
+
+# ---------------------------------------------------------------------------------------------------------------- nudges
+
+
+def test_next_later_declarer_is_nudged_at_once_and_the_others_a_little_later() -> None:
+    """The next one may lead those that belong to us; most others are on their way."""
+    play = Play()
+    said = play.settle(declared(60), declared(61), declared(62))
+    assert [action for action in said if isinstance(action, Nudge)] == [Nudge(contact_of(60), MINE)]
+    said = play.wait(play.now + 0.08)
+    assert [action for action in said if isinstance(action, Nudge)] == [
+        Nudge(contact_of(61), MINE),
+        Nudge(contact_of(62), MINE),
+    ]
+
+
+def test_nudges_are_few_at_a_time_and_never_repeated() -> None:
+    """Sixty declarers are not all asked at once."""
+    play = Play(rules=Rules(window_s=60.0))
+    others = [declared(number) for number in range(60, 90)]
+    play.settle(*others)
+    assert kinds(play.wait(play.now + 0.2)).count(Nudge) == 3  # and the one that was nudged at once
+    again = play.hear(Nudged(peer_id(60), "later"))
+    assert [action for action in again if isinstance(action, Nudge)] == [Nudge(contact_of(64), MINE)]
+
+
+def test_nudged_peer_that_follows_another_leads_to_that_one() -> None:
+    """Two leaders that do not see each other in the directory meet through a follower."""
+    play = Play()
+    play.settle(declared(60))
+    said = play.hear(Nudged(peer_id(60), "redirected", leader=contact_of(70)))
+    assert said == [Ask(contact_of(70), MINE)]
+
+
+def test_lost_peer_is_heard_again() -> None:
+    """Who asks us is alive, whatever was thought of it."""
+    play = Play(memory=Memory(lost={peer_id(60): MINE + 100}))
+    play.joins(60)
+    assert play.memory.lost == {}
+
+
+def test_memory_of_lost_peers_is_bounded() -> None:
+    """A crowd that comes and goes does not fill the memory."""
+    memory = Memory()
+    for number in range(5000):
+        memory.lose(peer_id(number), 1.0)
+    assert len(memory.lost) <= 1024

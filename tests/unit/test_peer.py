@@ -1,0 +1,228 @@
+"""Peer ids, addresses, invites and `initial_peers`: what is printed can be read back, and nothing else can."""
+
+from __future__ import annotations
+
+import base64
+import string
+import zlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.peer import Address, Invite, PeerID, parse_peers
+
+PEER = PeerID(bytes(range(32)))
+OTHER = PeerID(b"\xff" * 32)
+HERE = Address("192.0.2.7", 4000, PEER)
+THERE = Address("2001:db8::1", 65535, OTHER)
+
+raw_ids = st.binary(min_size=32, max_size=32)
+labels = st.text(string.ascii_lowercase + string.digits, min_size=1, max_size=20)
+names = st.lists(labels, min_size=1, max_size=4).map(".".join).filter(lambda name: not name[-1].isdigit())
+hosts = st.one_of(st.ip_addresses().map(str), names)
+addresses = st.builds(Address, hosts, st.integers(1, 65535), raw_ids.map(PeerID))
+
+
+class TestPeerID:
+    @given(raw_ids)
+    def test_is_read_back_from_its_text(self, raw: bytes) -> None:
+        """52 small letters and digits, without padding."""
+        peer = PeerID(raw)
+        text = str(peer)
+        assert len(text) == 52
+        assert set(text) <= set(string.ascii_lowercase + "234567")
+        assert PeerID.parse(text) == peer
+        assert PeerID.parse(text).to_bytes() == raw
+        assert text.startswith(peer.short())
+        assert text in repr(peer)
+
+    def test_is_a_value(self) -> None:
+        """Equal bytes are equal, hash alike, and sort by bytes."""
+        assert PeerID(bytes(32)) == PeerID(bytes(32))
+        assert {PeerID(bytes(32)), PeerID(bytes(32))} == {PeerID(bytes(32))}
+        assert PeerID(bytes(32)) != PEER
+        assert PEER.raw != PEER
+        assert sorted([OTHER, PEER]) == [PEER, OTHER]
+
+    @pytest.mark.parametrize("raw", [b"", bytes(31), bytes(33), bytearray(32), "a" * 32, None])
+    def test_takes_32_bytes_only(self, raw: Any) -> None:
+        """Anything else is a `ConfigError`."""
+        with pytest.raises(ConfigError, match="32 bytes"):
+            PeerID(raw)
+
+    def test_refuses_a_text_that_means_the_same_but_is_not_the_printed_one(self) -> None:
+        """One peer, one text: no capitals, no padding, no other spare bits at the end."""
+        text = str(PEER)
+        spare = text[:-1] + string.ascii_lowercase[(string.ascii_lowercase.index(text[-1]) + 1)]
+        for wrong in (text.upper(), text + "=", text + "====", " " + text, text[:-1], text + "a", spare):
+            with pytest.raises(ConfigError, match="not a peer id"):
+                PeerID.parse(wrong)
+
+    @given(st.text())
+    def test_refuses_any_other_text_as_a_config_error(self, text: str) -> None:
+        """Whatever is pasted."""
+        with pytest.raises(ConfigError):
+            PeerID.parse(text)
+
+
+class TestAddress:
+    @given(addresses)
+    def test_is_read_back_from_its_text(self, address: Address) -> None:
+        """Host kind, host, port and peer id; no comma, no blank."""
+        text = str(address)
+        assert Address.parse(text) == address
+        assert Address.parse(f"  {text}\n") == address
+        assert "," not in text
+        assert text.split("/")[1] == address.kind
+
+    def test_looks_as_documented(self) -> None:
+        """All three kinds of host."""
+        assert str(HERE) == f"/ip4/192.0.2.7/tcp/4000/p2p/{PEER}"
+        assert str(THERE) == f"/ip6/2001:db8::1/tcp/65535/p2p/{OTHER}"
+        assert str(Address("peer.example.org", 1, PEER)) == f"/dns/peer.example.org/tcp/1/p2p/{PEER}"
+
+    @pytest.mark.parametrize(
+        ("text", "named"),
+        [
+            ("", "not an address"),
+            ("192.0.2.7:4000", "not an address"),
+            (f"/ip4/192.0.2.7/udp/4000/p2p/{PEER}", "not an address"),
+            (f"ip4/192.0.2.7/tcp/4000/p2p/{PEER}", "not an address"),
+            (f"/ip4/192.0.2.7/tcp/4000/p2p/{PEER}/", "not an address"),
+            ("/ip4/192.0.2.7/tcp/4000", "not an address"),
+            (f"/ip5/192.0.2.7/tcp/4000/p2p/{PEER}", "ip5"),
+            (f"/ip4/peer.example.org/tcp/4000/p2p/{PEER}", "peer.example.org"),
+            (f"/dns/192.0.2.7/tcp/4000/p2p/{PEER}", "192.0.2.7"),
+            (f"/ip6/192.0.2.7/tcp/4000/p2p/{PEER}", "192.0.2.7"),
+            (f"/dns/a b/tcp/4000/p2p/{PEER}", "a b"),
+            (f"/dns//tcp/4000/p2p/{PEER}", "host ''"),
+            (f"/dns/a:b/tcp/4000/p2p/{PEER}", "a:b"),
+            (f"/ip4/192.0.2.7/tcp/0/p2p/{PEER}", "port 0"),
+            (f"/ip4/192.0.2.7/tcp/65536/p2p/{PEER}", "65536"),
+            (f"/ip4/192.0.2.7/tcp/-1/p2p/{PEER}", "-1"),
+            (f"/ip4/192.0.2.7/tcp/٤٠/p2p/{PEER}", "٤٠"),
+            (f"/ip4/192.0.2.7/tcp/{'9' * 5000}/p2p/{PEER}", "99999"),
+            ("/ip4/192.0.2.7/tcp/4000/p2p/me", "'me'"),
+        ],
+    )
+    def test_says_which_piece_is_wrong(self, text: str, named: str) -> None:
+        """The message names it."""
+        with pytest.raises(ConfigError) as caught:
+            Address.parse(text)
+        assert named in str(caught.value)
+
+    @given(st.lists(st.sampled_from(["", "ip4", "dns", "tcp", "p2p", "1.2.3.4", "80", str(PEER), "x"]), max_size=8))
+    def test_raises_config_errors_only(self, pieces: list[str]) -> None:
+        """Whatever is pasted."""
+        try:
+            address = Address.parse("/".join(pieces))
+        except ConfigError:
+            return
+        assert str(address) == "/".join(pieces)
+
+
+class TestInvite:
+    @given(st.lists(addresses, min_size=1, max_size=6).map(tuple), st.text(max_size=40))
+    def test_is_read_back_from_its_text(self, where: tuple[Address, ...], run_id: str) -> None:
+        """Addresses in order and the run; one word that can be sent by mail."""
+        invite = Invite(where, run_id)
+        text = str(invite)
+        assert Invite.parse(f" {text}\n") == invite
+        assert text.startswith("shoal:")
+        assert set(text.removeprefix("shoal:")) <= set(string.ascii_letters + string.digits + "-_")
+
+    def test_a_typing_error_never_leads_elsewhere(self) -> None:
+        """Any one character changed, left out or doubled: refused, or (in spare bits at the end) the same invite."""
+        invite = Invite((HERE, THERE), "albert")
+        text = str(invite)
+        changed = 0
+        for place in range(len("shoal:"), len(text)):
+            for typed in ("", "A", "z", "_", "!", text[place] * 2):
+                wrong = text[:place] + typed + text[place + 1 :]
+                try:
+                    assert Invite.parse(wrong) == invite
+                except ConfigError:
+                    changed += 1
+        assert changed > 5 * (len(text) - len("shoal:") - 2)
+
+    @pytest.mark.parametrize("text", ["", "shoal", "SHOAL:abc", "mailto:abc", str(HERE)])
+    def test_says_when_it_is_no_invite_at_all(self, text: str) -> None:
+        """The beginning gives it away."""
+        with pytest.raises(ConfigError, match="not an invite"):
+            Invite.parse(text)
+
+    @pytest.mark.parametrize("body", ["", "A", "AAAA", "AAAAAAAA", "=" * 8, "ü" * 8, "A" * 10_000])
+    def test_refuses_a_damaged_body(self, body: str) -> None:
+        """Short, long, not base64, wrong checksum."""
+        with pytest.raises(ConfigError, match="damaged"):
+            Invite.parse("shoal:" + body)
+
+    def pack(self, content: object) -> str:
+        """An invite with any content and a right checksum."""
+        packed = zlib.compress(msgspec.msgpack.encode(content))
+        whole = packed + zlib.crc32(packed).to_bytes(4, "big")
+        return "shoal:" + base64.urlsafe_b64encode(whole).decode().rstrip("=")
+
+    def test_the_packing_of_these_tests_is_right(self) -> None:
+        """Else the next tests would prove nothing."""
+        assert Invite.parse(self.pack((1, [str(HERE)], "run"))) == Invite((HERE,), "run")
+
+    @pytest.mark.parametrize(
+        "content",
+        [
+            None,
+            "text",
+            (1, [], "run"),
+            (1, ["not an address"], "run"),
+            (1, [b"bytes"], "run"),
+            (1, [str(HERE)]),
+            (1, [str(HERE)] * 10_000, "run"),
+            ("1", [str(HERE)], "run"),
+        ],
+    )
+    def test_refuses_a_wrong_content_with_a_right_checksum(self, content: object) -> None:
+        """Made on purpose: still a `ConfigError`, and nothing large is unpacked."""
+        with pytest.raises(ConfigError):
+            Invite.parse(self.pack(content))
+
+    def test_tells_when_a_newer_shoal_made_it(self) -> None:
+        """So that people upgrade instead of copying again."""
+        with pytest.raises(ConfigError, match="newer"):
+            Invite.parse(self.pack((2, [str(HERE)], "run")))
+
+    @given(st.binary(max_size=200))
+    def test_raises_config_errors_only(self, raw: bytes) -> None:
+        """Whatever is pasted."""
+        with pytest.raises(ConfigError):
+            Invite.parse("shoal:" + base64.urlsafe_b64encode(raw).decode().rstrip("="))
+
+
+class TestParsePeers:
+    def test_takes_texts_and_objects_in_order_and_each_once(self) -> None:
+        """Addresses and invites mixed, as people have them."""
+        third = Address("third.example.org", 3, PEER)
+        invite = Invite((THERE, HERE), "run")
+        assert parse_peers([str(HERE), invite, third, str(invite)]) == (HERE, THERE, third)
+        assert parse_peers(iter([THERE])) == (THERE,)
+
+    @pytest.mark.parametrize("nothing", [[], (), iter(())])
+    def test_nothing_is_nobody(self, nothing: Any) -> None:
+        """The first peer of a swarm."""
+        assert parse_peers(nothing) == ()
+
+    def test_a_single_one_needs_no_list(self) -> None:
+        """A text is not taken for a sequence of letters."""
+        assert parse_peers(HERE) == (HERE,)
+        assert parse_peers(Invite((HERE, THERE))) == (HERE, THERE)
+        assert parse_peers(str(HERE)) == (HERE,)
+        assert parse_peers(str(Invite((HERE, THERE)))) == (HERE, THERE)
+
+    @pytest.mark.parametrize("wrong", ["", "nobody", ["nobody"], [b"bytes"], [None], [HERE, 5], 5, None])
+    def test_refuses_anything_else(self, wrong: Any) -> None:
+        """With a `ConfigError`."""
+        with pytest.raises(ConfigError):
+            parse_peers(wrong)

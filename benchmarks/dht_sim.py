@@ -95,8 +95,9 @@ async def grow(swarm: Swarm[Peer], count: int, dht: DhtSettings) -> None:
     """Add nodes in batches, each a quarter of those there are; each node knows one member at first."""
     rng = random.Random(f"{swarm.seed}/grow")
     target = len(swarm.peers) + count
+    members: list[Address] = []
     while (have := len(swarm.peers)) < target:
-        members = [swarm.host(name).address for name in swarm.peers]
+        members += [swarm.host(name).address for name in list(swarm.peers)[len(members) :]]
 
         async def factory(host: SimHost, members: Sequence[Address] = members) -> Peer:
             return await start(host, [rng.choice(members)] if members else [], dht)
@@ -127,7 +128,7 @@ def calls(swarm: Swarm[Peer]) -> int:
     return sum(peer.node.calls_made for peer in swarm.peers.values())
 
 
-async def simulate(nodes: int, records: int, lookups: int, seed: int) -> Row:
+async def simulate(nodes: int, records: int, lookups: int, seed: int, *, repair: bool) -> Row:
     """Everything, with one number of nodes. Runs under `shoal.sim.run`."""
     began = time.perf_counter()
     rng = random.Random(f"{seed}/benchmark")
@@ -155,11 +156,13 @@ async def simulate(nodes: int, records: int, lookups: int, seed: int) -> Row:
     crash_half(swarm, rng)
     await sleep(1.0)  # the survivors' connections break; repair begins in 20 s
     after_crash = await find(swarm, writers, rng)
-    await sleep(3 * REPAIR_DELAY_S)
-    after_repair = await find(swarm, writers, rng)
-    crash_half(swarm, rng)
-    await sleep(1.0)
-    after_second = await find(swarm, writers, rng)
+    after_repair = after_second = math.nan
+    if repair:
+        await sleep(3 * REPAIR_DELAY_S)
+        after_repair = await find(swarm, writers, rng)
+        crash_half(swarm, rng)
+        await sleep(1.0)
+        after_second = await find(swarm, writers, rng)
     return Row(
         nodes=nodes,
         neighbours=neighbours,
@@ -175,10 +178,10 @@ async def simulate(nodes: int, records: int, lookups: int, seed: int) -> Row:
     )
 
 
-def measure(nodes: int, *, records: int, lookups: int, seed: int) -> Row:
-    """Simulate one number of nodes and return what was measured."""
+def measure(nodes: int, *, records: int, lookups: int, seed: int, repair: bool = True) -> Row:
+    """Simulate one number of nodes and return what was measured; without `repair`, only up to the first crash."""
     with without_gc():
-        return run(lambda: simulate(nodes, records, lookups, seed), seed=seed)
+        return run(lambda: simulate(nodes, records, lookups, seed, repair=repair), seed=seed)
 
 
 def main() -> None:

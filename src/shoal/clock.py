@@ -1,8 +1,9 @@
 """Time, chance and threads as arguments, so that a whole swarm can run on virtual time from one seed.
 
-Code above the sans-IO parts is async and waits through the running asyncio loop (`asyncio.timeout`, `call_later`), whose
-time the simulator replaces. What the loop does not give is here: the wall clock that record expirations are written in,
-the random source, and the executor that tensor work runs in. `Env` carries all of them, and the event bus, to every part.
+Code above the sans-IO parts is async and waits through the running asyncio loop (`asyncio.timeout`, `call_later`),
+whose time the simulator replaces. What the loop does not give is here: the wall clock that record expirations are
+written in, the random source, and the executor that tensor work runs in. `Env` carries all of them, and the event bus,
+to every part.
 """
 
 from __future__ import annotations

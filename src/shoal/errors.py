@@ -92,7 +92,18 @@ class PeerProtocolError(PeerError):
 
 
 class PeerRefused(PeerError):
-    """The peer answered and said no: another protocol version, another identity, a limit, another run."""
+    """The peer answered and said no: another protocol version, another identity, a limit, another run.
+
+    Args:
+        message: see `PeerError`.
+        peer_id: see `PeerError`.
+        code: why, for a program to read: `refused`, or what `wire.Failure.code` said (`busy`, `unknown`, `bad`,
+            `internal`). A handler that raises this with `busy` has `busy` told to the other side.
+    """
+
+    def __init__(self, message: str, peer_id: PeerID | None = None, *, code: str = "refused") -> None:
+        super().__init__(message, peer_id)
+        self.code = code
 
 
 class RoundFailed(ShoalError):

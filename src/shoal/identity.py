@@ -78,7 +78,7 @@ class Identity:
         try:
             return cls._load(path)
         except FileNotFoundError as error:
-            raise ConfigError(f"no key file at {os.fspath(path)}: create one with Identity.create(path)") from error
+            raise ConfigError(f"no key file at {os.fspath(path)}: create one with `shoal key new`") from error
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> Identity:

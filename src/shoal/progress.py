@@ -1,16 +1,18 @@
 """Where the swarm stands: who is at which state, how many samples there are, and which state is the best one.
 
-Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, or has been
-silent for `ttl_s`.
+Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, or has
+been silent for `ttl_s`.
 
-**The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the higher
-epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all live
-peers wins: whoever is at another one downloads it. Keys are totally ordered and a peer's own key only grows, so all who can
-see each other end at one state, whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
+**The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
+higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
+live peers wins: whoever is at another one downloads it. Keys are totally ordered and a peer's own key only grows, so
+all who can see each other end at one state, whatever order they hear things in. See
+`docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +21,8 @@ from shoal.peer import PeerID
 from shoal.wire import Progress
 
 __all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
+
+_SHOWN = 120
 
 
 class StateKey(NamedTuple):
@@ -76,32 +80,44 @@ class SwarmProgress:
     def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
         self._me, self._settings, self._ttl_s = me, dict(settings), ttl_s
         self._known: dict[PeerID, tuple[Progress, float]] = {}
-        self._lost: dict[PeerID, float] = {}
+        self._lost: dict[PeerID, tuple[float, float]] = {}  # what it said last: its own time, and when it was lost here
+        self._now = float("-inf")
         self.mismatch: str | None = None
         """How the last peer with other settings differs; None if there was none."""
 
     def heard(self, progress: Progress, now: float) -> bool:
-        """Somebody told where it stands (`now`: local time, seconds). True if it was news."""
+        """Somebody told where it stands (`now`: local time, seconds). True if it was news.
+
+        What a lost peer said before it was lost is not: it may still lie in the DHT. But `ttl_s` later nothing of that
+        is left there, and a peer whose clock was set back counts again.
+        """
+        self._now = max(self._now, now)
         peer = progress.contact.peer
-        if peer == self._me:
+        if peer == self._me or not math.isfinite(progress.time) or not math.isfinite(progress.rate):
             return False
         difference = settings_difference(self._settings, progress.settings)
         if difference is not None:
             self.mismatch = difference
             return False
-        before = self._known.get(peer)
-        last = before[0].time if before is not None else self._lost.get(peer, float("-inf"))
-        if progress.time <= last:
+        if progress.time <= self._last_time(peer, now):
             return False
         self._known[peer] = (progress, now)
         self._lost.pop(peer, None)
         return True
 
+    def _last_time(self, peer: PeerID, now: float) -> float:
+        """What a peer says must be newer than this, by its own clock."""
+        if (known := self._known.get(peer)) is not None:
+            return known[0].time
+        said, lost_at = self._lost.get(peer, (float("-inf"), now))
+        return said if now - lost_at <= self._ttl_s else float("-inf")
+
     def lost(self, peer: PeerID) -> bool:
         """A peer is gone: what it said before does not count any more. True if it was known."""
         known = self._known.pop(peer, None)
         if known is not None:
-            self._lost[peer] = known[0].time
+            self._lost.pop(peer, None)
+            self._lost[peer] = (known[0].time, self._now)
             while len(self._lost) > 4096:
                 self._lost.pop(next(iter(self._lost)))
         return known is not None
@@ -117,6 +133,7 @@ class SwarmProgress:
 
     def view(self, mine: Progress, now: float) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`."""
+        self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
             self.lost(peer)
         own_key = _key(mine)
@@ -141,7 +158,7 @@ def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> s
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
-            return f"{name} is {here} here and {there} at another peer of the run"
+            return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run"
     return None
 
 

@@ -75,21 +75,17 @@ class Opening(Message, Generic[Up, Down], frozen=True):
 def _encode_hook(value: object) -> object:
     if isinstance(value, PeerID):
         return value.raw
-    if isinstance(value, Address):
-        return str(value)
     raise NotImplementedError(f"cannot send {type(value).__name__}")
 
 
 # The same few peers are named over and over; equal ids are then also the same object, which makes dictionaries faster.
 _peer_id = lru_cache(maxsize=1 << 14)(PeerID)
-_address = lru_cache(maxsize=1 << 13)(Address.parse)
 
 
 def _decode_hook(kind: type[Any], value: object) -> object:
+    # An Address needs no hook: it travels as a map of its fields, and checks itself when it is made.
     if kind is PeerID and isinstance(value, bytes):
         return _peer_id(value)
-    if kind is Address and isinstance(value, str):
-        return _address(value)
     raise ConfigError(f"expected {kind.__name__}, got {type(value).__name__}")
 
 
@@ -99,7 +95,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
-def _decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
     if (decoder := _decoders.get(kind)) is None:
         decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook)
     return decoder
@@ -116,7 +112,12 @@ def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) ->
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack, or not such a message; says where.
     """
-    return cast(M, _decoder(kind).decode(data))
+    try:
+        return cast(M, _decoder(kind).decode(data))
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(f"text that is not UTF-8: {error.reason}") from error
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
 
 
 def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
@@ -323,8 +324,9 @@ class Begin(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """I hold the average of this part: of this attempt, from these contributors (bit i = member i) with this weight in
-    all, and this digest of the encoded bytes.
+    """I hold the average of this part and attempt; `digest` is of its encoded bytes.
+
+    It is made of the values of `contributors` (bit i = member i), whose weights are `weight` in all.
     """
 
     part: int
@@ -453,8 +455,8 @@ class Progress(Message, frozen=True):
     """Where one peer of a run stands. Kept in the DHT under `RUN_ID_progress`, and told to the others directly.
 
     `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
-    accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own messages.
-    `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced.
+    accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
+    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced.
     """
 
     contact: Contact

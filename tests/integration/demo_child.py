@@ -1,14 +1,11 @@
 """A stand-in for the demo's children that speaks their protocol without torch and without a network.
 
-Run as `demo_child.py peer SCRIPT CONFIG` or `demo_child.py baseline SCRIPT CONFIG`. SCRIPT is JSON: `began` (wall clock of
-epoch 0) and `epoch_s`, by which all stand-ins of a run agree on the epoch without talking to each other, `starters`
-(names of the peers that are there from epoch 0), and `faults`, by name of the peer: "crash" (exit code 7 at start), "deaf" (never finishes), "other weights", "other epoch", "chatter" (prints
-what is no message), "rising loss", "mute" (closes its stdout). It ends when its stdin does.
+Run as `demo_child.py peer SCRIPT CONFIG` or `demo_child.py baseline SCRIPT CONFIG`, SCRIPT being a `Script` as JSON. It
+ends when its stdin does.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import sys
@@ -35,6 +32,28 @@ from shoal.demo.messages import (
 )
 
 
+class Script(msgspec.Struct, frozen=True):
+    """What the stand-ins of a run have in common.
+
+    Attributes:
+        began: wall clock of epoch 0; by it and `epoch_s` they agree on the epoch without talking to each other.
+        epoch_s: length of an epoch.
+        starters: names of the peers that are there from epoch 0.
+        faults: by name: "crash" (at start), "mute" (closes its stdout), "deaf" (never finishes), "other weights",
+            "other epoch", "rising loss", "chatter" (also prints what is no message).
+    """
+
+    began: float
+    epoch_s: float
+    starters: tuple[str, ...]
+    faults: dict[str, str]
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the swarm is at now."""
+        return max(0, int((time.time() - self.began) / self.epoch_s))
+
+
 def say(report: Report) -> None:
     """Send a report."""
     os.write(1, encode(report) + b"\n")
@@ -55,9 +74,9 @@ def loss_at(epoch: int, fault: str) -> float:
     return 8.0 / (1 + 0.1 * epoch) if fault != "rising loss" else 5.0 + epoch
 
 
-def be_peer(script: dict[str, object], config: PeerConfig) -> None:
+def be_peer(script: Script, config: PeerConfig) -> None:
     """Go through a peer's life."""
-    fault = script["faults"].get(config.name, "")
+    fault = script.faults.get(config.name, "")
     if fault == "crash":
         sys.exit("RuntimeError: no more memory")
     if fault == "chatter":
@@ -67,21 +86,21 @@ def be_peer(script: dict[str, object], config: PeerConfig) -> None:
         hear(3600)
     say(Ready(peer_id=f"id-of-{config.name}", run_id=config.run_id, addresses=(f"at-{config.name}",), parameters=10))
     epoch = 0
-    if config.name not in script["starters"]:
-        epoch = epoch_by_clock(script)
+    if config.name not in script.starters:
+        epoch = script.epoch
         say(Downloaded(donors=("id-of-oak",), bytes_received=1000, duration_s=0.01))
     else:
         say(HeldOutLoss(epoch=0, loss=loss_at(0, fault)))
     last = None
     while True:
         say(Working(state="training", epoch=epoch, samples=epoch * 4, samples_per_s=10.0))
-        for command in hear(script["epoch_s"] / 3):
+        for command in hear(script.epoch_s / 3):
             last = command.epoch if isinstance(command, Stop) else last
             if isinstance(command, Leave):
                 os._exit(0)
         if last is not None and epoch >= last and fault != "deaf":
             break
-        while epoch < min(epoch_by_clock(script), last or 10**9):
+        while epoch < min(script.epoch, last or 10**9):
             epoch += 1
             say(RoundDone(peers=2, left_out=0, duration_s=0.01))
             say(EpochReached(epoch=epoch, samples=16, peers=2))
@@ -93,14 +112,9 @@ def be_peer(script: dict[str, object], config: PeerConfig) -> None:
     os._exit(0)
 
 
-def epoch_by_clock(script: dict[str, object]) -> int:
-    """The epoch that the swarm is at now."""
-    return max(0, int((time.time() - script["began"]) / script["epoch_s"]))
-
-
-def be_baseline(script: dict[str, object], config: BaselineConfig) -> None:
+def be_baseline(script: Script, config: BaselineConfig) -> None:
     """Report a loss for every second epoch."""
-    if "baseline" in script["faults"]:
+    if "baseline" in script.faults:
         sys.exit("RuntimeError: the baseline broke")
     samples = 0
     for epoch, more in enumerate(config.epoch_samples, start=1):
@@ -111,7 +125,8 @@ def be_baseline(script: dict[str, object], config: BaselineConfig) -> None:
 
 if __name__ == "__main__":
     role, script_json, config_json = sys.argv[1:]
+    told = msgspec.json.decode(script_json, type=Script)
     if role == "peer":
-        be_peer(json.loads(script_json), msgspec.json.decode(config_json, type=PeerConfig))
+        be_peer(told, msgspec.json.decode(config_json, type=PeerConfig))
     else:
-        be_baseline(json.loads(script_json), msgspec.json.decode(config_json, type=BaselineConfig))
+        be_baseline(told, msgspec.json.decode(config_json, type=BaselineConfig))

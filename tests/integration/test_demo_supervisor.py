@@ -73,11 +73,12 @@ def supervisor(record: Path, **told: Any) -> Iterator[subprocess.Popen[str]]:
 def pids_of(record: Path, count: int, epochs: int = 1) -> list[int]:
     """The peers' pids, once `count` have been started and the run has come to `epochs`."""
 
-    def found() -> list[int]:
+    def found() -> list[int] | None:
         now = read(record)
-        return now["pids"] if now and len(now["pids"]) >= count and now["epochs"] >= epochs else []
+        return now["pids"] if now and len(now["pids"]) >= count and now["epochs"] >= epochs else None
 
-    return until(found)
+    pids: list[int] = until(found)
+    return pids
 
 
 def test_run_kills_one_takes_one_in_and_ends_with_equal_weights(tmp_path: Path) -> None:
@@ -257,3 +258,23 @@ def test_file_is_complete_at_any_time(tmp_path: Path) -> None:
         assert process.returncode == 0
     assert {"starting", "training", "done"} <= phases
     assert list(tmp_path.iterdir()) == [record]
+
+
+def test_child_ends_with_its_pipe_whatever_it_is_doing() -> None:
+    """A child busy in Python code exits with code 3 when its pipe closes; Ctrl+C does nothing to it."""
+    busy = (
+        "import os, signal; from shoal.demo.lifeline import Lifeline; from shoal.demo.messages import Note;"
+        "line = Lifeline.hold(); os.kill(os.getpid(), signal.SIGINT); line.say(Note(text='busy'))\n"
+        "while True: pass"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path]))}
+    command = [sys.executable, "-c", busy]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stdin is not None
+        try:
+            assert b"busy" in child.stdout.readline()
+            child.stdin.close()
+            assert child.wait(LONG_S) == 3
+        finally:
+            child.kill()

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from shoal.matchmaking.machine import GroupMachine, Phase
 from shoal.matchmaking.signals import (
@@ -196,10 +197,10 @@ class World:
             for other in self.nodes.values():
                 pipes += [p for p in (*other.inbound.values(), other.asking) if p and node in (p.asker, p.leader)]
             for pipe in dict.fromkeys(pipes):
-                self.later(delay_s, lambda pipe=pipe: self.break_pipe(pipe))
+                self.later(delay_s, partial(self.break_pipe, pipe))
             for other in self.nodes.values():
                 if other.number in node.met:
-                    self.later(delay_s, lambda other=other: self.gone(other, node))
+                    self.later(delay_s, partial(self.gone, other, node))
 
         self.at(at, die)
 
@@ -270,6 +271,14 @@ class World:
                 node.asking = None
             case Nudge(contact, expiration):
                 self.join(node, contact, expiration, nudge=True)
+            case Fail():
+                node.failure = action
+            case _:
+                self.tell(node, action)
+
+    def tell(self, node: Node, action: Accept | Refuse | Redirect | Start) -> None:
+        """Tell those that asked what a machine says."""
+        match action:
             case Accept(peer):
                 self.down(node, peer, AskAccepted(node.peer))
             case Refuse(peer, code, text):
@@ -282,8 +291,6 @@ class World:
                 node.group = group
                 for peer in followers:
                     self.down(node, peer, BeginReceived(node.peer), group=group)
-            case Fail():
-                node.failure = action
 
     # ------------------------------------------------------------------------------------------------- directory
 

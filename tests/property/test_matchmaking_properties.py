@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.matchmaking.signals import Rules
+from shoal.peer import PeerID
 from tests.property.matchmaking_world import Node, Weather, World
 
 times = st.floats(0.0, 6.0, allow_nan=False).map(lambda value: round(value, 3))
@@ -75,7 +76,7 @@ def play(
         nodes.append(node)
     everybody = frozenset(node.peer for node in nodes)
     for node, plan in zip(nodes, plans, strict=True):
-        expected: Callable[[], frozenset | None] | None = (lambda: everybody) if plan.expects_all else None
+        expected: Callable[[], frozenset[PeerID] | None] | None = (lambda: everybody) if plan.expects_all else None
         world.call(node, plan.calls_at, expected)
         if plan.dies_at is not None:
             world.crash(node, plan.dies_at, vanish=plan.vanishes)

@@ -133,9 +133,7 @@ class Fleet:
     def launch(cls, *, seed: int | None = None, latency_s: float = LATENCY_S, **kwargs: Any) -> Fleet:
         """An empty fleet; call it inside of `shoal.sim.run`."""
         loop_seed = seed if seed is not None else getattr(asyncio.get_running_loop(), "seed", 0)
-        directory = SlowDirectory(
-            loop_seed, latency_s=latency_s, visible_after_s=kwargs.pop("visible_after_s", 0.0)
-        )
+        directory = SlowDirectory(loop_seed, latency_s=latency_s, visible_after_s=kwargs.pop("visible_after_s", 0.0))
         swarm: Swarm[Mate] = Swarm(loop_seed, network=SimNetwork(loop_seed, latency_s=latency_s), **kwargs)
         return cls(swarm, directory)
 
@@ -155,9 +153,7 @@ class Fleet:
                 "plan": plan,
                 "client_mode": client_mode,
             }
-            matchmaker = Matchmaker(
-                endpoint, host.env, View(self.directory, host.peer_id), **(settings | options)
-            )
+            matchmaker = Matchmaker(endpoint, host.env, View(self.directory, host.peer_id), **(settings | options))
             return Mate(host.name, host.env, endpoint, matchmaker, events)
 
         added = []
@@ -209,6 +205,13 @@ def groups_of(ends: Mapping[str, Group | BaseException]) -> list[set[str]]:
         if isinstance(end, Group):
             found.setdefault(end.round_id, set()).add(name)
     return sorted(found.values(), key=sorted)
+
+
+def released(ends: Mapping[str, Group | BaseException]) -> None:
+    """Release all groups."""
+    for end in ends.values():
+        if isinstance(end, Group):
+            end.release()
 
 
 def failure(end: Group | BaseException) -> RoundFailed:

@@ -515,6 +515,7 @@ def test_a_killed_task_unwinds_without_time_and_without_waiting() -> None:
                     steps.append("woke")
                 except asyncio.CancelledError:
                     steps.append(f"cancelled {attempt}")
+                    loop.call_later(0, steps.append, "woke")
                     await sim.sleep(0)
 
         async def orderly() -> None:

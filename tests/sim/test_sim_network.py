@@ -264,6 +264,28 @@ def test_a_slow_host_is_slower_both_ways_and_recovers() -> None:
     simulate(main)
 
 
+@pytest.mark.parametrize("which", ["a", "b"])
+def test_what_is_under_way_gets_slower_and_faster_too(which: str) -> None:
+    """A short slowness costs what it says and no more, on the sender's side and on the receiver's."""
+
+    async def main() -> None:
+        net = await make_net("a", "b", latency_s=0.1, bandwidth_bytes_s=MB)
+        dialed, accepted = await net.pipe("a", "b")
+        start = now()
+        writer = asyncio.ensure_future(dialed.write(bytes(3 * MB)))
+        reader = asyncio.ensure_future(read(accepted, 3 * MB))
+        await sim.sleep(1)
+        net.network.slow(which, 100)
+        await sim.sleep(2)
+        assert net.network.delivered_bytes < 1.1 * MB
+        net.network.slow(which, 1)
+        await reader
+        assert now() - start == pytest.approx(3.1 + 2, abs=0.03)
+        await writer
+
+    simulate(main)
+
+
 def test_a_host_talks_to_itself_without_delay() -> None:
     """Loopback knows neither latency nor bandwidth."""
 
@@ -329,6 +351,27 @@ def test_a_partition_is_silence_and_heals_without_loss() -> None:
         assert now() - start == pytest.approx(0.1)
         await late
         await reader
+
+    simulate(main)
+
+
+def test_what_was_held_comes_one_latency_after_the_heal_with_all_that_follows() -> None:
+    """Bytes that are due between heal and arrival wait behind those that were held."""
+
+    async def main() -> None:
+        net = await make_net("a", "b", latency_s=0.1)
+        dialed, accepted = await net.pipe("a", "b")
+        start = now()
+        await dialed.write(b"1")
+        await sim.sleep(0.05)
+        await dialed.write(b"2")
+        net.network.partition([["a"]])
+        await sim.sleep(0.07)
+        net.network.heal()
+        assert await read(accepted, 1) == b"1"
+        assert now() - start == pytest.approx(0.22)
+        assert await read(accepted, 1) == b"2"
+        assert now() - start == pytest.approx(0.22)
 
     simulate(main)
 

@@ -205,6 +205,7 @@ def test_run_on_hands_on_results_errors_and_cancellation() -> None:
 
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(swarm.run_on("a", wait), 1)
+        await sim.sleep(0)
         assert cancelled == [True]
 
     sim.run(main)

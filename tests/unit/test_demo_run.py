@@ -27,6 +27,7 @@ from shoal.demo.reducer import (
 )
 from shoal.demo.settings import DemoOptions, Training, warm_up
 from shoal.demo.state import DemoState
+from shoal.demo.supervisor import run_demo
 from shoal.errors import ConfigError
 
 OPTIONS = DemoOptions(seconds=60, peers=3, seed=0, report=None)
@@ -42,9 +43,9 @@ def training(name: str, epoch: int = 0, rate: float = 10.0) -> Said:
     return Said(name, say.Working(state="training", epoch=epoch, samples_per_s=rate))
 
 
-def stepped(name: str, epoch: int, samples: int = 16, peers: int = 3) -> Said:
+def stepped(name: str, epoch: int, samples: int = 16) -> Said:
     """The peer took a step of the swarm."""
-    return Said(name, say.EpochReached(epoch=epoch, samples=samples, peers=peers))
+    return Said(name, say.EpochReached(epoch=epoch, samples=samples, peers=3))
 
 
 def finished(name: str, epoch: int = 4, weights: str = "aa", loss: float = 4.0) -> Said:
@@ -54,7 +55,7 @@ def finished(name: str, epoch: int = 4, weights: str = "aa", loss: float = 4.0) 
 
 def after(facts: Iterable[tuple[float, AnyFact]], state: DemoState | None = None) -> DemoState:
     """The state after facts at their times."""
-    state = state or DemoState(seconds=60, target_batch=16)
+    state = state or DemoState(seconds=60)
     for now_s, fact in facts:
         state = apply(state, fact, now_s)
     return state
@@ -96,11 +97,11 @@ def test_epoch_counts_once_at_its_first_report() -> None:
     assert state.peers["elm"].epoch == 5
 
 
-def test_epoch_that_nobody_reported_counts_as_the_target() -> None:
-    """Samples, and samples per epoch, have no holes."""
-    state = after([(20, stepped("oak", 7, samples=20))], three_training())
-    assert state.samples == 6 * 16 + 20
-    assert state.epoch_samples == (16, 16, 16, 16, 16, 16, 20)
+def test_epoch_that_nobody_reported_counts_like_the_next_one() -> None:
+    """Samples per epoch have no holes, and sum up to the samples."""
+    state = after([(20, stepped("oak", 7, 20)), (21, stepped("oak", 8, 18))], three_training())
+    assert state.epoch_samples == (16, 16, 16, 16, 20, 20, 20, 18)
+    assert state.samples == 4 * 16 + 3 * 20 + 18
 
 
 def test_loss_of_an_epoch_counts_once_at_the_epochs_time() -> None:
@@ -176,7 +177,7 @@ def test_longest_stall_counts_from_the_first_epoch_to_now_while_training() -> No
     assert state.max_stall_s(20.0) == 7.0
     assert after([(14, StopAnnounced(4))], state).max_stall_s(99.0) == 1.0
     assert after([(14, PhaseBegan("leaving"))], state).max_stall_s(99.0) == 1.0
-    assert DemoState(seconds=60, target_batch=16).max_stall_s(50.0) == 0.0
+    assert DemoState(seconds=60).max_stall_s(50.0) == 0.0
 
 
 def test_shares_are_of_the_living() -> None:
@@ -336,7 +337,7 @@ def test_record_holds_the_numbers_of_the_run(tmp_path: Path) -> None:
 
 def test_empty_run_makes_a_record() -> None:
     """The file is there from the first moment."""
-    record = make_record(DemoState(seconds=60, target_batch=16), OPTIONS, 0.0)
+    record = make_record(DemoState(seconds=60), OPTIONS, 0.0)
     assert (record.epochs, record.loss_first, record.max_stall_s, record.pids) == (0, None, 0.0, [])
 
 
@@ -399,3 +400,21 @@ def test_messages_survive_the_pipe() -> None:
         assert say.decode_report(line) == report
     for command in (say.Stop(epoch=3), say.Leave()):
         assert say.decode_command(say.encode(command)) == command
+
+
+def test_output_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """The message names the option."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^json="):
+        run_demo(DemoOptions(json=tmp_path / "nowhere" / "run.json", report=None))
+    with pytest.raises(ConfigError, match=r"^json="):
+        run_demo(DemoOptions(json=tmp_path, report=None))
+    with pytest.raises(ConfigError, match=r"^report="):
+        run_demo(DemoOptions(report=tmp_path / "file"))
+
+
+def test_missing_matplotlib_is_said_before_anything_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With the command that mends it."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'shoal\[demo\]'"):
+        run_demo(DemoOptions(report=tmp_path))

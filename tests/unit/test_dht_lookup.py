@@ -51,6 +51,21 @@ def test_asks_alpha_nodes_at_a_time_nearest_first_each_once() -> None:
     assert not lookup.done
 
 
+def test_asks_the_rest_at_once_when_a_reply_brought_nobody_nearer() -> None:
+    """The end of a lookup is one round, not several; and it narrows down again if somebody nearer turns up."""
+    lookup = Lookup(TARGET, OWN, far(10, 20, 30, 40, 50, 60, 70), count=6, alpha=2)
+    assert lookup.next_queries() == far(10, 20)
+    lookup.reply(NODES[10].peer, far(5))
+    assert lookup.next_queries() == far(5)
+    lookup.reply(NODES[20].peer, far(99))
+    assert lookup.next_queries() == far(30, 40, 50)
+    lookup.reply(NODES[5].peer, far(1, 2, 3, 4))
+    assert lookup.next_queries() == []
+    for index in (30, 40):
+        lookup.failed(NODES[index].peer)
+    assert lookup.next_queries() == far(1)
+
+
 def test_ends_when_the_nearest_have_answered_though_others_were_not_asked() -> None:
     """What lies farther than the nearest `count` that answered cannot change the result."""
     lookup = Lookup(TARGET, OWN, far(9), count=2, alpha=3)

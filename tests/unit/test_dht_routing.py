@@ -24,7 +24,7 @@ def contact(number: int) -> Contact:
 
 def in_bucket(bucket: int, count: int) -> list[Contact]:
     """Contacts that all share exactly so many leading bits with `OWN`."""
-    found = []
+    found: list[Contact] = []
     number = 0
     while len(found) < count:
         if ID_BITS - (node_id(OWN) ^ node_id(peer(number))).bit_length() == bucket:

@@ -55,7 +55,7 @@ def put_all(store: RecordStore, *records: Record, source: PeerID = A) -> list[st
     return [store.put(each, source, NOW) for each in records]
 
 
-# ------------------------------------------------------------------------------------------------ expiration and merging
+# ----------------------------------------------------------------------------------------------- expiration and merging
 
 
 def test_record_is_there_until_it_expires_and_then_gone() -> None:
@@ -92,9 +92,10 @@ def test_record_that_expires_too_far_ahead_is_refused() -> None:
     """An hour, and a little for clocks that differ."""
     store = RecordStore(StorageLimits(lifetime_s=3600.0, clock_slack_s=60.0))
     assert put_all(store, record(expiration=NOW + 3660)) == [""]
-    assert put_all(store, record(expiration=NOW + 3661), record(expiration=math.inf)) == [
-        "expires more than 3600 s ahead"
-    ] * 2
+    assert (
+        put_all(store, record(expiration=NOW + 3661), record(expiration=math.inf))
+        == ["expires more than 3600 s ahead"] * 2
+    )
 
 
 def test_later_expiration_wins_and_an_earlier_one_is_told() -> None:
@@ -140,8 +141,8 @@ def test_undecodable_values_do_not_exist() -> None:
 def test_value_with_expiration_reads_like_a_pair() -> None:
     """By name and by position."""
     value = ValueWithExpiration("v", 5.0)
-    assert value == ("v", 5.0)
     assert (value.value, value.expiration_time) == ("v", 5.0)
+    assert tuple(value) == ("v", 5.0)
 
 
 def test_merge_keeps_one_record_per_subkey() -> None:
@@ -150,7 +151,7 @@ def test_merge_keeps_one_record_per_subkey() -> None:
     assert merge([old, plain, new]) == {encode_subkey("a"): new, None: plain}
 
 
-# ---------------------------------------------------------------------------------------------------------------- bounds
+# --------------------------------------------------------------------------------------------------------------- bounds
 
 
 def test_key_takes_no_more_entries_than_its_limit_but_renews_those_it_has() -> None:
@@ -237,7 +238,9 @@ def test_flood_of_tiny_records_stays_within_the_memory_it_is_counted_for() -> No
         before = tracemalloc.get_traced_memory()[0]
         for number in range(10_000):
             owner = PeerID(hashlib.sha256(b"owner %d" % number).digest())
-            each = Record(key_of(f"k{number}"), bytes(40 + number % 2), bytes(1), NOW + 60, owner, bytes(64 + number % 2))
+            each = Record(
+                key_of(f"k{number}"), bytes(40 + number % 2), bytes(1), NOW + 60, owner, bytes(64 + number % 2)
+            )
             store.put(each, A, NOW)
         used = tracemalloc.get_traced_memory()[0] - before
     finally:
@@ -264,7 +267,7 @@ def test_discard_and_clear_give_all_space_back() -> None:
     assert len(store) == 2
     store.clear()
     assert (len(store), store.bytes) == (0, 0)
-    assert not (store._owner_bytes or store._source_bytes or store._key_bytes or store._keys)
+    assert [store._owner_bytes, store._source_bytes, store._key_bytes, store._keys] == [{}] * 4
 
 
 def test_negative_limits_are_refused_by_name() -> None:
@@ -273,7 +276,7 @@ def test_negative_limits_are_refused_by_name() -> None:
         StorageLimits(key_entries=-1)
 
 
-# ----------------------------------------------------------------------------------------------------------------- rates
+# ---------------------------------------------------------------------------------------------------------------- rates
 
 
 def test_rate_limiter_allows_a_burst_then_the_rate() -> None:

@@ -478,12 +478,12 @@ def test_a_peer_can_dial_itself(run: Run) -> None:
     run(main)
 
 
-def test_a_gigabyte_passes_through_bounded_buffers(run: Run) -> None:
-    """1 GiB, in 1 MiB writes, with a reader that takes 3 MiB at a time."""
+def test_much_passes_through_bounded_buffers(run: Run) -> None:
+    """128 MiB, in 1 MiB writes, with a reader that takes 3 MiB at a time (a GiB: see the conformance suite)."""
 
     async def main() -> None:
         pair = await make_pair()
-        total, piece, target = 1 << 30, bytes(range(256)) * 4096, bytearray(3 << 20)
+        total, piece, target = 128 << 20, bytes(range(256)) * 4096, bytearray(3 << 20)
 
         async def write_all() -> None:
             for _ in range(total // len(piece)):

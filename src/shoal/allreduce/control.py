@@ -8,6 +8,7 @@ others whether they know the verdict, and gives up when none of them can still l
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from shoal.allreduce.commit import DeciderRules, Send
@@ -32,7 +33,7 @@ class ControlledRound(Protocol):
     me: int
     decider: int
 
-    def spawn(self, coroutine: Any) -> asyncio.Task[None]:
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a task of this round."""
         ...
 

@@ -1,9 +1,9 @@
 """The data of a round: contributions out, averages in; and for the parts owned here, the other way round.
 
-Each member opens one stream to each owner. On it go the member's values of the owner's parts; back come the averages, each
-as soon as it is done, so both directions are busy. A stream that breaks costs the round nothing by itself: the owner
-counts the sender out of what is not done yet, the sender tells the decider whom it cannot reach, and is given another
-source or another owner.
+Each member opens one stream to each owner. On it go the member's values of the owner's parts; back come the averages,
+each as soon as it is done, so both directions are busy. A stream that breaks costs the round nothing by itself: the
+owner counts the sender out of what is not done yet, the sender tells the decider whom it cannot reach, and is given
+another source or another owner.
 
 One lock for each part keeps what is summed, finished or received in its place apart. Nothing waits under such a lock
 but the bytes of that part.
@@ -12,16 +12,16 @@ but the bytes of that part.
 from __future__ import annotations
 
 import asyncio
-import math
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberAction, MemberRules
 from shoal.allreduce.partition import Part
 from shoal.allreduce.reducer import ReducerRules
-from shoal.allreduce.vector import Vector
+from shoal.allreduce.vector import Vector, is_weight
 from shoal.clock import Env
-from shoal.errors import PeerError, PeerProtocolError
+from shoal.errors import PeerError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped
 from shoal.rpc import Endpoint, Stream
 from shoal.wire import Held, Member, PartAbsent, PartAverage, PartData, PartRequest, Reduce
@@ -30,6 +30,12 @@ __all__ = ["Exchange", "RoundView"]
 
 _INLINE_ELEMENTS = 1 << 14
 """Smaller parts are computed in the loop: a hop to another thread would cost more."""
+
+_FAREWELL_S = 1.0
+"""How long the end of a round waits for the others to end their streams."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 UpStream = Stream[PartData | PartRequest, PartAverage | PartAbsent]
 DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]
@@ -80,6 +86,11 @@ class Exchange:
         self._inbound: dict[int, _Inbound] = {}
         self._moved_closed = 0
         self._assigned = asyncio.Event()
+        self._begun: dict[tuple[int, int], asyncio.Event] = {}
+        self._serving: set[DownStream] = set()
+        self._served = asyncio.Event()
+        self._jobs: set[asyncio.Future[Any]] = set()
+        self._over = False
 
     # -------------------------------------------------------------------------------------------------------- start
 
@@ -136,26 +147,24 @@ class Exchange:
 
     def _own(self, part: int, attempt: int) -> None:
         self._weights[part, attempt] = 0.0
+        self._begun[part, attempt] = asyncio.Event()
         self.reducer.own(part, attempt, self._loop.time())
-        if self._round.me in self.reducer.senders:
-            self._round.spawn(self._begin(self._round.parts[part], attempt))
-        else:
-            self._round.spawn(self._begin_helping(self._round.parts[part], attempt))
+        self._round.spawn(self._begin(self._round.parts[part], attempt))
 
     async def _begin(self, part: Part, attempt: int) -> None:
-        round_ = self._round
+        round_, work = self._round, (part.number, attempt)
         counts = round_.weight > 0
-        async with self._locks[part.number]:
-            await self._compute(part, round_.vector.begin_sum, part)
-            if counts:
-                await self._compute(part, round_.vector.add_mine, part, round_.weight)
-        self._weights[part.number, attempt] += round_.weight
-        now = self._loop.time()
-        self._finish(self.reducer.contributed(part.number, attempt, round_.me, counts=counts, now=now))
-
-    async def _begin_helping(self, part: Part, attempt: int) -> None:
-        async with self._locks[part.number]:
-            await self._compute(part, self._round.vector.begin_sum, part)
+        try:
+            async with self._locks[part.number]:
+                if round_.rules.attempt[part.number] != attempt:
+                    return  # it has another owner already
+                await self.compute(part, round_.vector.begin_sum, part)
+                if counts:
+                    await self.compute(part, round_.vector.add_mine, part, round_.weight)
+        finally:
+            self._begun[work].set()  # in any case: streams wait for it
+        self._weights[work] += round_.weight
+        self._finish(self.reducer.contributed(*work, round_.me, counts=counts, now=self._loop.time()))
 
     def _finish(self, ready: list[tuple[int, int]]) -> None:
         for work in ready:
@@ -170,7 +179,7 @@ class Exchange:
             total = self._weights[number, attempt]
             digest = bytes(32)
             if any(contributors):
-                digest = await self._compute(part, round_.vector.finish, part, total)
+                digest = await self.compute(part, round_.vector.finish, part, total)
             held = Held(number, attempt, contributors, total, digest)
             news = round_.rules.averaged(held)
         if news:
@@ -200,10 +209,13 @@ class Exchange:
 
     async def serve(self, stream: DownStream, sender: int) -> None:
         """Serve a member's stream: take its contributions, give it averages."""
-        inbound = _Inbound(self._round, stream, self._compute)
+        if self._over:
+            raise PeerRefused("the round is over")
+        inbound = _Inbound(self._round, stream, self)
         if (older := self._inbound.get(sender)) is not None:
             self._moved_closed += older.moved_bytes
         self._inbound[sender] = inbound
+        self._serving.add(stream)
         for part, held in enumerate(self._round.rules.held):
             if held is not None and self._round.rules.owner[part] == self._round.me:
                 inbound.offer(part)
@@ -216,7 +228,7 @@ class Exchange:
                 else:
                     self._requested(inbound, message, nbytes)
             inbound.close()
-            await pump
+            await asyncio.wait((pump,))  # not `await pump`: it may have been cancelled with the round
         except PeerProtocolError as error:
             self._drop(sender, error.message)
             self.exclude(sender)
@@ -226,6 +238,8 @@ class Exchange:
             raise
         finally:
             pump.cancel()
+            self._serving.discard(stream)
+            self._served.set()
 
     def _part(self, number: int, attempt: int, sender: Stream[Any, Any]) -> Part:
         # There is at most one new attempt for each member that is lost.
@@ -237,11 +251,11 @@ class Exchange:
         stream, round_ = inbound.stream, self._round
         part = self._part(message.part, message.attempt, stream)
         weight, work = message.weight, (message.part, message.attempt)
-        if not math.isfinite(weight) or weight < 0:
+        if not is_weight(weight):
             raise PeerProtocolError(f"weight {weight}", stream.peer_id)
         if nbytes != (round_.vector.encoded_bytes(part) if weight > 0 else 0):
             raise PeerProtocolError(f"{nbytes} bytes for part {part.number}", stream.peer_id)
-        while message.attempt > round_.rules.attempt[part.number]:
+        while message.attempt > round_.rules.attempt[part.number] and not self._over:
             await self._assigned.wait()  # the sender heard of the new attempt before us
         data = await inbound.read(nbytes)
         if not self.reducer.expects(*work, sender):
@@ -250,18 +264,20 @@ class Exchange:
             self._finish(self.reducer.contributed(*work, sender, counts=False, now=self._loop.time()))
             return
         try:
-            values = await self._compute(part, round_.vector.decoded, part, data)
+            values = await self.compute(part, round_.vector.decoded, part, data, weight)
         except PeerProtocolError as error:
             raise PeerProtocolError(error.message, stream.peer_id) from None
         if not self.reducer.expects(*work, sender):
             return
+        await self._begun[work].wait()
         # Counted before it is added; the part cannot be finished in between, because that needs the lock too.
         async with self._locks[part.number]:
-            if not self.reducer.expects(*work, sender):
+            # A newer attempt may be in its place already: what is summed and what is received share their memory.
+            if round_.rules.attempt[part.number] != message.attempt or not self.reducer.expects(*work, sender):
                 return
             self._weights[work] += weight
             ready = self.reducer.contributed(*work, sender, counts=True, now=self._loop.time())
-            await self._compute(part, round_.vector.add, part, values, weight)
+            await self.compute(part, round_.vector.add, part, values, weight)
         self._finish(ready)
 
     def _requested(self, inbound: _Inbound, message: PartRequest, nbytes: int) -> None:
@@ -299,7 +315,7 @@ class Exchange:
             place = round_.vector.landing(part)
             data = outgoing.scratch(nbytes) if place is None else place
             await stream.readinto(data)
-            await self._compute(part, round_.vector.land, part, data)
+            await self.compute(part, round_.vector.land, part, data)
         except PeerProtocolError as error:
             raise PeerProtocolError(error.message, stream.peer_id) from None
         finally:
@@ -307,15 +323,45 @@ class Exchange:
         if round_.rules.averaged(held):
             round_.news()
 
-    async def finish(self) -> None:
-        """The round is over: end our streams in order."""
-        for outgoing in self._outgoing.values():
-            await outgoing.finish()
+    # --------------------------------------------------------------------------------------------------------- ending
 
-    async def _compute(self, part: Part, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def finish(self) -> None:
+        """The round is over: end our streams in order, and give the others a moment to end theirs."""
+        await asyncio.gather(*(outgoing.finish() for outgoing in self._outgoing.values()))
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await self._all_served()
+        except TimeoutError:
+            pass  # who still wants something asks another member
+
+    def stop(self) -> None:
+        """Take nothing and give nothing any more."""
+        self._over = True
+        for stream in list(self._serving):
+            stream.abort()
+        self._assigned.set()
+        for begun in self._begun.values():
+            begun.set()
+
+    async def settle(self) -> None:
+        """After `stop`, and when the tasks of the round have ended: wait until nothing uses the vector any more."""
+        await self._all_served()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    async def _all_served(self) -> None:
+        while self._serving:
+            self._served.clear()
+            await self._served.wait()
+
+    async def compute(self, part: Part, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a function on a part: in the loop or in another thread, as its size advises."""
         if part.numel <= _INLINE_ELEMENTS:
-            return function(*arguments)
-        return await self._round.env.executor.run(function, *arguments)
+            return function(*args, **kwargs)
+        # A function that runs in another thread cannot be stopped: who closes the round waits for it.
+        job = asyncio.ensure_future(self._round.env.executor.run(function, *args, **kwargs))
+        self._jobs.add(job)
+        job.add_done_callback(self._jobs.discard)
+        return await asyncio.shield(job)
 
 
 class _Outgoing:
@@ -395,6 +441,8 @@ class _Outgoing:
             message, nbytes = received
             if isinstance(message, PartAverage):
                 await self._exchange.land(self, stream, message.held, nbytes)
+            elif nbytes or not 0 <= message.part < len(self._round.parts):
+                raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
             else:
                 self._round.source_lost(self._owner, message.part)
 
@@ -413,10 +461,14 @@ class _Outgoing:
 class _Inbound:
     """A member's stream to us: what it still has to be sent."""
 
-    def __init__(self, round_: RoundView, stream: DownStream, compute: Callable[..., Any]) -> None:
+    def __init__(self, round_: RoundView, stream: DownStream, exchange: Exchange) -> None:
         self.stream = stream
-        self._round, self._compute = round_, compute
-        self._queue: asyncio.Queue[int | PartAbsent | None] = asyncio.Queue()
+        self._round, self._exchange = round_, exchange
+        # Part -> the attempt that it was refused for, None if it is to be given. One entry for each part, in order:
+        # however often a member asks, no more is remembered.
+        self._due: OrderedDict[int, int | None] = OrderedDict()
+        self._changed = asyncio.Event()
+        self._closed = False
         self._buffer = bytearray()
         self._seen = 0
 
@@ -437,32 +489,39 @@ class _Inbound:
         return data
 
     def offer(self, part: int) -> None:
-        self._queue.put_nowait(part)
+        self._due[part] = None
+        self._changed.set()
 
     def refuse(self, part: int, attempt: int) -> None:
-        self._queue.put_nowait(PartAbsent(part, attempt))
+        self._due.setdefault(part, attempt)
+        self._changed.set()
 
     def close(self) -> None:
-        self._queue.put_nowait(None)
+        self._closed = True
+        self._changed.set()
 
     async def pump(self) -> None:
-        """Send averages, in the order in which they were done."""
+        """Send averages, in the order in which they were done; after `close`, those that are done already."""
         try:
-            while (item := await self._queue.get()) is not None:
-                if isinstance(item, PartAbsent):
-                    await self.stream.send(item)
-                    continue
-                held = self._round.rules.held[item]
-                if held is None or not any(held.contributors):
-                    continue
-                part = self._round.parts[item]
-                data = await self._compute(part, self._round.vector.average_bytes, part, held.digest)
-                if data is None:
-                    await self.stream.send(PartAbsent(item, held.attempt))
+            while self._due or not self._closed:
+                if self._due:
+                    await self._give(*self._due.popitem(last=False))
                 else:
-                    await self.stream.send(PartAverage(held), data)
+                    self._changed.clear()
+                    await self._changed.wait()
         except PeerError:
             self.stream.abort()  # the reading side of this stream notices and says so
+
+    async def _give(self, number: int, refused: int | None) -> None:
+        held, part = self._round.rules.held[number], self._round.parts[number]
+        if refused is not None:
+            await self.stream.send(PartAbsent(number, refused))
+        elif held is not None and any(held.contributors):
+            data = await self._exchange.compute(part, self._round.vector.average_bytes, part, held.digest)
+            if data is None:
+                await self.stream.send(PartAbsent(number, held.attempt))
+            else:
+                await self.stream.send(PartAverage(held), data)
 
 
 def _mask(members: set[int], count: int) -> bytes:

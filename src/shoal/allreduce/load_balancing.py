@@ -1,7 +1,8 @@
 """How much of the vector each member reduces, so that the slowest link is done as early as possible.
 
 In a butterfly all-reduce of n members, a member that owns the fraction x of the vector sends its contributions to the
-others' slices, 1 - x, and its averages to the n - 1 others, (n - 1) x; it receives as much. With bandwidth b it is busy for
+others' slices, 1 - x, and its averages to the n - 1 others, (n - 1) x; it receives as much. With bandwidth b it is busy
+for
 
     t(x) = (1 + (n - 2) x) / b
 
@@ -18,6 +19,9 @@ from shoal.errors import ConfigError
 
 __all__ = ["balance", "cost"]
 
+_SLOWEST, _FASTEST = 1.0, 1e15
+"""Bandwidths beyond these (bytes per second) count as these: nobody's numbers make ours overflow."""
+
 
 def cost(fractions: Sequence[float], bandwidths: Sequence[float]) -> float:
     """The largest t(x) over the members, in vectors per unit of bandwidth."""
@@ -30,7 +34,8 @@ def balance(numel: int, bandwidths: Sequence[float | None], reduces: Sequence[bo
 
     Args:
         numel: elements in all.
-        bandwidths: bytes per second of each member, None where unknown: taken as the mean of those that are known.
+        bandwidths: bytes per second of each member, finite; None where unknown: taken as the mean of those that are
+            known.
         reduces: whether the member may reduce at all; one with bandwidth 0 does not either.
 
     Returns:
@@ -39,18 +44,19 @@ def balance(numel: int, bandwidths: Sequence[float | None], reduces: Sequence[bo
     Raises:
         ConfigError: no member can reduce.
     """
-    known = [b for b in bandwidths if b]
-    mean = sum(known) / len(known) if known else 1.0
-    able = [i for i, can in enumerate(reduces) if can and bandwidths[i] != 0]
+    known = [min(max(b, _SLOWEST), _FASTEST) if b else b for b in bandwidths]
+    some = [b for b in known if b]
+    mean = sum(some) / len(some) if some else 1.0
+    able = [i for i, can in enumerate(reduces) if can and known[i] != 0]
     if not able:
         raise ConfigError("no member of the group can reduce: at least one needs an address and a bandwidth above 0")
-    fractions = _fractions([bandwidths[i] or mean for i in able], len(reduces))
+    fractions = _fractions([known[i] or mean for i in able], len(reduces))
     slices = [0] * len(reduces)
     # Largest remainders: whole elements that differ from the fractions by less than one.
     exact = [numel * fraction for fraction in fractions]
     whole = [int(share) for share in exact]
     by_remainder = sorted(range(len(able)), key=lambda j: (whole[j] - exact[j], j))
-    for j in by_remainder[: numel - sum(whole)]:
+    for j in by_remainder[: max(0, numel - sum(whole))]:
         whole[j] += 1
     for i, size in zip(able, whole, strict=True):
         slices[i] = size

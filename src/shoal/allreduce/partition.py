@@ -1,9 +1,9 @@
-"""How a list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only; no tensor is touched.
+"""How a list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
 
 All averaged tensors, one after another, form the *flat vector*. Neighbours with the same dtype and codec form a *run*:
 within a run the vector is contiguous in memory and on the wire, so a part never cares where one tensor ends. Slice i
-belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded. Everyone derives
-the same parts from (layout, slices, part_bytes), which the leader sends once.
+belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded. Everyone
+derives the same parts from (layout, slices, part_bytes), which the leader sends once.
 
 The *schema* is what must be equal for that: index, shape, dtype and codec of each tensor. It rides in the join as plain
 bytes, so that a refusal can name the first tensor that differs.
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -23,11 +23,12 @@ from shoal.errors import ConfigError
 
 __all__ = ["MAX_PARTS", "Layout", "Part", "Run", "TensorSpec", "first_difference"]
 
-MAX_PARTS = 1 << 16
-"""More parts than this would make reports and commits too large: choose a larger `part_size_bytes`."""
+MAX_PARTS = 1 << 13
+"""With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
 
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
-_MAX_SCHEMA_BYTES = 16 << 20
+_MAX_SCHEMA_BYTES, _MAX_TENSORS = 4 << 20, 1 << 16
+_SHOWN = 120
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +48,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+
+_Schema = Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_TENSORS)]
+_schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpack.Decoder(_Schema)
 
 
 class Run(NamedTuple):
@@ -82,10 +87,12 @@ class Layout:
         element_bytes: bytes that one element of (dtype, codec) takes on the wire.
 
     Raises:
-        ConfigError: there is nothing to average.
+        ConfigError: there is nothing to average, or there are too many tensors.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], element_bytes: Callable[[TensorSpec], int]) -> None:
+        if len(specs) > _MAX_TENSORS:
+            raise ConfigError(f"averaged_tensors has {len(specs)} tensors, the most is {_MAX_TENSORS}")
         self.specs = tuple(specs)
         self.offsets = tuple(accumulate((spec.numel for spec in specs), initial=0))
         self.numel = self.offsets[-1]
@@ -120,27 +127,28 @@ class Layout:
             raise ConfigError(f"slices of {sum(slices)} elements do not cover the vector of {self.numel}")
         if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
             raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
-        if self._count(slices, part_bytes) > MAX_PARTS:
+        pieces: list[tuple[int, int, int, int, int]] = []
+        for owner, number, start, stop in self._intervals(slices):
+            step = max(1, part_bytes // self.runs[number].element_bytes)
+            pieces.append((owner, number, start, stop, -(-(stop - start) // step)))
+        if sum(count for *_, count in pieces) > MAX_PARTS:
             raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
         parts: list[Part] = []
-        begin = 0
-        for owner, size in enumerate(slices):
-            end = begin + size
-            for number, run in enumerate(self.runs):
-                start, stop = max(begin, run.start), min(end, run.stop)
-                step = max(1, part_bytes // run.element_bytes)
-                # Equal pieces rather than a short last one: the pipeline ends evenly.
-                pieces = -(-(stop - start) // step)
-                for piece in range(pieces):
-                    cut = start + (stop - start) * piece // pieces
-                    until = start + (stop - start) * (piece + 1) // pieces
-                    parts.append(Part(len(parts), owner, number, cut, until))
-            begin = end
+        for owner, number, start, stop, count in pieces:
+            # Equal pieces rather than a short last one: the pipeline ends evenly.
+            cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
+            parts += [Part(len(parts) + i, owner, number, *cut) for i, cut in enumerate(pairwise(cuts))]
         return parts
 
-    def _count(self, slices: Sequence[int], part_bytes: int) -> int:
-        borders = len(slices) * len(self.runs)
-        return borders + sum((run.stop - run.start) * run.element_bytes // part_bytes for run in self.runs)
+    def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """Where no slice and no run ends: (owner, run, start, stop), in order, none empty."""
+        number, start = 0, 0
+        for owner, end in enumerate(accumulate(slices)):
+            while start < end:
+                stop = min(end, self.runs[number].stop)
+                yield owner, number, start, stop
+                start = stop
+                number += start == self.runs[number].stop
 
 
 def first_difference(mine: bytes, theirs: bytes) -> str | None:
@@ -170,8 +178,12 @@ def _unpack(schema: bytes) -> tuple[TensorSpec, ...]:
         raise msgspec.DecodeError(f"a schema that is not compressed: {error}") from error
     if unpacker.unconsumed_tail:
         raise msgspec.DecodeError(f"a schema of more than {_MAX_SCHEMA_BYTES} bytes")
-    return msgspec.msgpack.decode(data, type=tuple[TensorSpec, ...])
+    try:
+        return _schema_decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:
+        raise msgspec.DecodeError(f"a schema that is no MessagePack: {error}") from error
 
 
 def _show(value: object) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+    shown = str(list(value[:_SHOWN])) if isinstance(value, tuple) else str(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"

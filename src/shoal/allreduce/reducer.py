@@ -1,7 +1,7 @@
 """Whose contributions the owner of a slice waits for. Bookkeeping only: the numbers are added elsewhere.
 
-The owner does not go in lock step: a sender that is fast may be many parts ahead, one that is slow delays only the parts
-that it still owes. It is left out of parts that are not done yet
+The owner does not go in lock step: a sender that is fast may be many parts ahead, one that is slow delays only the
+parts that it still owes. It is left out of parts that are not done yet
 
 - when it is lost (`exclude`);
 - when it was *silent*: no byte for `silence_s` while it owes something;

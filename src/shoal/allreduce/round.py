@@ -1,8 +1,8 @@
 """One round: the group is formed, the values are copied in; at the end the averages are committed, or nothing happened.
 
 `Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
-give averages and its verdict to members that were left out, until `close`. `RoundTable` finds the round that an incoming
-stream belongs to, and remembers recent verdicts.
+give averages and its verdict to members that were left out, until `close`. `RoundTable` finds the round that an
+incoming stream belongs to, and remembers recent verdicts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import msgspec
 from shoal.allreduce.commit import DeciderRules, MemberRules
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
 from shoal.allreduce.exchange import DownStream, Exchange
-from shoal.allreduce.vector import Vector
-from shoal.errors import ConfigError, PeerError, PeerRefused, RoundFailed
+from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, is_weight
+from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
@@ -111,11 +111,11 @@ class Round:
         table: where the round is found by incoming streams.
         group: who takes part, who decides, who averages what.
         vector: the numbers; `copy_in` was called.
-        weight: of this member's values, finite, 0 or more; 0 takes part without counting.
+        weight: of this member's values, 0 (takes part without counting) or within `MIN_WEIGHT`..`MAX_WEIGHT`.
         options: patience.
 
     Raises:
-        ConfigError: the group's slices and parts do not fit the tensors.
+        ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
     """
 
     def __init__(
@@ -124,6 +124,8 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.decider = group.my_index, group.decider
+        if not is_weight(weight):
+            raise ConfigError(f"weight must be 0, or within {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, got {weight!r}")
         self.vector, self.weight = vector, weight
         self.parts = vector.layout.parts(group.slices, group.part_bytes)
         for part in self.parts:
@@ -203,15 +205,23 @@ class Round:
         )
 
     async def close(self, *, orderly: bool = True) -> None:
-        """Stop serving this round. `orderly`: let streams end so that their connections can be used again."""
+        """Stop serving this round; afterwards nothing of it touches the vector.
+
+        Args:
+            orderly: let streams end so that their connections can be used again.
+        """
         self._unsubscribe()
-        if orderly and self.rules.succeeded:
-            await self._control.finish()
-            await self._exchange.finish()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._table.remove(self)
+        try:
+            if orderly and self.rules.succeeded:
+                await self._control.finish()
+                await self._exchange.finish()
+        finally:
+            self._exchange.stop()
+            for task in list(self._tasks):
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._exchange.settle()
+            self._table.remove(self)
 
     # ------------------------------------------------------------------------------------------------ what happens
 

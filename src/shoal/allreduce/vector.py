@@ -11,17 +11,29 @@ like everyone else, so all members end bit-identical.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from shoal.allreduce.partition import Layout, Part, TensorSpec
-from shoal.compression import CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
+from shoal.compression import DTYPES, CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
-__all__ = ["Vector", "describe"]
+__all__ = ["MAX_WEIGHT", "MIN_WEIGHT", "Vector", "describe", "is_weight"]
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
+"""A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
+
+_LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
+"""No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
+
+
+def is_weight(weight: float) -> bool:
+    """Whether values can be counted with this weight."""
+    return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
@@ -33,9 +45,10 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"averaged_tensors[{index}] is {type(tensor).__name__}, not a torch.Tensor")
-        if not tensor.dtype.is_floating_point:
+        if not tensor.dtype.is_floating_point or tensor.dtype not in DTYPES.values():
             raise ConfigError(
-                f"averaged_tensors[{index}] has dtype {tensor.dtype}: only floating-point tensors can be averaged"
+                f"averaged_tensors[{index}] has dtype {tensor.dtype}: only float64, float32, float16 and bfloat16 can "
+                "be averaged"
             )
         if tensor.is_sparse or tensor.is_meta:
             raise ConfigError(f"averaged_tensors[{index}] is sparse or on the meta device: give a dense tensor")
@@ -81,11 +94,12 @@ class Vector:
 
     # ------------------------------------------------------------------------------------------- the user's tensors
 
-    def copy_in(self, scale: float = 1.0) -> int | None:
+    def copy_in(self, scale: float = 1.0, weight: float = 1.0) -> int | None:
         """Copy the tensors' values, times `scale`, to `local`. Call it under the owner's lock.
 
         Returns:
-            The index of the first tensor with a value that is not finite, None if all are.
+            The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
+            finite or too large to be summed; None if all can.
         """
         self._sums.clear()
         self._wire.clear()
@@ -97,7 +111,7 @@ class Vector:
                     copied.copy_(tensor.detach().reshape(-1))
                     if scale != 1.0:
                         copied.mul_(scale)
-                    if bad is None and not _finite(copied):
+                    if bad is None and not _summable(copied, weight):
                         bad = index
         return bad
 
@@ -113,12 +127,13 @@ class Vector:
                     continue
                 before = self._view(index, result=False).view(tensor.shape)
                 average = self._view(index, result=True).view(tensor.shape)
-                target = tensor.detach()
+                target, wide = tensor.detach(), _sum_dtype(tensor.dtype)
                 if alpha == 1.0 and _same_bits(target, before):
                     target.copy_(average)
                 else:
-                    moved = average.to(_sum_dtype(average.dtype)) - before.to(_sum_dtype(before.dtype))
-                    target.add_(moved.to(target.device, target.dtype), alpha=alpha)
+                    moved = (average.to(wide) - before.to(wide)).to(target.device)
+                    # In `wide`: a difference of two float16 values may be out of their range.
+                    target.copy_(target.to(wide).add(moved, alpha=alpha))
 
     def overwrite(self) -> None:
         """Set the tensors to the averages, whatever they are now. Call it under the owner's lock."""
@@ -155,16 +170,16 @@ class Vector:
         self._sums[part.number] = sums.zero_()
         self._wire.pop(part.number, None)
 
-    def decoded(self, part: Part, data: memoryview) -> torch.Tensor:
+    def decoded(self, part: Part, data: memoryview, weight: float) -> torch.Tensor:
         """The values of a contribution; a view of `data` where possible.
 
         Raises:
-            PeerProtocolError: some are not finite.
+            PeerProtocolError: some are not finite, or too large to be counted with this weight.
         """
         run = self._runs[part.run]
         values = run.codec.decode(data, part.numel, run.dtype)
-        if not _finite(values):
-            raise PeerProtocolError("values that are not finite")
+        if not _summable(values, weight, run.dtype):
+            raise PeerProtocolError("values that are not finite, or too large")
         return values
 
     def add(self, part: Part, values: torch.Tensor, weight: float) -> None:
@@ -228,7 +243,7 @@ def _piece(run: _RunBuffers, values: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _digest(wire: Buffer) -> bytes:
-    """SHA-512/256 by truncation: the fastest of the standard hashes where the processor has no instructions for SHA-256."""
+    """SHA-512 cut to 32 bytes: the fastest standard hash where the processor has no instructions for SHA-256."""
     return hashlib.sha512(wire).digest()[:32]
 
 
@@ -245,4 +260,11 @@ def _same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 def _finite(values: torch.Tensor) -> bool:
     """One pass: NaN and infinities show in the extremes."""
     low, high = torch.aminmax(values)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def _summable(values: torch.Tensor, weight: float, dtype: torch.dtype | None = None) -> bool:
+    """Whether all are finite, and small enough for sums (of tensors of `dtype`, by default the values' own)."""
+    low, high = torch.aminmax(values)
+    limit = _LARGEST[_sum_dtype(dtype or values.dtype)] / max(weight, 1.0)
+    return -limit <= low.item() and high.item() <= limit

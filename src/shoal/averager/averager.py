@@ -493,7 +493,7 @@ class Averager:
             return
         self._closed = True
         self.share_state(enabled=False)
-        await self._matchmaker.close()
+        # The last round first: it still uses the streams of its group.
         if self._closing is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(2.0):
@@ -501,6 +501,7 @@ class Averager:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._matchmaker.close()
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

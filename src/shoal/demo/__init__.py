@@ -29,7 +29,19 @@ Only peer, baseline, training, model and batches import torch; the supervisor's 
 
 from __future__ import annotations
 
-from shoal.demo.settings import DemoOptions
-from shoal.demo.supervisor import run_demo
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shoal.demo.settings import DemoOptions
+    from shoal.demo.supervisor import run_demo
+else:
+    # On first use: a child process passes through here too, and needs neither the supervisor nor the screen.
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module("shoal.demo.settings" if name == "DemoOptions" else "shoal.demo.supervisor"), name)
+
 
 __all__ = ["DemoOptions", "run_demo"]

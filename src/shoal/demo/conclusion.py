@@ -16,11 +16,13 @@ def conclusion(state: DemoState) -> list[str]:
 
 def proof(state: DemoState, *, digits: int = 64) -> str:
     """That the peers hold the same weights, with the first `digits` hexadecimal digits of the hash."""
+    # One that was lost after it had reported does not survive, but its hash must fit all the same.
+    surviving = sum(not state.peers[name].lost for name in state.finished)
     finished = list(state.finished.values())
     hashes = {done.weights_sha256 for done in finished}
     if len(hashes) != 1:
         return "The peers do not hold the same weights."
-    who = f"All {len(finished)} surviving peers hold" if len(finished) > 1 else "The one surviving peer holds"
+    who = f"All {surviving} surviving peers hold" if surviving > 1 else "The one surviving peer holds"
     return f"{who} identical weights at epoch {finished[0].epoch}: sha256 {hashes.pop()[:digits]}"
 
 

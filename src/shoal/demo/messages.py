@@ -147,7 +147,13 @@ class Ready(Report, frozen=True, kw_only=True):
 
 
 class EpochReached(Report, frozen=True, kw_only=True):
-    """The peer took the swarm's step into `epoch`, from `samples` sequences that `peers` peers gave."""
+    """The peer took the swarm's step into `epoch`.
+
+    Attributes:
+        epoch: the epoch its weights are at now.
+        samples: sequences of the whole swarm that this step was made of.
+        peers: how many peers gave them.
+    """
 
     epoch: int
     samples: int

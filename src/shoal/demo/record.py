@@ -12,7 +12,7 @@ elapsed_s             time since the start when this was written
 seconds, seed, peers  the options
 peers_started         peer processes at the start
 killed                peers that ended without leaving: by the demo's plan or by somebody else's
-joined                peers that came later and trained
+joined                peers that came later and trained, or at least reached the last epoch with the others
 epochs                the newest swarm epoch
 epoch_times_s         when each epoch was reached, since the start
 max_stall_s           longest time without a new epoch, from the first epoch on
@@ -88,7 +88,9 @@ def make_record(state: DemoState, options: DemoOptions, now_s: float) -> Record:
         peers=options.peers,
         peers_started=sum(not peer.newcomer for peer in peers),
         killed=sum(peer.lost for peer in peers),
-        joined=sum(peer.newcomer and peer.training_since_s is not None for peer in peers),
+        joined=sum(
+            peer.newcomer and (peer.training_since_s is not None or peer.finished is not None) for peer in peers
+        ),
         epochs=state.epoch,
         epoch_times_s=[round(view.at_s, 3) for view in state.epochs],
         max_stall_s=round(state.max_stall_s(now_s), 3),

@@ -45,7 +45,7 @@ def draw_report(state: DemoState, path: Path) -> None:
         FigureCanvasAgg(figure)
         lanes = max(1, len(state.peers))
         loss_axes, peer_axes = figure.subplots(2, 1, sharex=True, height_ratios=[10, 1.5 + 0.62 * lanes])
-        figure.subplots_adjust(left=0.075, right=0.97, top=0.865, bottom=0.185, hspace=0.12)
+        figure.subplots_adjust(left=0.075, right=0.97, top=0.845, bottom=0.185, hspace=0.12)
         _titles(figure, state)
         _loss(loss_axes, state)
         _lanes(peer_axes, state)
@@ -108,9 +108,10 @@ def _legend(axes: Axes, state: DemoState) -> None:
         names.append(f"one process alone, {as_many}: {last.loss:.2f}")
     lines = axes.get_lines()
     curves = [line for line in lines if line.get_label() in {"swarm", "alone"}]
+    # Above the axes, so that no curve is ever hidden behind it.
     axes.legend(
-        curves, names[: len(curves)], loc="upper right", bbox_to_anchor=(1.0, 0.88), labelcolor=_INK, handlelength=2.6,
-        facecolor="white", edgecolor="none", framealpha=1.0,
+        curves, names[: len(curves)], loc="lower left", bbox_to_anchor=(-0.008, 0.985), ncols=2, frameon=False,
+        labelcolor=_INK, handlelength=2.6, columnspacing=2.5,
     )  # fmt: skip
 
 

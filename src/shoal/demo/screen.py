@@ -125,7 +125,7 @@ class _Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, now_s = self._state, self._now_s
         inner = options.max_width - 4
-        # Frame 2, status 1, bar 1, three gaps, table head 1: what is left goes to the log.
+        # Frame 2, status 1, bar 1, three gaps, table head 1, and 1 for the cursor: what is left goes to the log.
         room = console.size.height - (9 + len(state.peers) + _CHART_ROWS) if console.is_terminal else _LOG_ROWS
         log_rows = max(3, min(_LOG_ROWS, room))
         yield Panel(

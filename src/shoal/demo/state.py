@@ -116,11 +116,10 @@ class Happening:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoState:
-    """Everything known about the run. The first one is `DemoState(seconds=..., target_batch=...)`.
+    """Everything known about the run. The first one is `DemoState(seconds=...)`.
 
     Attributes:
         seconds: planned time from the start to the signal to stop.
-        target_batch: planned sequences per epoch.
         phase: where the run is.
         peers: every peer process there ever was, in order of start.
         epochs: swarm epochs in order.
@@ -138,7 +137,6 @@ class DemoState:
     """
 
     seconds: float
-    target_batch: int
     phase: Phase = "starting"
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     epochs: tuple[EpochView, ...] = ()
@@ -166,15 +164,16 @@ class DemoState:
 
     @property
     def samples(self) -> int:
-        """Sequences in all epochs of the swarm. An epoch that nobody reported counts as the target."""
-        seen = sum(epoch.samples for epoch in self.epochs)
-        return seen + self.target_batch * (self.epoch - len(self.epochs))
+        """Sequences in all epochs of the swarm."""
+        return sum(self.epoch_samples)
 
     @property
     def epoch_samples(self) -> tuple[int, ...]:
-        """Sequences in epoch 1, 2, ...; what `samples` sums up."""
-        known = {view.epoch: view.samples for view in self.epochs}
-        return tuple(known.get(epoch, self.target_batch) for epoch in range(1, self.epoch + 1))
+        """Sequences in epoch 1, 2, ...; an epoch that nobody reported counts like the next one that was."""
+        found: list[int] = []
+        for view in self.epochs:
+            found += [view.samples] * (view.epoch - len(found))
+        return tuple(found)
 
     @property
     def typical_epoch_s(self) -> float:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import os
 import random
 import signal
 import tempfile
@@ -113,7 +114,6 @@ def run_demo(options: DemoOptions, wiring: Wiring | None = None) -> int:
     display = open_display(options)
     with tempfile.TemporaryDirectory(prefix="shoal-demo-") as scratch:
         logs = options.report / "logs" if options.report is not None else Path(scratch)
-        logs.mkdir(parents=True, exist_ok=True)
         supervisor = _Supervisor(options, wiring or Wiring(), display, logs, started_s)
         try:
             with _signals(supervisor.interrupt):
@@ -132,11 +132,13 @@ def _check_outputs(options: DemoOptions) -> None:
         if importlib.util.find_spec("matplotlib") is None:
             raise ConfigError("the picture needs matplotlib: pip install 'shoal[demo]', or ask for no report")
         try:
-            options.report.mkdir(parents=True, exist_ok=True)
+            (options.report / "logs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"report={options.report}: cannot make this directory: {error}") from error
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise ConfigError(f"json={options.json}: its directory does not exist")
+    if options.json is not None:
+        parent = options.json.absolute().parent
+        if not parent.is_dir() or not os.access(parent, os.W_OK) or options.json.is_dir():
+            raise ConfigError(f"json={options.json}: no file can be written there")
 
 
 @contextlib.contextmanager
@@ -177,7 +179,7 @@ class _Supervisor:
         self._news: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shown_s = self._recorded_s = -1e9
-        self.state = DemoState(seconds=options.seconds, target_batch=self._training.target_batch)
+        self.state = DemoState(seconds=options.seconds)
         self._refresh()
 
     def now_s(self) -> float:

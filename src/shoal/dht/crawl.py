@@ -10,13 +10,10 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from shoal.clock import Env
+from shoal.dht.local import Local
 from shoal.dht.lookup import Lookup
-from shoal.dht.neighbours import Neighbours
 from shoal.dht.routing import id_of_key
-from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import wins
-from shoal.dht.vault import Vault
 from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
@@ -51,12 +48,11 @@ class Caller:
 
     Args:
         endpoint: carries the calls.
-        neighbours: is told what came of them.
-        settings: timeouts and bounds.
+        local: its neighbours are told what came of them.
     """
 
-    def __init__(self, endpoint: Endpoint, neighbours: Neighbours, settings: DhtSettings) -> None:
-        self._endpoint, self._neighbours, self._settings = endpoint, neighbours, settings
+    def __init__(self, endpoint: Endpoint, local: Local) -> None:
+        self._endpoint, self._neighbours, self._settings = endpoint, local.neighbours, local.settings
         self._gates: dict[PeerID, _Gate] = {}
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.calls = 0
@@ -166,6 +162,18 @@ class Search:
         return held is None or wins(record, held)
 
 
+class _Queue:
+    """What one node is to be asked in one run: one call at a time, and what comes up meanwhile goes into the next."""
+
+    __slots__ = ("contact", "members", "timers", "waiting")
+
+    def __init__(self, contact: Contact) -> None:
+        self.contact = contact
+        self.waiting: list[Search] = []
+        self.members: list[Search] = []
+        self.timers: list[asyncio.TimerHandle] = []
+
+
 class _Run:
     """The searches of one `Crawler.run`, and those of them that may be able to go on."""
 
@@ -173,11 +181,20 @@ class _Run:
         self.values = values
         self.open: dict[bytes, Search] = {search.key: search for search in searches}
         self.ready: dict[bytes, Search] = dict(self.open)
+        self.queues: dict[PeerID, _Queue] = {}
+        self.over = False
         self.wake = asyncio.Event()
 
     def touch(self, searches: Sequence[Search]) -> None:
+        """These may be able to go on."""
         self.ready.update((search.key, search) for search in searches)
         self.wake.set()
+
+    def slow(self, peer: PeerID, searches: Sequence[Search]) -> None:
+        """The node keeps these waiting."""
+        for search in searches:
+            search.lookup.slow(peer)
+        self.touch(searches)
 
 
 class Crawler:
@@ -185,17 +202,13 @@ class Crawler:
 
     Args:
         caller: makes the calls.
-        neighbours: gives the seeds.
-        vault: knows which records were checked before, and checks new ones.
-        env: clock and events.
-        settings: alpha, timeouts.
+        local: gives the seeds, and knows which records were checked before.
     """
 
-    def __init__(
-        self, caller: Caller, neighbours: Neighbours, vault: Vault, env: Env, settings: DhtSettings, own: PeerID
-    ) -> None:
-        self._caller, self._neighbours, self._vault = caller, neighbours, vault
-        self._env, self._settings, self._own = env, settings, own
+    def __init__(self, caller: Caller, local: Local) -> None:
+        self._caller = caller
+        self._neighbours, self._vault = local.neighbours, local.vault
+        self._env, self._settings, self._own = local.env, local.settings, local.own
 
     def search(self, key: bytes, *, count: int | None = None, first: bool = False) -> Search:
         """A search for a wire key, seeded with the nearest nodes known here."""
@@ -208,23 +221,36 @@ class Crawler:
     async def run(self, searches: Sequence[Search], *, values: bool) -> None:
         """Run searches (of different keys) to their end. When it is cancelled, what was found so far is in them."""
         run = _Run(searches, values=values)
-        while True:
-            wanted: dict[PeerID, tuple[Contact, list[Search]]] = {}
-            for search in run.ready.values():
-                if search.done:
-                    run.open.pop(search.key, None)
-                    continue
-                for contact in search.lookup.next_queries():
-                    wanted.setdefault(contact.peer, (contact, []))[1].append(search)
-            run.ready.clear()
-            for contact, group in wanted.values():
-                for start in range(0, len(group), KEYS_PER_CALL):
-                    # Not awaited at the end: a slow answer still tells whether that node lives.
-                    self._caller.spawn(self._ask(contact, group[start : start + KEYS_PER_CALL], run))
-            if not run.open:
-                return
-            run.wake.clear()
-            await run.wake.wait()
+        try:
+            while True:
+                self._ask_on(run)
+                if not run.open:
+                    return
+                run.wake.clear()
+                await run.wake.wait()
+        finally:
+            # Calls under way are not awaited, nor cancelled: a late answer still tells whether that node lives.
+            run.over = True
+
+    def _ask_on(self, run: _Run) -> None:
+        """Let each search that may be able to go on ask the next nodes."""
+        wanted: dict[PeerID, tuple[Contact, list[Search]]] = {}
+        for search in run.ready.values():
+            if search.done:
+                run.open.pop(search.key, None)
+                continue
+            for contact in search.lookup.next_queries():
+                wanted.setdefault(contact.peer, (contact, []))[1].append(search)
+        run.ready.clear()
+        for peer, (contact, group) in wanted.items():
+            queue = run.queues.get(peer)
+            if queue is None:
+                queue = run.queues[peer] = _Queue(contact)
+                self._caller.spawn(self._work(queue, run))
+            queue.waiting += group
+            queue.members += group
+            timer = asyncio.get_running_loop().call_later(self._settings.slow_s, run.slow, peer, group)
+            queue.timers.append(timer)
 
     async def find_values(self, searches: Sequence[Search]) -> None:
         """Run searches for records; where the nodes that should hold a key have none, ask as many again beyond them.
@@ -237,34 +263,34 @@ class Crawler:
             search.lookup.widen(2 * search.lookup.count)
         await self.run(empty, values=True)
 
-    async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> None:
-        loop, peer = asyncio.get_running_loop(), contact.peer
-
-        def slow() -> None:
-            for search in group:
-                search.lookup.slow(peer)
-            run.touch(group)
-
-        timer = loop.call_later(self._settings.slow_s, slow)
+    async def _work(self, queue: _Queue, run: _Run) -> None:
+        """Ask one node until nobody in this run wants anything more of it, or it fails."""
+        peer = queue.contact.peer
         try:
-            await self._ask_for(contact, group, run)
+            while queue.waiting and not run.over:
+                group = [search for search in queue.waiting[:KEYS_PER_CALL] if not search.done]
+                del queue.waiting[:KEYS_PER_CALL]
+                if group:
+                    queue.waiting += await self._ask(queue.contact, group, run)
         except (PeerError, ClosedError):
             pass  # the neighbours know; the lookups are told below
         finally:
-            timer.cancel()
-            for search in group:
+            del run.queues[peer]
+            for timer in queue.timers:
+                timer.cancel()
+            for search in queue.members:
                 search.lookup.failed(peer)  # no effect on those that got their reply
-            run.touch(group)
+            run.touch(queue.members)
 
-    async def _ask_for(self, contact: Contact, group: list[Search], run: _Run) -> None:
-        """Ask one node for the keys of all these searches, again for those whose records did not fit in the reply."""
-        while group:
-            reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
-            rest = self._check_shape(contact.peer, group, reply)
-            for search, found in zip(group, reply.found, strict=True):
-                if not found.more:
-                    await self._take(contact.peer, search, found, values=run.values)
-            group = rest
+    async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> list[Search]:
+        """Ask one node for the keys of these searches; those to ask again, whose records did not fit in the reply."""
+        reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
+        rest = self._check_shape(contact.peer, group, reply)
+        for search, found in zip(group, reply.found, strict=True):
+            if not found.more:
+                await self._take(contact.peer, search, found, values=run.values)
+        run.touch(group)
+        return rest
 
     def _check_shape(self, peer: PeerID, group: list[Search], reply: DhtFindReply) -> list[Search]:
         """The searches that have to be asked again."""

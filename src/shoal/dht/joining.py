@@ -45,13 +45,13 @@ class Knocking:
         self._answered: dict[PeerID, None] = {}
         self._reasons: dict[PeerID, str] = {}
         self._settled = asyncio.Event()
+        self._knocking = len(contacts)
 
     async def join(self, timeout_s: float) -> None:
         """Knock until somebody answers and the neighbourhood is known, or the time is up, or all have said no."""
-        knocks = asyncio.gather(
-            *(self._caller.spawn(self._knock(contact)) for contact in self._contacts), return_exceptions=True
-        )
-        knocks.add_done_callback(lambda _: self._settled.set())
+        knocks = [self._caller.spawn(self._knock(contact)) for contact in self._contacts]
+        for knock in knocks:
+            knock.add_done_callback(self._ended)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -59,7 +59,13 @@ class Knocking:
                     if self._answered:
                         await self._look_around()
         finally:
-            knocks.cancel()
+            for knock in knocks:
+                knock.cancel()
+
+    def _ended(self, _: asyncio.Task[None]) -> None:
+        self._knocking -= 1
+        if not self._knocking:
+            self._settled.set()
 
     def check(self) -> None:
         """Raise if nobody answered.

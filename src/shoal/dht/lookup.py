@@ -5,8 +5,9 @@ A state machine for one target: `next_queries` says whom to ask now, `reply`, `f
 
 Invariants, held by the tests:
 
-- at most `alpha` queries wait at the same time, those that were called slow not counted: a silent node costs one
-  place for a moment, not the lookup its time;
+- at most `alpha` queries wait at the same time while replies bring nearer nodes; after one that does not, the rest of
+  the nearest `count` are asked at once. Queries that were called slow do not count: a silent node costs one place for
+  a moment, not the lookup its time;
 - it ends when the nearest `count` nodes of those that did not fail have answered; a slow one among them is waited for
   only while fewer than `count` others have;
 - one reply adds at most 32 candidates, and there are never more than `max_queries` queries, so liars can lengthen a
@@ -57,7 +58,7 @@ class Lookup:
         own: this node, which is never asked.
         seeds: the nearest nodes in this node's own table.
         count: how many of the nearest nodes are to answer.
-        alpha: how many queries wait at the same time (Kademlia's alpha).
+        alpha: how many queries wait at the same time while it gets nearer (Kademlia's alpha).
         max_queries: how many queries are made at most; default 10 times `count`.
     """
 
@@ -79,6 +80,7 @@ class Lookup:
         self._known: dict[PeerID, _Candidate] = {}
         self._ordered: list[_Candidate] = []
         self._waiting = 0
+        self._nearing = True
         for seed in seeds:
             self._add(seed, 1)
 
@@ -126,8 +128,9 @@ class Lookup:
         """Whom to ask now; each is asked once. Empty while enough queries wait, and when there is nobody left."""
         chosen: list[Contact] = []
         window = 0
+        at_once = self._alpha if self._nearing else max(self._alpha, self.count)
         for candidate in self._ordered:
-            if window >= self.count or self._waiting >= self._alpha or self._queries_left <= 0:
+            if window >= self.count or self._waiting >= at_once or self._queries_left <= 0:
                 break
             if candidate.state is _State.NEW:
                 candidate.state = _State.ASKED
@@ -147,13 +150,25 @@ class Lookup:
             if contact.addresses and all(address.peer_id == contact.peer for address in contact.addresses):
                 told.setdefault(contact.peer, contact)
         nearest = sorted(told.values(), key=lambda each: node_id(each.peer) ^ self.target)
+        horizon = self._horizon()
+        self._nearing = False
         for contact in nearest[:_CONTACTS_PER_REPLY]:
-            self._add(contact, candidate.hops + 1)
+            added = self._add(contact, candidate.hops + 1)
+            self._nearing |= added is not None and (horizon is None or added.distance < horizon)
 
     def widen(self, count: int) -> None:
         """Go on until so many of the nearest nodes have answered, with as many further queries."""
         self._queries_left += max(0, count - self.count)
         self.count = count
+
+    def _horizon(self) -> int | None:
+        """How far the nearest `count` of those that did not fail reach; None if there are fewer."""
+        living = 0
+        for candidate in self._ordered:
+            living += candidate.state is not _State.FAILED
+            if living >= self.count:
+                return candidate.distance
+        return None
 
     def failed(self, peer: PeerID) -> None:
         """The node did not answer, or not with sense. Ignored if it was not asked."""
@@ -174,9 +189,10 @@ class Lookup:
         candidate.state = state
         return candidate
 
-    def _add(self, contact: Contact, hops: int) -> None:
+    def _add(self, contact: Contact, hops: int) -> _Candidate | None:
         if contact.peer == self._own or contact.peer in self._known:
-            return
+            return None
         candidate = _Candidate(contact, node_id(contact.peer) ^ self.target, hops)
         self._known[contact.peer] = candidate
         insort(self._ordered, candidate, key=lambda each: each.distance)
+        return candidate

@@ -44,10 +44,14 @@ class Neighbours:
         own: this node.
         bucket_size: k.
         on_change: called when a node came into the table, or left it.
+
+    Attributes:
+        version: changes whenever a node comes into the table, or leaves it.
     """
 
     def __init__(self, own: PeerID, *, bucket_size: int, on_change: Callable[[], None] = lambda: None) -> None:
         self.table = RoutingTable(own, bucket_size=bucket_size)
+        self.version = 0
         self._on_change = on_change
         self._avoided: dict[PeerID, _Avoided] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
@@ -70,7 +74,7 @@ class Neighbours:
         if joined:
             self._lost_since.pop(peer, None)
             self._joined_since[peer] = None
-            self._on_change()
+            self._changed()
         return joined
 
     def silent(self, peer: PeerID, now: float) -> None:
@@ -144,6 +148,10 @@ class Neighbours:
     def _note_gone(self, peer: PeerID) -> None:
         self._joined_since.pop(peer, None)
         self._lost_since[peer] = None
+        self._changed()
+
+    def _changed(self) -> None:
+        self.version += 1
         self._on_change()
 
     def _avoid(self, peer: PeerID, now: float) -> None:

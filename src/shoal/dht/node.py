@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from shoal.clock import Env
 from shoal.dht.crawl import Caller, Crawler, Search
 from shoal.dht.joining import Knocking, contacts_of
+from shoal.dht.local import Local
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import key_of
@@ -103,22 +104,14 @@ class DhtNode:
         self._validators = CompositeValidator(validators)
         self._vault = Vault(own, settings, self._validators)
         self._neighbours = Neighbours(own, bucket_size=settings.bucket_size, on_change=self._table_changed)
-        self._caller = Caller(endpoint, self._neighbours, settings)
-        self._crawler = Crawler(self._caller, self._neighbours, self._vault, env, settings, own)
+        local = Local(own, env, settings, self._neighbours, self._vault)
+        self._caller = Caller(endpoint, local)
+        self._crawler = Crawler(self._caller, local)
         self._publisher = Publisher(
-            self._caller,
-            self._crawler,
-            self._vault,
-            env,
-            settings,
-            own,
-            self._holds_records,
-            self._record_held,
+            self._caller, self._crawler, local, holds=self._holds_records, on_held=self._record_held
         )
-        self._upkeep = Upkeep(
-            env, settings, own, self._neighbours, self._vault, self._caller, self._crawler, self._publisher
-        )
-        self._service = Service(endpoint, env, self._neighbours, self._vault, settings, self._record_held)
+        self._upkeep = Upkeep(local, self._caller, self._crawler, self._publisher)
+        self._service = Service(endpoint, local, self._record_held)
         self._turn = asyncio.Semaphore(settings.parallel_operations)
         self._forget_losses = endpoint.on_lost(self._peer_lost)
         self._closed = False
@@ -221,7 +214,7 @@ class DhtNode:
             none of them could be reached in time.
 
         Raises:
-            ConfigError: an argument is wrong; it is named.
+            ConfigError: an argument is wrong, or this node's own validators refuse it; says which and why.
             ClosedError: the node was closed.
         """
         return (await self.store_many([Item(key, value, expiration_time, subkey)], timeout_s=timeout_s))[0]
@@ -264,7 +257,10 @@ class DhtNode:
             raise ConfigError(
                 "subkey is 32 bytes and so names a peer, which is not this one: only it can write the entry"
             )
-        return signed_record(self._identity, key, subkey, encode_value(item.value), expiration)
+        record = signed_record(self._identity, key, subkey, encode_value(item.value), expiration)
+        if refusal := self._validators.refuses(record):
+            raise ConfigError(f"value for key {item.key!r:.80} is refused by this node's own validators: {refusal}")
+        return record
 
     # ---------------------------------------------------------------------------------------------------------- getting
 

@@ -1,16 +1,19 @@
-"""Brings records to the nodes that should hold them: the `replicas` nodes nearest to the key, this one included."""
+"""Brings records to the nodes that should hold them: the `replicas` nodes nearest to the key, this one included.
+
+Peers write the same keys again and again (progress, declarations). So the nodes that a lookup found are remembered for
+`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from shoal.clock import Env
-from shoal.dht.crawl import Caller, Crawler
+from shoal.dht.crawl import Caller, Crawler, Search
+from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key, node_id
-from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import wire_bytes
-from shoal.dht.vault import Vault
 from shoal.errors import PeerError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.wire import Contact, DhtStore, Record
@@ -19,6 +22,16 @@ __all__ = ["Publisher"]
 
 _RECORDS_PER_CALL = 256
 _BYTES_PER_CALL = 512 << 10
+_SPARE_NODES = 2
+_MAX_ROUTES = 1024
+
+
+class _Route(NamedTuple):
+    """Where a key belongs, as found at this time, with this state of the table."""
+
+    nodes: list[Contact]
+    at: float
+    version: int
 
 
 class Publisher:
@@ -27,10 +40,7 @@ class Publisher:
     Args:
         caller: makes the calls.
         crawler: finds the nodes.
-        vault: holds this node's share.
-        env: wall clock.
-        settings: `replicas`.
-        own: this node.
+        local: holds this node's share.
         holds: whether this node holds records for others (it is not in client mode).
         on_held: called with each record that was taken in here.
     """
@@ -39,15 +49,16 @@ class Publisher:
         self,
         caller: Caller,
         crawler: Crawler,
-        vault: Vault,
-        env: Env,
-        settings: DhtSettings,
-        own: PeerID,
+        local: Local,
+        *,
         holds: Callable[[], bool],
         on_held: Callable[[Record], None],
     ) -> None:
-        self._caller, self._crawler, self._vault, self._env = caller, crawler, vault, env
-        self._replicas, self._own, self._holds, self._on_held = settings.replicas, own, holds, on_held
+        self._caller, self._crawler = caller, crawler
+        self._own, self._env, self._neighbours, self._vault = local.own, local.env, local.neighbours, local.vault
+        self._replicas, self._route_s = local.settings.replicas, local.settings.route_s
+        self._holds, self._on_held = holds, on_held
+        self._known: dict[bytes, _Route] = {}
 
     async def publish(self, records: Sequence[Record], copies: list[int]) -> None:
         """Find where the records belong and bring them there. When it is cancelled, `copies` is what was done so far.
@@ -56,10 +67,7 @@ class Publisher:
             records: the records, checked.
             copies: one number per record; raised for each node that holds it now.
         """
-        keys = dict.fromkeys(record.key for record in records)
-        searches = {key: self._crawler.search(key) for key in keys}
-        await self._crawler.run(list(searches.values()), values=False)
-        answered = {key: search.lookup.answered for key, search in searches.items()}
+        answered = await self._routes(dict.fromkeys(record.key for record in records))
         missing: dict[int, None] = {}
         wanted: dict[PeerID, tuple[Contact, list[int]]] = {}
         for number, record in enumerate(records):
@@ -75,9 +83,31 @@ class Publisher:
             # Nodes that failed just now: the next ones take their place.
             wanted = {}
             for number in missing:
-                for contact in answered[records[number].key][self._replicas :][:2]:
+                self._known.pop(records[number].key, None)
+                for contact in answered[records[number].key][self._replicas :]:
                     wanted.setdefault(contact.peer, (contact, []))[1].append(number)
             await self._send_all(wanted, records, copies, {})
+
+    async def _routes(self, keys: Iterable[bytes]) -> dict[bytes, list[Contact]]:
+        """For each key the nodes nearest to it, and a few more, nearest first."""
+        now, version = asyncio.get_running_loop().time(), self._neighbours.version
+        routes: dict[bytes, list[Contact]] = {}
+        searches: list[Search] = []
+        for key in keys:
+            known = self._known.get(key)
+            if known is not None and known.version == version and known.at > now - self._route_s:
+                routes[key] = known.nodes
+            else:
+                searches.append(self._crawler.search(key))
+        await self._crawler.run(searches, values=False)
+        now, version = asyncio.get_running_loop().time(), self._neighbours.version
+        for search in searches:
+            routes[search.key] = nodes = search.lookup.answered[: self._replicas + _SPARE_NODES]
+            self._known.pop(search.key, None)
+            self._known[search.key] = _Route(nodes, now, version)
+            if len(self._known) > _MAX_ROUTES:
+                self._known.pop(next(iter(self._known)))
+        return routes
 
     def _among_nearest(self, key: bytes, nodes: Sequence[Contact]) -> bool:
         if len(nodes) < self._replicas:

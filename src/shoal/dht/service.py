@@ -9,12 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from shoal.clock import Env
-from shoal.dht.neighbours import Neighbours
+from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key
-from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import RateLimiter, wire_bytes
-from shoal.dht.vault import Vault
 from shoal.errors import ClosedError, PeerRefused
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
@@ -33,23 +30,13 @@ class Service:
 
     Args:
         endpoint: where the calls come in.
-        env: wall clock.
-        neighbours: learns who called, and is told to others.
-        vault: holds the records.
-        settings: rates.
+        local: its neighbours learn who called and are told to others, its vault holds the records.
         on_held: called with each record that was newly taken in.
     """
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        env: Env,
-        neighbours: Neighbours,
-        vault: Vault,
-        settings: DhtSettings,
-        on_held: Callable[[Record], None],
-    ) -> None:
-        self._endpoint, self._env, self._neighbours, self._vault = endpoint, env, neighbours, vault
+    def __init__(self, endpoint: Endpoint, local: Local, on_held: Callable[[Record], None]) -> None:
+        settings = local.settings
+        self._endpoint, self._env, self._neighbours, self._vault = endpoint, local.env, local.neighbours, local.vault
         self._bucket_size = settings.bucket_size
         self._on_held = on_held
         self._closed = False

@@ -27,6 +27,7 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: longest time for one operation (`get`, `store`, …) that was not given its own.
         cache_s: for how long `get(latest=False)` may answer with what an earlier `get` found.
         cache_bytes: memory for that.
+        route_s: for how long the next `store` of a key goes to the nodes that were found, while the table is the same.
         refresh_s: a bucket without lookups, and a node without a sign of life, for so long are looked after.
         republish_s: records that were not written again for so long are given to the nodes that should hold them now.
         repair_delay_s: after a node came or went, records are moved to where they belong after this (and some chance).
@@ -45,6 +46,7 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
     slow_s: float = 0.5
     timeout_s: float = 15.0
     cache_s: float = 10.0
+    route_s: float = 10.0
     cache_bytes: int = 8 << 20
     refresh_s: float = 300.0
     republish_s: float = 600.0

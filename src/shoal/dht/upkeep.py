@@ -3,8 +3,9 @@
 ==============  =========================================================================================
 when            what
 ==============  =========================================================================================
-table changed   after `repair_delay_s`: each key held here whose nearest nodes changed is given to the new ones
-                among them, by the two nearest of its present holders
+table changed   after `repair_delay_s`: if a near neighbour is gone, the own neighbourhood is looked up; each key
+                held here whose nearest nodes changed is given to the new ones among them, by the two nearest
+                of its present holders
 `republish_s`   what this node wrote is published again; keys held here that nobody renewed in this time are
                 given to all nodes that should hold them, by the nearest holder
 `refresh_s`     buckets without lookups are looked into, nodes without a sign of life are pinged
@@ -22,13 +23,10 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from shoal.clock import Env
 from shoal.dht.crawl import Caller, Crawler, report
-from shoal.dht.neighbours import Neighbours
+from shoal.dht.local import Local
 from shoal.dht.publish import Publisher
 from shoal.dht.routing import id_of_key, node_id
-from shoal.dht.settings import DhtSettings
-from shoal.dht.vault import Vault
 from shoal.errors import ClosedError, PeerError
 from shoal.peer import PeerID
 from shoal.wire import Contact, DhtPing, Record
@@ -55,29 +53,15 @@ class Upkeep:
     """The background work of one node.
 
     Args:
-        env: clock and chance.
-        settings: the periods.
-        own: this node.
-        neighbours: what is known of the others.
-        vault: the records.
+        local: the node.
         caller: makes pings.
         crawler: makes lookups.
         publisher: moves records.
     """
 
-    def __init__(
-        self,
-        env: Env,
-        settings: DhtSettings,
-        own: PeerID,
-        neighbours: Neighbours,
-        vault: Vault,
-        caller: Caller,
-        crawler: Crawler,
-        publisher: Publisher,
-    ) -> None:
-        self._env, self._settings, self._own = env, settings, own
-        self._neighbours, self._vault = neighbours, vault
+    def __init__(self, local: Local, caller: Caller, crawler: Crawler, publisher: Publisher) -> None:
+        self._env, self._settings, self._own = local.env, local.settings, local.own
+        self._neighbours, self._vault = local.neighbours, local.vault
         self._caller, self._crawler, self._publisher = caller, crawler, publisher
         self._placed: dict[bytes, _Placed] = {}
         self._repairing = False
@@ -134,9 +118,7 @@ class Upkeep:
 
     def table_changed(self) -> None:
         """A node came into the table, or left it."""
-        if not len(self._vault.held):
-            self._neighbours.take_changes()  # nothing is here to be moved: who holds what is looked at when it comes
-        elif not self._repairing:
+        if not self._repairing:
             self._repairing = True
             self._caller.spawn(self._repair_soon())
 
@@ -146,10 +128,12 @@ class Upkeep:
         await self.repair()
 
     async def repair(self) -> None:
-        """Give keys to nodes that should hold them since the table changed."""
+        """Mend the neighbourhood, and give keys to nodes that should hold them since the table changed."""
         joined, lost = self._neighbours.take_changes()
-        if not joined and not lost:
-            return
+        if self._lost_near(lost):
+            await self.look_around()
+            found, lost_now = self._neighbours.take_changes()
+            joined, lost = joined + found, lost + lost_now
         moves: dict[PeerID, list[bytes]] = {}
         for number, key in enumerate(self._vault.held.keys(self._env.clock.time())):
             placed = self._placed.get(key)
@@ -158,6 +142,15 @@ class Upkeep:
             if number % _KEYS_AT_ONCE == _KEYS_AT_ONCE - 1:
                 await asyncio.sleep(0)
         await self._move(moves)
+
+    def _lost_near(self, lost: list[PeerID]) -> bool:
+        """Whether one of these was among the nearest to this node: whose place others have to take."""
+        own = node_id(self._own)
+        nearest = self._neighbours.table.nearest(own, self._settings.bucket_size)
+        if len(nearest) < self._settings.bucket_size:
+            return bool(lost)
+        farthest = node_id(nearest[-1].peer) ^ own
+        return any(node_id(peer) ^ own < farthest for peer in lost)
 
     def _affected(self, target: int, placed: _Placed, joined: list[PeerID], lost: list[PeerID]) -> bool:
         if any(peer in placed.nodes for peer in lost):

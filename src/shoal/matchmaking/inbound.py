@@ -31,7 +31,7 @@ class Inbound:
         self._outbox: asyncio.Queue[_Answer | None] = asyncio.Queue()
         self._released = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
-        self._over = False
+        self._begins = self._over = False
 
     def post(self, answer: _Answer) -> None:
         """Send this after what was posted before."""
@@ -40,6 +40,7 @@ class Inbound:
 
     def begin(self, begin: Begin) -> None:
         """Send `Begin`, and hand the stream over: from now on its reader is somebody else."""
+        self._begins = True
         if self._watcher is not None:
             self._watcher.cancel()
         self.post(begin)
@@ -58,7 +59,8 @@ class Inbound:
         Raises:
             PeerError: the stream is lost.
         """
-        self._watcher = asyncio.get_running_loop().create_task(self._watch())
+        if not self._begins:  # the peer that fills the group is begun before we come here
+            self._watcher = asyncio.get_running_loop().create_task(self._watch())
         try:
             while (answer := await self._outbox.get()) is not None:
                 await self.stream.send(answer)
@@ -70,7 +72,8 @@ class Inbound:
                     return
         finally:
             self._over = True
-            self._watcher.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
             if not self.begun.done():
                 self.begun.cancel()
 

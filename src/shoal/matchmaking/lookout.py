@@ -129,7 +129,7 @@ class Lookout:
 
     def all_joined(self, followers: Followers, now: float) -> bool:
         """Whether a read begun after the quiet time shows nobody who may still join."""
-        if self._declaring or self._reading or self._last_read < self._settled(followers):
+        if self._declaring or self._last_read < self._settled(followers):
             return False
         return not self._declarers.unjoined(followers, now)
 

@@ -27,7 +27,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -155,7 +155,7 @@ class Collaboration:
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
         self._processed = 0
         self._counted = (0, 0.0)
-        self._update: tuple[StateName, int] | None = None
+        self._update: tuple[StateName, int, int] | None = None
         self._closed = False
         self._undo: list[Callable[[], None]] = []
 
@@ -341,7 +341,9 @@ class Collaboration:
     async def _drive(self) -> None:
         await self._first_look.wait()
         if self._known.mismatch is not None and self.view().peers == (self.core.peer_id,):
-            raise ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+            self.failure = ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+            self._move(self.phase)
+            return
         while True:
             self._measure_rate()
             self._news.clear()
@@ -378,46 +380,56 @@ class Collaboration:
         if view.together == {self.core.peer_id}:
             await self._step_alone()
             return
-        self._gradients.group_tag = self._tag()
-        round_ = asyncio.get_running_loop().create_task(self._gradient_round())
+        alone = {self.core.peer_id}
+        result = await self._round(
+            self._gradients,
+            hopeless=lambda view: view.behind or view.together == alone,
+            expected=lambda: self.view().together,
+            prepare=self.training.contribution,
+            apply=self._take_average,
+        )
+        if result is not None:
+            self.last_round = result
+            self._ready(_history(result), int(result.outcome.weight), len(result.outcome.members))
+
+    async def _round(
+        self,
+        averager: Averager,
+        *,
+        hopeless: Callable[[SwarmView], bool],
+        expected: Callable[[], frozenset[PeerID]],
+        **options: Any,
+    ) -> StepResult | None:
+        """One round with the peers at our state. None if it failed, or if it became hopeless before there was a group."""
+        loop, settings = asyncio.get_running_loop(), self.settings.averager
+        averager.group_tag = f"@{self.state.epoch}-{self.state.digest.hex()[:16]}"
+        step = averager.step(
+            timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
+            allow_retries=False,
+            expected=expected,
+            **options,
+        )
+        round_ = loop.create_task(step)
         try:
             while not round_.done():
                 self._news.clear()
-                news = asyncio.get_running_loop().create_task(self._news.wait())
+                news = loop.create_task(self._news.wait())
                 await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 view = self.view()
-                alone = view.together == {self.core.peer_id}
-                if self._gradients.looking and (view.behind or alone):
-                    break  # nobody will come: see above what is to be done instead
+                if averager.looking and hopeless(view):
+                    return None
                 self._tell(view)
-        finally:
-            round_.cancel()
-            await asyncio.gather(round_, return_exceptions=True)
-
-    def _tag(self) -> str:
-        """Only peers at one state meet."""
-        return f"@{self.state.epoch}-{self.state.digest.hex()[:16]}"
-
-    async def _gradient_round(self) -> None:
-        try:
-            result = await self._gradients.step(
-                prepare=self.training.contribution,
-                gather=None,
-                timeout_s=self.settings.averager.averaging_expiration_s + self.settings.averager.allreduce_timeout_s,
-                allow_retries=False,
-                expected=lambda: self.view().together,
-                apply=self._take_average,
-            )
+            return round_.result()
         except SchemaMismatch as error:
             self.core.env.events.emit(Warned(where="optimizer", message=str(error)))
             await asyncio.sleep(1.0)
         except RoundFailed:
             await asyncio.sleep(0.05 + 0.1 * self.core.env.rng.random())
-        else:
-            self.last_round = result
-            verdict = hashlib.sha256(encode(result.outcome.commit)).digest()
-            self._ready(result.round_id + verdict, int(result.outcome.weight), len(result.outcome.members))
+        finally:
+            round_.cancel()
+            await asyncio.gather(round_, return_exceptions=True)
+        return None
 
     def _take_average(self, vector: Vector) -> None:
         vector.overwrite()
@@ -432,7 +444,7 @@ class Collaboration:
     def _ready(self, what: bytes, samples: int, peers: int) -> None:
         epoch, digest, before = self.state
         name = hashlib.sha256(b"shoal step" + digest + what).digest()
-        self._update = (StateName(epoch + 1, name, before + samples), peers)
+        self._update = (StateName(epoch + 1, name, before + samples), samples, peers)
         self._move(Phase.STEPPING)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
@@ -451,6 +463,7 @@ class Collaboration:
     async def decide(self, timeout_s: float) -> Phase:
         """As `turn`, after looking at what was accumulated just now (trainer)."""
         await self._first_look.wait()
+        await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
         if self.phase in (Phase.COLLECTING, Phase.BEHIND):
             self._judge(self.view())
             self._news.set()
@@ -465,7 +478,7 @@ class Collaboration:
     async def stepped(self) -> None:
         """After `step`: tell everybody, and average the states if it is time for that (trainer)."""
         assert self._update is not None
-        (epoch, digest, samples), peers = self._update
+        (epoch, digest, _), samples, peers = self._update
         self._update = None
         self._renewed()
         event = EpochAdvanced(run_id=self.settings.run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
@@ -484,33 +497,24 @@ class Collaboration:
         self._news.set()
 
     async def _average_state(self) -> None:
-        """Average the parameters with everybody at our state. Who is not part of it has a worse state afterwards."""
-        if not await self._others_arrived():
-            return
-        self._states.group_tag = self._tag()
-        try:
-            result = await self._states.step(
-                timeout_s=self.settings.averager.averaging_expiration_s + self.settings.averager.allreduce_timeout_s,
-                allow_retries=False,
-                expected=lambda: self.view().together,
-            )
-        except RoundFailed:
-            return
-        verdict = hashlib.sha256(encode(result.outcome.commit)).digest()
-        name = hashlib.sha256(b"shoal state" + self.state.digest + result.round_id + verdict).digest()
-        self.state = StateName(self.state.epoch, name, self.state.samples + 1)
-        self._renewed()
+        """Average the parameters with all who took part in the last step. Who misses it has a worse state afterwards."""
 
-    async def _others_arrived(self) -> bool:
-        """Wait until somebody else is at our state, for a moment. False if we are alone."""
-        others = self.last_round.outcome.members if self.last_round is not None else ()
-        deadline = self._now() + 1.0
-        while self.view().together == {self.core.peer_id}:
-            alive = set(self.view().peers)
-            if self._now() > deadline or not any(m.contact.peer in alive - {self.core.peer_id} for m in others):
-                return False
-            await asyncio.sleep(0.01)
-        return True
+        def companions() -> frozenset[PeerID]:
+            members = self.last_round.outcome.members if self.last_round is not None else ()
+            return frozenset(m.contact.peer for m in members).intersection(self.view().peers)
+
+        me = {self.core.peer_id}
+        if companions() <= me:
+            return
+        result = await self._round(
+            self._states,
+            hopeless=lambda view: view.behind or companions() <= me,
+            expected=companions,
+        )
+        if result is not None:
+            name = hashlib.sha256(b"shoal state" + self.state.digest + _history(result)).digest()
+            self.state = StateName(self.state.epoch, name, self.state.samples + 1)
+            self._renewed()
 
     # -------------------------------------------------------------------------------------------------------- the state
 
@@ -572,3 +576,8 @@ class Collaboration:
     def _contact(self, peer: PeerID) -> Contact:
         progress = self._known.progress_of(peer)
         return progress.contact if progress is not None else self.core.endpoint.contact_of(peer)
+
+
+def _history(result: StepResult) -> bytes:
+    """What a round adds to the history of a state: its id, and all of its verdict."""
+    return result.round_id + hashlib.sha256(encode(result.outcome.commit)).digest()

@@ -33,7 +33,7 @@ from shoal.errors import (
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import PeerID
 from shoal.rpc.framing import Frame, Kind, Limits, pack, read_frame
-from shoal.rpc.link import CallLink, reply_frame
+from shoal.rpc.link import CallLink, LinkRetired, reply_frame
 from shoal.rpc.stream import Stream
 from shoal.transport.base import Connection, Transport
 from shoal.wire import (
@@ -44,6 +44,7 @@ from shoal.wire import (
     Message,
     Opening,
     OpenStream,
+    Reply,
     Request,
     decode,
     encode,
@@ -65,6 +66,9 @@ _Handler = TypeVar("_Handler")
 
 _MAX_CONTACTS = 8192
 _OPEN_TIMEOUT_S = 10.0
+_MAX_SERVING_S = 600.0
+"""No call is served for longer, whatever its caller asks for."""
+
 _logger = logging.getLogger("shoal.rpc")
 
 
@@ -87,6 +91,11 @@ class _Peer:
         self.streams: set[Connection] = set()
         self.inbound = 0
         self.idle: list[Connection] = []
+
+    @property
+    def link(self) -> CallLink | None:
+        """A link that can carry a call."""
+        return next((link for link in self.links if not link.closed), None)
 
     @property
     def empty(self) -> bool:
@@ -136,7 +145,7 @@ class Endpoint:
     @property
     def peers(self) -> tuple[PeerID, ...]:
         """The peers that we have a call link with now."""
-        return tuple(peer for peer, state in self._peers.items() if state.links)
+        return tuple(peer for peer, state in self._peers.items() if state.link is not None)
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -149,7 +158,7 @@ class Endpoint:
     def clock_offset_s(self, peer: PeerID) -> float:
         """How far the peer's wall clock is ahead of ours, as last estimated; 0.0 if unknown."""
         state = self._peers.get(peer)
-        return state.links[0].clock_offset_s if state and state.links else 0.0
+        return state.link.clock_offset_s if state is not None and state.link is not None else 0.0
 
     async def start(self, *, listen: bool = True) -> None:
         """Begin to accept connections (unless `listen` is False: client mode).
@@ -214,12 +223,11 @@ class Endpoint:
     def connected(self, peer: PeerID) -> bool:
         """Whether there is a call link now: a call would not dial."""
         state = self._peers.get(peer)
-        return bool(state and state.links)
+        return state is not None and state.link is not None
 
     def reachable(self, peer: PeerID) -> bool:
         """Whether there is a call link, or an address to dial."""
-        state = self._peers.get(peer)
-        return bool(state and state.links) or peer in self._contacts
+        return self.connected(peer) or peer in self._contacts
 
     # --------------------------------------------------------------------------------------------- calls and streams
 
@@ -229,15 +237,20 @@ class Endpoint:
         Raises:
             PeerTimeout: not done within `timeout_s` seconds, dialing included.
             PeerUnreachable: no connection, or it broke.
-            PeerRefused: the peer said no.
+            PeerRefused: the peer said no; `code` says how.
             PeerProtocolError: the reply is not of the declared type.
+            ClosedError: this endpoint is closed, or was before the call was sent.
+            LocalError: the peer is this one, or the request is too long.
         """
         peer = self._peer_of(to)
-        method = _tag(type(request))
-        started = asyncio.get_running_loop().time()
-        link = await self._link(peer, timeout_s)
-        left_s = timeout_s - (asyncio.get_running_loop().time() - started)
-        body = await link.call(method, encode(request), max(left_s, 0.001))
+        method, packed = _tag(type(request)), encode(request)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while True:
+            link = await self._link(peer, max(deadline - loop.time(), 0.0))
+            with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh
+                body = await link.call(method, packed, max(deadline - loop.time(), 0.001))
+                break
         try:
             reply: R = decode(body, reply_type(type(request)))
             return reply
@@ -251,11 +264,13 @@ class Endpoint:
 
         Raises:
             PeerTimeout, PeerUnreachable, PeerRefused: no connection could be made.
+            ClosedError: this endpoint is closed.
+            LocalError: the peer is this one, or the opening message is too long.
         """
         peer = self._peer_of(to)
+        frame = pack(Kind.OPEN, OpenStream(_tag(type(opening)), msgspec.Raw(encode(opening))), limits=self.limits)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._link(peer, timeout_s)
                 connection = await self._stream_connection(peer, timeout_s)
                 state = self._state(peer)
                 state.streams.add(connection)
@@ -267,12 +282,13 @@ class Endpoint:
                     lambda reusable: self._stream_released(connection, reusable=reusable),
                 )
                 try:
-                    body = msgspec.Raw(encode(opening))
-                    await connection.write(pack(Kind.OPEN, OpenStream(_tag(type(opening)), body)))
+                    await connection.write(frame)
                 except BaseException:
                     stream.abort()
                     raise
                 return stream
+        except PeerTimeout:
+            raise
         except TimeoutError:
             raise PeerTimeout(f"no stream within {timeout_s:g} s", peer) from None
 
@@ -290,18 +306,22 @@ class Endpoint:
 
     async def _link(self, peer: PeerID, timeout_s: float) -> CallLink:
         state = self._state(peer)
-        for link in state.links:
-            if not link.closed:
-                return link
+        if state.link is not None:
+            return state.link
         if state.dialing is None:
             state.dialing = self._spawn(self._dial_link(peer))
+        dialing, current = state.dialing, asyncio.current_task()
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(state.dialing)
-        except TimeoutError as error:
-            if isinstance(error, PeerError):
-                raise
+                return await asyncio.shield(dialing)
+        except PeerTimeout:
+            raise
+        except TimeoutError:
             raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
+        except asyncio.CancelledError:
+            if dialing.cancelled() and current is not None and not current.cancelling():  # by `close`, not our caller
+                raise ClosedError("this peer was shut down") from None
+            raise
 
     async def _dial_link(self, peer: PeerID) -> CallLink:
         state = self._state(peer)
@@ -325,13 +345,21 @@ class Endpoint:
         return connection
 
     async def _stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
+        """A connection for a stream, from the pool or new; when this returns there is a call link too."""
+        await self._link(peer, timeout_s)
         idle = self._state(peer).idle
         while idle:
             connection = idle.pop()
             if not connection.closed:
                 return connection
             self._drop(connection)
-        return await self._dial(peer)
+        connection = await self._dial(peer)
+        try:
+            await self._link(peer, timeout_s)  # it may be gone by now
+        except BaseException:
+            self._drop(connection)
+            raise
+        return connection
 
     # ----------------------------------------------------------------------------------------------------- accepting
 
@@ -343,6 +371,7 @@ class Endpoint:
         self._spawn(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: Connection) -> None:
+        is_link = False
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 frame = await read_frame(connection, self.limits)
@@ -351,10 +380,9 @@ class Endpoint:
                 if hello.contact.peer == connection.peer_id:
                     self.learn(hello.contact)
                 self._add_link(connection)
-                return  # the link reads on
-            while True:
-                if not await self._serve_stream(connection, frame):
-                    break
+                is_link = True  # and reads on by itself
+                return
+            while await self._serve_stream(connection, frame):
                 frame = await read_frame(connection, self.limits)
         except TimeoutError:
             pass  # said nothing: dropped below
@@ -362,7 +390,9 @@ class Endpoint:
             pass  # the dialer closed an idle stream connection, as it may
         except (PeerProtocolError, msgspec.MsgspecError) as error:
             self.env.events.emit(PeerDropped(peer=connection.peer_id, where="rpc", reason=str(error)))
-        self._drop(connection)
+        finally:
+            if not is_link:
+                self._drop(connection)
 
     async def _serve_stream(self, connection: Connection, frame: Frame) -> bool:
         """Serve one stream; True if the connection can carry another."""
@@ -377,15 +407,20 @@ class Endpoint:
             reusable = ok
 
         served = self._streams.get(opening.method)
-        state = self._state(peer)
-        message = decode(opening.body, served.kind) if served else None
-        handler = served.handlers.get(message.scope) if served and message else None
         kind = stream_types(served.kind)[0] if served else Message
         stream: Stream[Any, Any] = Stream(connection, kind, self.limits, released)
+        if served is None:
+            await stream.fail("unknown", f"no stream {opening.method[:200]} is served here")
+            return False
+        try:
+            message = decode(opening.body, served.kind)
+        except msgspec.MsgspecError as error:
+            await stream.fail("bad", str(error))
+            raise
+        handler = served.handlers.get(message.scope)
+        state = self._state(peer)
         if handler is None:
-            await stream.fail(
-                "unknown", f"no stream {opening.method} {message.scope if message else ''} is served here"
-            )
+            await stream.fail("unknown", f"no stream {opening.method} {message.scope[:200]} is served here")
         elif state.inbound >= self.limits.streams_per_peer:
             await stream.fail("busy", f"more than {self.limits.streams_per_peer} streams at once")
         else:
@@ -397,22 +432,25 @@ class Endpoint:
             finally:
                 state.inbound -= 1
                 state.streams.discard(connection)
-                self._forget(peer)
+                self._watch(peer)
+        self._forget(peer)
         return reusable and not connection.closed
 
-    async def _run_stream_handler(self, stream: Stream[Any, Any], handler: StreamHandler, opening: Any) -> None:
+    async def _run_stream_handler(self, stream: Stream[Any, Any], handler: StreamHandler, opening: Message) -> None:
         try:
             await handler(stream, opening)
             if not stream.closed:
                 async with asyncio.timeout(_OPEN_TIMEOUT_S):
                     await stream.finish()
         except PeerRefused as refusal:
-            await stream.fail("refused", refusal.message)
+            await stream.fail(_told(refusal), refusal.message)
+        except PeerProtocolError as error:  # the handler knows best what else to do about it
+            await stream.fail("bad", error.message)
         except (PeerError, TimeoutError) as error:
             _logger.debug("stream %s given up: %s", type(opening).__name__, error)
         except ClosedError:
             await stream.fail("refused", "shutting down")
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one stream)
             self._warn(f"stream {type(opening).__name__}", error)
             await stream.fail("internal", type(error).__name__)
         finally:
@@ -422,7 +460,7 @@ class Endpoint:
         """Serve an incoming call (for `CallLink`)."""
         served = self._calls.get(call.method)
         if served is None:
-            link.post(Failure(call.id, "unknown", f"no method {call.method!r} is served here"))
+            link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
         elif link.serving >= self.limits.calls_per_peer:
             link.post(Failure(call.id, "busy", f"more than {self.limits.calls_per_peer} calls at once"))
         else:
@@ -430,30 +468,42 @@ class Endpoint:
             self._spawn(self._run_call_handler(link, call, served))
 
     async def _run_call_handler(self, link: CallLink, call: Call, served: _Served[CallHandler]) -> None:
-        answer: Any
+        # Not a number, or below 0, is 0.
+        limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S) if call.timeout_s > 0 else 0.0)
+        answer: Reply | Failure
         try:
-            request = decode(call.body, served.kind)
-            handler = served.handlers.get(request.scope)
-            if handler is None:
-                raise PeerRefused(f"{call.method} {request.scope} is not served here")
-            async with asyncio.timeout(min(max(call.timeout_s, 0.0), 600.0)):
-                answer = reply_frame(call.id, await handler(link.peer_id, request))
-        except msgspec.MsgspecError as error:
-            answer = Failure(call.id, "bad", str(error)[:1000])
-        except PeerError as error:
-            answer = Failure(call.id, "refused", error.message[:1000])
-        except TimeoutError:
-            return  # the caller has stopped waiting
-        except ClosedError:
-            answer = Failure(call.id, "refused", "shutting down")
-        except Exception as error:
+            async with limit:
+                answer = await self._answer(link.peer_id, call, served)
+            if not link.closed:
+                link.post(answer)
+        except PeerUnreachable:
+            pass  # it does not read
+        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one call)
+            if isinstance(error, TimeoutError) and limit.expired():
+                return  # the caller has stopped waiting
             self._warn(f"call {call.method}", error)
-            answer = Failure(call.id, "internal", type(error).__name__)
+            with suppress(PeerUnreachable):
+                link.post(Failure(call.id, "internal", type(error).__name__))
         finally:
             link.serving -= 1
-        if not link.closed:
-            with suppress(PeerUnreachable):
-                link.post(answer)
+
+    async def _answer(self, peer: PeerID, call: Call, served: _Served[CallHandler]) -> Reply | Failure:
+        try:
+            request = decode(call.body, served.kind)
+        except msgspec.MsgspecError as error:
+            return Failure(call.id, "bad", str(error)[:1000])
+        handler = served.handlers.get(request.scope)
+        if handler is None:
+            return Failure(call.id, "unknown", f"{call.method} {request.scope[:200]} is not served here")
+        try:
+            return reply_frame(call.id, await handler(peer, request))
+        except PeerRefused as refusal:
+            return Failure(call.id, _told(refusal), refusal.message[:1000])
+        except PeerError as error:
+            code = "bad" if isinstance(error, PeerProtocolError) else "refused"
+            return Failure(call.id, code, error.message[:1000])
+        except ClosedError:
+            return Failure(call.id, "refused", "shutting down")
 
     # -------------------------------------------------------------------------------------------------- bookkeeping
 
@@ -474,8 +524,11 @@ class Endpoint:
         return self.env.clock.time()
 
     def _watch(self, peer: PeerID) -> None:
-        for link in self._state(peer).links:
-            link.watch()
+        """A stream with this peer began or ended."""
+        if (state := self._peers.get(peer)) is not None:
+            for link in state.links:
+                link.used()
+                link.watch()
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._state(connection.peer_id)
@@ -495,23 +548,45 @@ class Endpoint:
             state.links.remove(link)
         if isinstance(error, PeerProtocolError):
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
-        if not state.links and not (expected and not state.streams) and not self._closed:
-            for connection in [*state.streams, *state.idle]:
-                self._drop(connection)
-            state.streams.clear()
-            state.idle.clear()
-            self.env.events.emit(PeerLost(peer=peer, reason=error.message))
-            for callback in list(self._lost_callbacks):
-                callback(peer, error.message)
+        if not state.links and not self._closed:
+            if not expected:
+                self._peer_lost(peer, error.message)
+            elif state.streams and peer in self._contacts:
+                self._spawn(self._link_again(peer))
+            else:
+                self._drop_all(state.idle)
         self._forget(peer)
+
+    async def _link_again(self, peer: PeerID) -> None:
+        """The other side thought that its link with us was idle, but there are streams, which need its heartbeat."""
+        try:
+            await self._link(peer, self.limits.dial_timeout_s)
+        except PeerError as error:
+            self._peer_lost(peer, error.message)
+
+    def _peer_lost(self, peer: PeerID, reason: str) -> None:
+        state = self._state(peer)
+        self._drop_all(state.streams)
+        self._drop_all(state.idle)
+        self._forget(peer)
+        self.env.events.emit(PeerLost(peer=peer, reason=reason))
+        for callback in list(self._lost_callbacks):
+            callback(peer, reason)
+
+    def _drop_all(self, connections: set[Connection] | list[Connection]) -> None:
+        dropped = list(connections)
+        connections.clear()
+        for connection in dropped:
+            self._drop(connection)
 
     def _stream_released(self, connection: Connection, *, reusable: bool) -> None:
         state = self._state(connection.peer_id)
         state.streams.discard(connection)
-        if reusable and not self._closed and len(state.idle) < self.limits.idle_streams:
+        if reusable and state.links and not self._closed and len(state.idle) < self.limits.idle_streams:
             state.idle.append(connection)
         else:
             self._drop(connection)
+        self._watch(connection.peer_id)
         self._forget(connection.peer_id)
 
     def _count(self, connection: Connection) -> None:
@@ -553,6 +628,9 @@ class Endpoint:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for state in list(self._peers.values()):
+            for link in list(state.links):
+                link.abort()
         await self._transport.close()
         self._peers.clear()
 
@@ -568,6 +646,11 @@ def _register(
             del served.handlers[scope]
 
     return unregister
+
+
+def _told(refusal: PeerRefused) -> str:
+    """The code that a handler's refusal is told with: the others speak of the endpoint, not of handlers."""
+    return "busy" if refusal.code == "busy" else "refused"
 
 
 def _tag(kind: type[Any]) -> str:

@@ -1,4 +1,4 @@
-"""Frames: how messages lie on a connection.
+r"""Frames: how messages lie on a connection.
 
 ====  =====================  =============================================================================
 size  field                  meaning
@@ -6,8 +6,8 @@ size  field                  meaning
 1     kind                   see `Kind`
 4     header bytes           big-endian; at most `Limits.header_bytes`, checked before anything is allocated
 4     payload bytes          big-endian; at most `Limits.payload_bytes`; 0 except on DATA
-\\*     header                 one MessagePack message (`shoal.wire`)
-\\*     payload                raw tensor bytes, read straight into the reader's own buffer
+\*     header                 one MessagePack message (`shoal.wire`)
+\*     payload                raw tensor bytes, read straight into the reader's own buffer
 ====  =====================  =============================================================================
 
 The first frame of the dialer says what the connection is for: HELLO makes it a call link, OPEN a stream.
@@ -21,13 +21,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from shoal.errors import PeerProtocolError
+from shoal.errors import LocalError, PeerProtocolError
 from shoal.transport.base import Buffer, Connection
 from shoal.wire import encode
 
 __all__ = ["PREFIX_BYTES", "Frame", "Kind", "Limits", "pack", "read_frame"]
 
 _PREFIX = struct.Struct(">BII")
+_PIECE_BYTES = 64 << 10
 PREFIX_BYTES = _PREFIX.size
 
 
@@ -86,9 +87,15 @@ class Frame(NamedTuple):
     payload_bytes: int
 
 
-def pack(kind: Kind, message: object | None = None, payload_bytes: int = 0) -> bytes:
-    """Prefix and header of a frame."""
+def pack(kind: Kind, message: object | None = None, payload_bytes: int = 0, *, limits: Limits | None = None) -> bytes:
+    """Prefix and header of a frame.
+
+    Raises:
+        LocalError: the message is longer than `limits` allow: the other side would drop us.
+    """
     header = b"" if message is None else encode(message)
+    if limits is not None and len(header) > limits.header_bytes:
+        raise LocalError(f"message of {len(header)} bytes, the most is {limits.header_bytes}: {type(message).__name__}")
     return _PREFIX.pack(kind, len(header), payload_bytes) + header
 
 
@@ -119,7 +126,10 @@ async def read_frame(connection: Connection, limits: Limits) -> Frame:
         )
     if payload_bytes > (limits.payload_bytes if kind is Kind.DATA else 0):
         raise PeerProtocolError(f"payload of {payload_bytes} bytes in a {kind.name} frame", connection.peer_id)
-    header = bytearray(header_bytes)
-    if header_bytes:
-        await connection.readinto(header)
+    header = bytearray()
+    while (missing := header_bytes - len(header)) > 0:
+        # Memory is taken as bytes come, not as they are announced.
+        piece = bytearray(min(missing, _PIECE_BYTES))
+        await connection.readinto(piece)
+        header = header + piece if header else piece
     return Frame(kind, header, payload_bytes)

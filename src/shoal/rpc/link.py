@@ -7,6 +7,7 @@ the other side's silence (heartbeat), and fails every call that still waits on i
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
@@ -18,9 +19,16 @@ from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.transport.base import Connection
 from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Reply, decode, encode
 
-__all__ = ["CallLink"]
+__all__ = ["CallLink", "LinkRetired"]
+
+_FAREWELL_S = 1.0
+"""How long a Bye may take to leave."""
 
 _CallMessage: TypeAlias = Call | Reply | Failure | Beat | BeatReply | Bye
+
+
+class LinkRetired(PeerUnreachable):
+    """The other side closed the link because it was idle, and did not see this call: it may be made again."""
 
 
 class LinkOwner(Protocol):
@@ -73,6 +81,7 @@ class CallLink:
         self._closed = False
         self._said_bye: Bye | None = None
         self._last_heard = self._last_used = self._loop.time()
+        self._asked_at: float | None = None  # when the first Beat left that nothing has come after
         self._next_tick = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -83,17 +92,17 @@ class CallLink:
 
     @property
     def closed(self) -> bool:
-        """True once the link can carry no more calls."""
-        return self._closed
+        """True once the link can carry no more calls: it is lost, or one side has said Bye."""
+        return self._closed or self._said_bye is not None
 
     def start(self) -> None:
         """Start to read and to watch."""
         self._spawn(self._read_loop())
         self.watch()
 
-    def heard(self) -> None:
-        """Note a sign of life that came another way (on a stream)."""
-        self._last_heard = self._loop.time()
+    def used(self) -> None:
+        """The link is not idle: a stream began or ended beside it."""
+        self._last_used = self._loop.time()
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -103,9 +112,11 @@ class CallLink:
         Raises:
             PeerTimeout: no reply within `timeout_s`.
             PeerUnreachable: the link broke first.
+            LinkRetired: the link was closed as idle before the peer saw the call.
             PeerRefused: the peer said no, and why.
+            LocalError: the request is too long.
         """
-        if self._closed:
+        if self.closed:
             raise PeerUnreachable("the link is closed", self.peer_id)
         number = self._next_id
         self._next_id += 1
@@ -126,8 +137,9 @@ class CallLink:
 
         Raises:
             PeerUnreachable: too much is queued already; the peer does not read.
+            LocalError: the message is too long.
         """
-        frame = pack(Kind.CALL, message)
+        frame = pack(Kind.CALL, message, limits=self._limits)
         if self._outbox_bytes + len(frame) > self._limits.outbox_bytes:
             raise PeerUnreachable("the peer does not read: too many small messages wait", self.peer_id)
         self._outbox.append(frame)
@@ -160,25 +172,28 @@ class CallLink:
         except msgspec.MsgspecError as error:
             self._lose(PeerProtocolError(f"undecodable message on a call link: {error}", self.peer_id))
         except PeerError as error:
-            self._lose(error)
+            if self._said_bye is None:  # else `_say_bye` ends the link, once the Bye has left
+                self._lose(error)
 
     def _handle(self, message: _CallMessage) -> None:
-        self._last_heard = self._loop.time()
+        self._last_heard, self._asked_at = self._loop.time(), None
         match message:
             case Call():
                 self._last_used = self._last_heard
-                self._owner.serve_call(self, message)
+                if self._said_bye is None:  # after an idle Bye the caller dials again
+                    self._owner.serve_call(self, message)
             case Reply(id=number, body=body):
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_result(body)
             case Failure(id=number, code=code, text=text):
                 if (waiting := self._waiting.get(number)) and not waiting.done():
-                    waiting.set_exception(PeerRefused(text or code, self.peer_id))
+                    waiting.set_exception(PeerRefused(text or code, self.peer_id, code=code))
             case Beat(time=asked):
                 self.post(BeatReply(asked, self._owner.wall_time()))
             case BeatReply(asked=asked, time=theirs):
-                now = self._owner.wall_time()
-                self.clock_offset_s = theirs - (asked + now) / 2
+                offset_s = theirs - (asked + self._owner.wall_time()) / 2
+                if math.isfinite(offset_s):
+                    self.clock_offset_s = offset_s
             case Bye():
                 self._said_bye = message
                 self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
@@ -187,7 +202,7 @@ class CallLink:
 
     def watch(self) -> None:
         """Look again when the next heartbeat is due; call it when the peer became more important."""
-        if self._closed:
+        if self.closed:
             return
         period_s = self._limits.beat_s if self._owner.has_streams(self.peer_id) else self._limits.idle_beat_s
         now = self._loop.time()
@@ -205,13 +220,16 @@ class CallLink:
         period_s = limits.beat_s if busy else limits.idle_beat_s
         limit_s = limits.silence_s if busy else 3 * limits.idle_beat_s
         if now - self._next_tick > period_s:
-            self._last_heard = now  # we ourselves were stopped: that says nothing about the others
+            # We ourselves were stopped: that says nothing about the others.
+            self._last_heard, self._asked_at = now, None
         silent_s = now - self._last_heard
-        if silent_s >= limit_s:
+        # Silence counts from when we asked: a peer that was idle, and so not asked, is not lost when it gets busy.
+        if self._asked_at is not None and now - self._asked_at >= limit_s - 1.05 * period_s:
             self._lose(PeerUnreachable(f"silent for {silent_s:.1f} s", self.peer_id))
             return
         if not busy and not self._waiting and not self.serving and now - self._last_used > limits.idle_close_s:
-            self._spawn(self.close(leaving=False))
+            self._said_bye = Bye(leaving=False)
+            self._spawn(self._say_bye(self._said_bye))
             return
         if silent_s >= period_s * 0.9:
             try:
@@ -219,21 +237,31 @@ class CallLink:
             except PeerUnreachable as error:
                 self._lose(error)
                 return
+            self._asked_at = now if self._asked_at is None else self._asked_at
         self.watch()
 
     # ------------------------------------------------------------------------------------------------------- closing
 
     async def close(self, *, leaving: bool) -> None:
         """Say Bye and close. Calls that still wait fail."""
-        if self._closed:
-            return
-        self._said_bye = Bye(leaving)
+        if not self._closed:
+            self._said_bye = Bye(leaving)
+            await self._say_bye(self._said_bye)
+
+    async def _say_bye(self, bye: Bye) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        frames, self._outbox, self._outbox_bytes = self._outbox, [], 0
         try:
-            async with asyncio.timeout(1.0):
-                await self.connection.write(pack(Kind.CALL, self._said_bye))
+            async with asyncio.timeout(_FAREWELL_S):
+                await self.connection.write(b"".join([*frames, pack(Kind.CALL, bye)]))
                 await self.connection.close()
         except (PeerError, TimeoutError):
             pass  # the other side is gone already: nothing left to say to it
+        self._lose(PeerUnreachable("the link was closed", self.peer_id))
+
+    def abort(self) -> None:
+        """Close at once, without a word."""
         self._lose(PeerUnreachable("the link was closed", self.peer_id))
 
     def _lose(self, error: PeerError) -> None:
@@ -243,10 +271,11 @@ class CallLink:
         if self._timer is not None:
             self._timer.cancel()
         self.connection.abort()
+        expected = self._said_bye is not None and not self._said_bye.leaving
+        kind = LinkRetired if expected else PeerUnreachable
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(PeerUnreachable(f"connection lost: {error.message}", self.peer_id))
-        expected = self._said_bye is not None and not self._said_bye.leaving
+                waiting.set_exception(kind(f"connection lost: {error.message}", self.peer_id))
         self._owner.link_closed(self, error, expected)
 
 

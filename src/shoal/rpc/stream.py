@@ -13,13 +13,16 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from shoal.errors import LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
+from shoal.errors import LocalError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Frame, Kind, Limits, pack, payload_size, read_frame
 from shoal.transport.base import Buffer, Connection
 from shoal.wire import Failure, Message, decode
 
 __all__ = ["Stream"]
+
+_FAREWELL_S = 5.0
+"""How long `fail` waits for a peer that does not read."""
 
 Sent = TypeVar("Sent", bound=Message)
 Received = TypeVar("Received", bound=Message)
@@ -76,14 +79,15 @@ class Stream(Generic[Sent, Received]):
         """Send a message, and its payload if it has one. When it returns, the payload buffer may be reused.
 
         Raises:
-            PeerUnreachable: the stream is lost, or was aborted by the other side.
+            PeerUnreachable: the stream is lost, or was aborted by the other side; `recv` may know why.
+            LocalError: after `end`, or the message or the payload is too long.
         """
         if self._sent_end:
             raise LocalError("send() after end(): nothing can follow END on a stream")
         nbytes = payload_size(payload)
         if nbytes > self._limits.payload_bytes:
             raise LocalError(f"payload of {nbytes} bytes, a frame holds {self._limits.payload_bytes}: cut it")
-        head = pack(Kind.DATA, message, nbytes)
+        head = pack(Kind.DATA, message, nbytes, limits=self._limits)
         if payload is None:
             await self._connection.write(head)
         else:
@@ -99,12 +103,13 @@ class Stream(Generic[Sent, Received]):
         if self._ahead is None:
             self._ahead = asyncio.get_running_loop().create_task(read_frame(self._connection, self._limits))
             self._ahead.add_done_callback(_retrieve)
-        await asyncio.wait((self._ahead,))
+        if not self._ahead.done():
+            await asyncio.wait((self._ahead,))
 
     async def _next_frame(self) -> Frame:
         if self._ahead is None:
             return await read_frame(self._connection, self._limits)
-        await asyncio.wait((self._ahead,))
+        await self.ready()
         ahead, self._ahead = self._ahead, None
         return ahead.result()
 
@@ -129,13 +134,13 @@ class Stream(Generic[Sent, Received]):
             if frame.kind is Kind.FAULT:
                 failure = decode(frame.header, Failure)
                 self.abort()
-                raise PeerRefused(failure.text or failure.code, self.peer_id)
+                raise PeerRefused(failure.text or failure.code, self.peer_id, code=failure.code)
             if frame.kind is not Kind.END:
                 raise PeerProtocolError(f"{frame.kind.name} frame within a stream", self.peer_id)
         except msgspec.MsgspecError as error:
             self.abort()
             raise PeerProtocolError(f"undecodable message on a stream: {error}", self.peer_id) from error
-        except PeerProtocolError:
+        except PeerError:
             self.abort()
             raise
         self._got_end = True
@@ -143,11 +148,22 @@ class Stream(Generic[Sent, Received]):
         return None
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` with the next bytes of the payload that `recv` announced: all at once, or piece by piece."""
+        """Fill `buffer` with the next bytes of the payload that `recv` announced: all at once, or piece by piece.
+
+        Raises:
+            PeerUnreachable: the stream is lost.
+            LocalError: the payload has fewer bytes left.
+        """
         nbytes = payload_size(buffer)
         if nbytes > self._unread:
             raise LocalError(f"buffer of {nbytes} bytes, but only {self._unread} of the payload are left")
-        await self._connection.readinto(buffer)
+        if not nbytes:
+            return
+        try:
+            await self._connection.readinto(buffer)
+        except PeerError:
+            self.abort()
+            raise
         self._unread -= nbytes
 
     async def end(self) -> None:
@@ -168,10 +184,11 @@ class Stream(Generic[Sent, Received]):
         """Give the stream up and tell the other side why (best effort), then drop the connection."""
         try:
             if not self.closed:
-                await self._connection.write(pack(Kind.FAULT, Failure(0, code, text[:1000])))
-                await self._connection.close()
-        except PeerUnreachable:
-            pass  # it need not be told any more
+                async with asyncio.timeout(_FAREWELL_S):
+                    await self._connection.write(pack(Kind.FAULT, Failure(0, code, text[:1000])))
+                    await self._connection.close()
+        except (PeerUnreachable, TimeoutError):
+            pass  # it need not be told any more, or does not listen
         self.abort()
 
     def abort(self) -> None:

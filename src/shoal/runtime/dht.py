@@ -1,22 +1,26 @@
-"""`DHT`: this peer, as users hold it."""
+"""`DHT`: this peer, as users hold it.
+
+`DHT` is a face: what runs is `RunningPeer`, which does not know it. So a `DHT` that nobody holds any more can be
+collected, and leaves the network; one that is never shut down leaves when the program ends.
+"""
 
 from __future__ import annotations
 
-import atexit
+import concurrent.futures
+import ipaddress
 import os
-import random
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
-from shoal.clock import Env, SystemClock
 from shoal.core import PeerCore
 from shoal.dht import RecordValidator, Subkey, ValueWithExpiration
-from shoal.errors import ConfigError, LocalError
+from shoal.errors import ConfigError, LocalError, PeerTimeout
 from shoal.events import EventBus
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
+from shoal.runtime.running import Closer, RunningPeer
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
 
@@ -31,9 +35,10 @@ class DHT:
     Args:
         initial_peers: addresses or invites (text or objects) of peers to join; none begins a new network.
         start: connect now; else at `run_in_background`.
-        host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets other
-            machines connect.
-        announce_maddrs: what to tell others in place of where we listen, in the same form; for a forwarded port.
+        host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
+            other machines connect.
+        announce_maddrs: what to tell others in place of where we listen, in the same form, for a forwarded port or a
+            public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
         client_mode: never listen, only dial.
         record_validators: further rules for records, beside signatures.
@@ -42,14 +47,18 @@ class DHT:
         shutdown_timeout: seconds that an orderly leave may take.
         startup_timeout: seconds that joining may take.
 
+    Attributes:
+        client_mode: whether this peer only dials.
+        events: what happens, as `shoal.events`; subscribers are called in shoal's own thread.
+
     Raises:
         ConfigError: an argument is wrong, the port is used, or the key file can be read by others.
         PeerUnreachable: no initial peer answered.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (documented names that users of hivemind know)
         self,
-        initial_peers: str | Iterable[str | Address | Invite] = (),
+        initial_peers: str | Address | Invite | Iterable[str | Address | Invite] = (),
         *,
         start: bool = False,
         host_maddrs: str | Sequence[str] = "/ip4/127.0.0.1/tcp/0",
@@ -62,28 +71,31 @@ class DHT:
         shutdown_timeout: float = 3.0,
         startup_timeout: float = 15.0,
     ) -> None:
+        _check_seconds("shutdown_timeout", shutdown_timeout)
+        _check_seconds("startup_timeout", startup_timeout)
         self._initial_peers = parse_peers(initial_peers)
-        self._host, self._port = _listen_address(host_maddrs)
-        self._announce = _announced(announce_maddrs)
+        self._listen = _one_place(host_maddrs, "host_maddrs")
+        self._announce = _one_place(announce_maddrs, "announce_maddrs") if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
-        self.client_mode = client_mode
+        self.client_mode = bool(client_mode)
         self.events = EventBus()
         self._validators = tuple(record_validators)
         self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
-        self._thread: LoopThread | None = None
-        self._core: PeerCore | None = None
-        self._ready: LoopFuture[PeerCore] | None = None
-        self._closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        self._running: RunningPeer | None = None
         if start:
             self.run_in_background(await_ready=await_ready)
 
     # -------------------------------------------------------------------------------------------------- life and death
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
+    def run_in_background(
+        self,
+        await_ready: bool = True,  # noqa: FBT002
+        timeout: float | None = None,
+    ) -> None:
         """Listen and join the network.
 
         Args:
-            await_ready: wait until it is done.
+            await_ready: wait until it is done; else `wait_until_ready`, or whatever is called next, waits.
             timeout: seconds; default `startup_timeout`.
 
         Raises:
@@ -91,82 +103,92 @@ class DHT:
             PeerUnreachable: no initial peer answered.
             LocalError: it runs already, or was shut down.
         """
-        if self._thread is not None:
-            raise LocalError("this DHT was started already")
-        self._thread = LoopThread("shoal")
-        atexit.register(_shutdown_at_exit, weakref.ref(self))
-        limit_s = timeout or self._startup_timeout
-        self._ready = self._thread.submit(self._start(limit_s))
+        if self._running is not None:
+            raise LocalError("this DHT was started already, and is started only once: make another one")
+        limit_s = self._startup_timeout if timeout is None else timeout
+        _check_seconds("timeout", limit_s)
+        transport = TcpTransport(
+            self._identity,
+            host=self._listen[0],
+            port=self._listen[1],
+            announce_host=self._announce[0],
+            announce_port=self._announce[1],
+            client_mode=self.client_mode,
+        )
+        self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
+        weakref.finalize(self, running.stop, wait=False).atexit = False
+        running.start(self._initial_peers, self._validators, self.client_mode, limit_s)
         if await_ready:
             try:
-                self._core = self._ready.result(limit_s + GRACE_S)
+                self.wait_until_ready(limit_s + GRACE_S)
             except BaseException:
                 self.shutdown()
                 raise
 
-    async def _start(self, timeout_s: float) -> PeerCore:
-        assert self._thread is not None
-        transport = TcpTransport(
-            self._identity,
-            host=self._host,
-            port=self._port,
-            announce_host=self._announce[0][0] if self._announce else None,
-            client_mode=self.client_mode,
-        )
-        env = Env(SystemClock(), random.Random(), self._thread.executor, self.events)  # noqa: S311 (no secrets)
-        return await PeerCore.start(
-            self._identity,
-            transport,
-            env,
-            self._initial_peers,
-            client_mode=self.client_mode,
-            validators=self._validators,
-            timeout_s=timeout_s,
-        )
-
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the network is joined; raises what went wrong."""
+        """Wait until the network is joined; raises what went wrong.
+
+        Args:
+            timeout: seconds; default what joining may take.
+
+        Raises:
+            PeerTimeout: it was not joined within `timeout`.
+            ConfigError, PeerUnreachable: as `run_in_background`.
+        """
         self.core(timeout)
 
     def core(self, timeout: float | None = None) -> PeerCore:
-        """The async core, for what runs in the loop (`submit`)."""
-        if self._core is None:
-            if self._ready is None:
-                raise LocalError("this DHT was not started: pass start=True or call run_in_background()")
-            self._core = self._ready.result(timeout or self._startup_timeout + GRACE_S)
-        return self._core
+        """The async core, for what runs in the loop (`loop_thread`). Waits until the network is joined.
+
+        Args:
+            timeout: seconds; default what joining may take.
+
+        Raises:
+            ClosedError: it was shut down, or this process is a fork of the one that made it.
+            LocalError: it was not started; or the call came from shoal's own thread before the network was joined.
+            PeerTimeout, ConfigError, PeerUnreachable: as `wait_until_ready`.
+        """
+        running = self._started()
+        running.thread.check_alive()
+        limit_s = self._startup_timeout + GRACE_S if timeout is None else timeout
+        if not running.thread.is_current():
+            concurrent.futures.wait([running.ready], limit_s)
+            if not running.ready.done():
+                raise PeerTimeout(f"the network was not joined within {limit_s:g} s")
+        return running.ready.result()
+
+    def _started(self) -> RunningPeer:
+        if self._running is None:
+            raise LocalError("this DHT was not started: pass start=True or call run_in_background()")
+        return self._running
 
     @property
     def loop_thread(self) -> LoopThread:
         """The thread that everything of this peer runs in."""
-        if self._thread is None:
-            raise LocalError("this DHT was not started: pass start=True or call run_in_background()")
-        return self._thread
+        return self._started().thread
 
     def is_alive(self) -> bool:
-        """Whether it was started, and not shut down."""
-        return self._thread is not None and self._thread.alive
+        """Whether it was started, and not shut down. False in a forked child."""
+        return self._running is not None and self._running.thread.alive
 
-    def at_shutdown(self, closer: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `closer` in the loop before the endpoint closes (for what is built on this DHT)."""
-        self._closers.append(closer)
+    def at_shutdown(self, closer: Closer) -> Callable[[], None]:
+        """Run `closer` in the loop before the endpoint closes, for what is built on this DHT; last come, first closed.
+
+        Returns:
+            A function that takes it back.
+        """
+        return self._started().add_closer(closer)
 
     def shutdown(self) -> None:
-        """Leave the network in order; averagers of this DHT end too. Safe to call twice, and from any thread."""
-        if self._thread is not None:
-            self._thread.stop(self._leave, self._shutdown_timeout)
-            atexit.unregister(_shutdown_at_exit)
+        """Leave the network in order; averagers and optimizers of this DHT end too.
 
-    async def _leave(self) -> None:
-        for closer in reversed(self._closers):
-            await closer()
-        if self._ready is not None:
-            if not self._ready.done():
-                self.loop_thread.cancel(self._ready)
-            elif self._ready.exception() is None:
-                await self._ready.result().close()
+        Afterwards no thread, socket or task of this peer is left. Safe to call twice, and from any thread; from shoal's
+        own thread (an event subscriber) it returns at once, and the rest follows.
+        """
+        if self._running is not None:
+            self._running.stop()
 
-    def __enter__(self) -> DHT:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -182,12 +204,19 @@ class DHT:
         """This peer's identity."""
         return self._identity.peer_id
 
-    def get_visible_maddrs(self, latest: bool = False) -> list[Address]:
-        """Where others can reach this peer: their `str` is what others pass as `initial_peers`. Empty in client mode."""
+    def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
+        """Where others can reach this peer: their `str` is what others pass as `initial_peers`. None in client mode.
+
+        Args:
+            latest: kept for compatibility: they are always the present ones.
+        """
         return list(self.core().endpoint.contact.addresses)
 
     def invite(self, run_id: str = "") -> Invite:
         """One line that others can join by.
+
+        Args:
+            run_id: names the run that they are invited to; empty for the network alone.
 
         Raises:
             LocalError: in client mode nobody can dial this peer.
@@ -196,6 +225,15 @@ class DHT:
         if not addresses:
             raise LocalError("a peer in client mode cannot be dialed: invite with an address of another peer")
         return Invite(addresses, run_id)
+
+    def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
+        """Apply further rules to records from now on."""
+        node = self.core().node
+
+        async def add() -> None:
+            node.add_validators(*record_validators)
+
+        self.loop_thread.run(add(), GRACE_S)
 
     # --------------------------------------------------------------------------------------------------- store and get
 
@@ -227,29 +265,49 @@ class DHT:
             value: anything that MessagePack can hold, up to 64 KiB.
             expiration_time: wall-clock seconds, at most an hour ahead; of two values the later expiration wins.
             subkey: entry of a dictionary; this peer's own id (32 bytes) is an entry that only this peer can write.
-            return_future: return at once.
+            return_future: once the network is joined, return at once.
 
         Returns:
             Whether some peer holds it now (a future of that with `return_future`).
+
+        Raises:
+            ConfigError: an argument is wrong.
+            ClosedError: the DHT was shut down.
         """
         work = self.core().node.store(key, value, expiration_time, subkey)
         return self.loop_thread.submit(work) if return_future else self._wait(work)
 
     @overload
-    def get(self, key: str | bytes, latest: bool = False) -> ValueWithExpiration | None: ...
+    def get(
+        self,
+        key: str | bytes,
+        latest: bool = False,  # noqa: FBT002
+    ) -> ValueWithExpiration | None: ...
     @overload
     def get(
-        self, key: str | bytes, latest: bool = False, *, return_future: Literal[True]
+        self,
+        key: str | bytes,
+        latest: bool = False,  # noqa: FBT002
+        *,
+        return_future: Literal[True],
     ) -> LoopFuture[ValueWithExpiration | None]: ...
     def get(
-        self, key: str | bytes, latest: bool = False, *, return_future: bool = False
-    ) -> ValueWithExpiration | None | LoopFuture[ValueWithExpiration | None]:
+        self,
+        key: str | bytes,
+        latest: bool = False,  # noqa: FBT002
+        *,
+        return_future: bool = False,
+    ) -> ValueWithExpiration | LoopFuture[ValueWithExpiration | None] | None:
         """The value of a key with its expiration; for a dictionary `{subkey: ValueWithExpiration}`; None if not found.
 
         Args:
             key: what was given to `store`.
             latest: ask all peers that should hold it, and take what expires last; else the first answer.
-            return_future: return at once.
+            return_future: once the network is joined, return at once.
+
+        Raises:
+            ConfigError: the key is neither text nor bytes.
+            ClosedError: the DHT was shut down.
         """
         work = self.core().node.get(key, latest=latest)
         return self.loop_thread.submit(work) if return_future else self._wait(work)
@@ -258,26 +316,28 @@ class DHT:
         return self.loop_thread.run(work, self.core().node.settings.timeout_s + GRACE_S)
 
 
-def _shutdown_at_exit(reference: weakref.ref[DHT]) -> None:
-    if (dht := reference()) is not None:
-        dht.shutdown()
+def _check_seconds(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
 
 
-def _listen_address(maddrs: str | Sequence[str]) -> tuple[str, int]:
+def _one_place(maddrs: str | Sequence[str], argument: str) -> tuple[str, int]:
+    """Host and port of the one address that `maddrs` holds."""
     texts = [maddrs] if isinstance(maddrs, str) else list(maddrs)
     if len(texts) != 1:
-        raise ConfigError(f"host_maddrs must be one address to listen on, got {len(texts)}")
-    return _host_and_port(texts[0], "host_maddrs")
+        raise ConfigError(f"{argument} must be one address, got {len(texts)}")
+    pieces = str(texts[0]).split("/")
+    if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
+        kind, host, port = pieces[1], pieces[2], int(pieces[4])
+        if port <= 65535 and host and _kind(host) == kind:
+            return host, port
+    raise ConfigError(
+        f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {texts[0]!r}"
+    )
 
 
-def _announced(maddrs: str | Sequence[str]) -> tuple[tuple[str, int], ...]:
-    texts = [maddrs] if isinstance(maddrs, str) else list(maddrs)
-    return tuple(_host_and_port(text, "announce_maddrs") for text in texts)
-
-
-def _host_and_port(text: object, argument: str) -> tuple[str, int]:
-    pieces = str(text).split("/")
-    well_formed = len(pieces) == 5 and not pieces[0] and pieces[1] in ("ip4", "ip6", "dns") and pieces[3] == "tcp"
-    if not well_formed or not pieces[4].isdigit() or int(pieces[4]) > 65535:
-        raise ConfigError(f"{argument} must look like /ip4/127.0.0.1/tcp/0, got {text!r}")
-    return pieces[2], int(pieces[4])
+def _kind(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns"

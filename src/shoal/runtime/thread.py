@@ -1,7 +1,9 @@
 """An event loop in a thread of its own, and futures for what runs there.
 
-The thread is a daemon: it never keeps a program alive. After `stop` nothing is left. In a forked child (a DataLoader
-worker) every call raises `ClosedError`: the loop did not come along.
+- The thread is a daemon: it never keeps a program alive. After `stop` nothing is left: no thread, no task, and no
+  future that nobody will ever answer.
+- In a forked child (a DataLoader worker) every call raises `ClosedError`: the loop did not come along.
+- Signals stay the user's: nothing here installs a handler, and a caller that waits can be interrupted.
 """
 
 from __future__ import annotations
@@ -10,21 +12,26 @@ import asyncio
 import concurrent.futures
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
 
 from shoal.clock import ThreadExecutor
 from shoal.errors import ClosedError, LocalError
+from shoal.runtime.pool import DaemonPool
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 _logger = logging.getLogger("shoal.runtime")
 
 GRACE_S = 5.0
-"""Work in the loop keeps its own deadlines; who waits for it from outside adds this before giving the loop itself up."""
+"""Work in the loop keeps its own deadlines; who waits for it from outside adds this before it gives up the loop."""
+
+_POOL_THREADS = 2
+_CANCEL_S = 2.0
 
 
 class LoopFuture(concurrent.futures.Future[T]):
@@ -51,6 +58,19 @@ class LoopFuture(concurrent.futures.Future[T]):
             )
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """The loop, whatever policy the program has set; name lookups run in shoal's pool, not in asyncio's own."""
+
+    def __init__(self, pool: DaemonPool) -> None:
+        super().__init__()
+        self._shoal_pool = pool
+
+    def run_in_executor(
+        self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
+    ) -> asyncio.Future[T]:
+        return super().run_in_executor(executor or self._shoal_pool, func, *args)
+
+
 class LoopThread:
     """An event loop in a daemon thread, and a small pool for tensor work.
 
@@ -60,13 +80,12 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
-        self._loop = asyncio.new_event_loop()
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            max_workers=2, thread_name_prefix=f"{name}-work", initializer=_one_thread_each
-        )
-        self._ended = threading.Event()
-        self._closing = False
+        self._pool = DaemonPool(_POOL_THREADS, f"{name}-work")
+        self._loop = _Loop(self._pool)
         self._guard = threading.Lock()
+        self._closing = False
+        self._limit_s = 0.0
+        self._open: set[LoopFuture[Any]] = set()  # loop thread only
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -78,110 +97,165 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Whether calls can be made."""
-        return not self._closing and self._thread.is_alive() and os.getpid() == self._pid
+        return not self._closing and os.getpid() == self._pid and self._thread.is_alive()
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the thread."""
+        return os.getpid() != self._pid
+
+    def check_alive(self) -> None:
+        """Raise `ClosedError` if no calls can be made."""
+        if self.forked:
+            raise ClosedError("this process is a fork of the one that made the DHT: make another DHT here")
+        if not self.alive:
+            raise _shut_down()
 
     def is_current(self) -> bool:
         """Whether the caller runs in this thread."""
-        return threading.get_ident() == self._thread.ident
+        return threading.get_ident() == self._thread.ident and not self.forked
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
         finally:
+            # By `stop` as a rule; or some callback raised SystemExit in here.
+            with self._guard:
+                self._closing = True
+            self._loop.run_until_complete(self._cancel_all())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
-            self._ended.set()
+            for future in self._open:  # of tasks that would not be cancelled
+                _settle(future, partial(future.set_exception, _shut_down()))
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------------------------------------------------- calling
 
     def submit(self, work: Coroutine[Any, Any, T]) -> LoopFuture[T]:
-        """Run a coroutine in the loop. Cancelling the future cancels it."""
-        if not self.alive:
-            work.close()
-            if os.getpid() != self._pid:
-                raise ClosedError("this process is a fork of the one that made the DHT: make another DHT here")
-            raise ClosedError("the DHT was shut down")
+        """Run a coroutine in the loop. Cancelling the future cancels it.
+
+        Raises:
+            ClosedError: the thread was stopped, or belongs to the process that this one is a fork of.
+        """
         future: LoopFuture[T] = LoopFuture(self)
 
         def start() -> None:
-            if not future.set_running_or_notify_cancel():
+            if future.cancelled():
+                future.set_running_or_notify_cancel()
                 work.close()
                 return
             task = self._loop.create_task(work)
-            task.add_done_callback(lambda done: _copy(done, future))
-            future.task = task  # type: ignore[attr-defined]
+            self._open.add(future)
+            task.add_done_callback(lambda done: self._done(done, future))
+            future.add_done_callback(lambda done: self.call_soon(task.cancel) if done.cancelled() else None)
 
-        self._loop.call_soon_threadsafe(start)
+        try:
+            self._call_soon(start)
+        except ClosedError:
+            work.close()
+            raise
         return future
 
-    def call_soon(self, function: Callable[[], None]) -> None:
+    def call_soon(self, function: Callable[[], object]) -> None:
         """Call `function` in the loop, soon; does nothing after `stop`."""
-        if self.alive:
+        try:
+            self._call_soon(function)
+        except ClosedError:
+            return
+
+    def _call_soon(self, function: Callable[[], object]) -> None:
+        self.check_alive()  # before the lock: in a forked child nobody may be there to give it back
+        with self._guard:
+            self.check_alive()
             self._loop.call_soon_threadsafe(function)
 
+    def _done(self, task: asyncio.Task[T], future: LoopFuture[T]) -> None:
+        self._open.discard(future)
+        if task.cancelled():
+            _settle(future, partial(future.set_exception, _shut_down()))
+        elif (error := task.exception()) is not None:
+            _settle(future, partial(future.set_exception, error))
+        else:
+            _settle(future, partial(future.set_result, task.result()))
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine in the loop and wait for it, at most `timeout_s` (then it is cancelled).
+        """Run a coroutine in the loop and wait for it. Whatever interrupts the wait cancels it.
+
+        Args:
+            work: keeps its own deadline; here it is only made sure that nobody waits for ever.
+            timeout_s: longest wait, seconds.
 
         Raises:
-            LocalError: called in the loop thread.
-            TimeoutError: it took longer.
+            LocalError: called in the loop thread; or no answer in time: something blocks the thread.
+            ClosedError: the thread was stopped.
         """
         if self.is_current():
             work.close()
             raise LocalError("a blocking call in shoal's own thread would never end: call it from another thread")
         future = self.submit(work)
         try:
-            return future.result(timeout_s)
-        except BaseException:
-            if not future.done():
-                self.cancel(future)
-            raise
+            # Not `result(timeout_s)`: its TimeoutError could not be told from one that the work raised.
+            concurrent.futures.wait([future], timeout_s)
+            if future.done():
+                return future.result()
+        finally:
+            future.cancel()  # without effect if it is done
+        raise LocalError(
+            f"no answer from shoal's own thread within {timeout_s:g} s: "
+            "does an event subscriber, or get_current_state, block it?"
+        )
 
-    def cancel(self, future: LoopFuture[Any]) -> None:
-        """Cancel the work behind a future."""
-        task = getattr(future, "task", None)
-        if task is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(task.cancel)
-        else:
-            future.cancel()
+    # ------------------------------------------------------------------------------------------------------ stopping
 
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Run `last`, cancel what is left, and end the thread. Safe to call twice, and from a forked child."""
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float, *, wait: bool = True) -> None:
+        """Run `last`, cancel what is left, and end the thread; returns when nothing is left.
+
+        Safe to call twice, and from any thread; from the loop thread itself it returns at once. In a forked child it
+        does nothing.
+
+        Args:
+            last: leaves in order.
+            timeout_s: for `last`, seconds; what is not done by then is cancelled.
+            wait: False returns at once.
+        """
+        if self.forked:
+            return
         with self._guard:
-            if self._closing or os.getpid() != self._pid:
-                return
-            self._closing = True
+            if not self._closing and self._thread.is_alive():
+                self._closing, self._limit_s = True, timeout_s
+                ending = self._end(last, timeout_s)
+                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(ending))
+        if self.is_current() or not wait:
+            return
+        self._thread.join(self._limit_s + _CANCEL_S + 2 * GRACE_S)
+        if self._thread.is_alive():
+            _logger.warning("shoal's thread did not end: does an event subscriber block it?")
 
-        async def end() -> None:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await last()
-            except TimeoutError:
-                _logger.warning("not everything was closed within %g s", timeout_s)
-            finally:
-                tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                asyncio.get_running_loop().stop()
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await last()
+        except TimeoutError:
+            _logger.warning("not everything was closed within %g s", timeout_s)
+        except Exception:
+            _logger.exception("closing failed")
+        finally:
+            self._loop.stop()
 
-        asyncio.run_coroutine_threadsafe(end(), self._loop)
-        if not self.is_current():
-            self._ended.wait(timeout_s + GRACE_S)
-            self._thread.join(GRACE_S)
-        # Work in the pool is short; waiting for it leaves no thread behind.
-        self._pool.shutdown(wait=not self.is_current(), cancel_futures=True)
-
-
-def _copy(done: asyncio.Task[T], future: LoopFuture[T]) -> None:
-    if done.cancelled():
-        future.set_exception(ClosedError("the DHT was shut down, or the call was cancelled"))
-    elif (error := done.exception()) is not None:
-        future.set_exception(error)
-    else:
-        future.set_result(done.result())
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_S)
 
 
-def _one_thread_each() -> None:
-    """Tensor work beside a training loop takes one core, not all of them."""
-    if (torch := sys.modules.get("torch")) is not None:
-        torch.set_num_threads(1)
+def _shut_down() -> ClosedError:
+    return ClosedError("the DHT was shut down")
+
+
+def _settle(future: concurrent.futures.Future[Any], settle: Callable[[], None]) -> None:
+    """Answer a future that somebody may cancel at this moment."""
+    if future.set_running_or_notify_cancel():
+        settle()

@@ -133,3 +133,8 @@ class Line:
             return self.busy_until
         self.small_until = max(self.small_until, start) + taken_s
         return self.small_until
+
+    def stretch(self, now: float, ratio: float) -> None:
+        """What is on the line takes longer by `ratio` from now on."""
+        self.busy_until = max(now, now + (self.busy_until - now) * ratio)
+        self.small_until = max(now, now + (self.small_until - now) * ratio)

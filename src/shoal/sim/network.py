@@ -37,29 +37,12 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, PeerRe
 from shoal.sim.loop import VirtualLoop
 from shoal.sim.medium import Delivery, Link, Medium
 from shoal.sim.owner import Owner, current_owner
-from shoal.sim.pipes import Flow, Host, PipeEnd
+from shoal.sim.pipes import Dial, Flow, Host, PipeEnd
 from shoal.transport.base import PipeAcceptor, PipeUser
 
 __all__ = ["SimNetwork"]
 
 T = TypeVar("T")
-
-
-class _Dial:
-    """An attempt to open a pipe."""
-
-    __slots__ = ("dst", "end", "future", "greeting", "life", "port", "src", "user")
-
-    def __init__(self, src: Host, dst: Host, port: int, greeting: bytes, user: PipeUser) -> None:
-        self.src, self.dst, self.port, self.greeting, self.user = src, dst, port, greeting, user
-        self.life = src.life
-        self.end: PipeEnd | None = None
-        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def fail(self, error: PeerError) -> None:
-        """The attempt is over."""
-        if not self.future.done():
-            self.future.set_exception(error)
 
 
 class SimNetwork:
@@ -108,7 +91,7 @@ class SimNetwork:
         self._rate = _rate("bandwidth_bytes_s", bandwidth_bytes_s)
         self._dial_round_trips = dial_round_trips
         self._hosts: dict[str, Host] = {}
-        self._waiting_dials: list[_Dial] = []
+        self._waiting_dials: list[Dial] = []
 
     # --------------------------------------------------------------------------------------------------------- hosts
 
@@ -218,7 +201,7 @@ class SimNetwork:
         src, dst = self._usable(source), self._hosts.get(host)
         if dst is None:
             raise PeerUnreachable(f"there is no host {host!r}")
-        dial = _Dial(src, dst, port, greeting, user)
+        dial = Dial(src, dst, port, greeting, user)
         delay_s = self._delay_s(src, dst)
         self._medium.at(self._loop.time() + (2 * self._dial_round_trips - 1) * delay_s, partial(self._knock, dial))
         try:
@@ -228,7 +211,7 @@ class SimNetwork:
                 dial.end.abort("given up")
             raise
 
-    def _knock(self, dial: _Dial) -> None:
+    def _knock(self, dial: Dial) -> None:
         """The attempt reaches the other host."""
         src, dst = dial.src, dial.dst
         if dial.future.done():
@@ -247,7 +230,7 @@ class SimNetwork:
             else:
                 self._connect(dial, user, greeting)
 
-    def _answer_no(self, dial: _Dial, error: PeerError) -> None:
+    def _answer_no(self, dial: Dial, error: PeerError) -> None:
         def arrive() -> None:
             if dial.src.awake and dial.src.group == dial.dst.group:
                 dial.fail(error)
@@ -256,7 +239,7 @@ class SimNetwork:
 
         self._medium.at(self._loop.time() + self._delay_s(dial.src, dial.dst), arrive)
 
-    def _connect(self, dial: _Dial, user: PipeUser, greeting: bytes) -> None:
+    def _connect(self, dial: Dial, user: PipeUser, greeting: bytes) -> None:
         near, far = PipeEnd(dial.src, dial.user), PipeEnd(dial.dst, user)
         link = self._link_between(dial.src.name, dial.dst.name)
         near.out = far.into = Flow(self._medium, near, far, link)
@@ -330,7 +313,13 @@ class SimNetwork:
         """
         if not factor > 0:
             raise ConfigError(f"factor must be above 0, got {factor}")
-        self._host(host).slow_down(factor)
+        found = self._host(host)
+        before = found.slowness
+        found.slow_down(factor)
+        for flow in [end.into for each in self._hosts.values() for end in each.ends]:
+            if found in (flow.src, flow.dst) and flow.src is not flow.dst:
+                other = flow.src.slowness if flow.dst is found else flow.dst.slowness
+                flow.stretch(max(factor, other) / max(before, other))
 
     def crash(self, host: str) -> None:
         """Kill the host's process: its connections break at the others after one latency. Nothing if it is down."""

@@ -11,21 +11,24 @@ What is modelled, per direction of a pipe (a `Flow`):
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
 - A closed path (partition, stall, a machine that is gone) holds what would leave and what would arrive; nothing ends by
   it. When it opens again, all comes in order.
+- A host that gets slower or faster takes what is under way with it: the time that was left is stretched.
 
 Costs: one timer per segment, two when the uplink has a rate; no work per byte but the checksum of the trace.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from shoal.errors import PeerError
 from shoal.sim.medium import SMALL_BYTES, Line, Link, Medium
 from shoal.sim.owner import Owner
 from shoal.transport.base import HIGH_WATER_BYTES, PipeAcceptor, PipeUser
 
-__all__ = ["Flow", "Host", "PipeEnd"]
+__all__ = ["Dial", "Flow", "Host", "PipeEnd"]
 
 _SOON_S = 1e-9  # a real loop may fire a timer this much early
 
@@ -61,7 +64,7 @@ class Host:
         self.bytes_out = self.bytes_in = 0
         self._medium = medium
         self._queue: deque[Flow] = deque()  # flows with something to send, in turn
-        self._pumping = False
+        self._pump_at: float | None = None
 
     def set_state(self, *, alive: bool, up: bool, stalled_until: float | None) -> None:
         """Change what the host can do."""
@@ -70,9 +73,13 @@ class Host:
 
     def slow_down(self, factor: float) -> None:
         """Make both lines and all latencies slower by `factor`, against what they are by nature."""
+        now, ratio = self._medium.loop.time(), factor / self.slowness
         self.slowness = factor
         for line, rate in zip((self.uplink, self.downlink), self.rates, strict=True):
             line.rate = None if rate is None else rate / factor
+            line.stretch(now, ratio)
+        if self._pump_at is not None:
+            self._pump_later()
 
     def reopen(self, *, at_once: bool) -> None:
         """Paths to and from this host may be open again: see `Flow.reopen`."""
@@ -85,24 +92,30 @@ class Host:
         if not flow.in_turn:
             flow.in_turn = True
             self._queue.append(flow)
-        if not self._pumping:
+        if self._pump_at is None:
+            self._pump_at = self._medium.loop.time()
             self._pump()
 
     def _pump(self) -> None:
         """Let the flows send a segment each, one after another, at the rate of the uplink."""
-        self._pumping = True
+        now = self._medium.loop.time() + _SOON_S
+        if self._pump_at is None or self._pump_at > now:
+            return  # this timer is from before the rate changed; there is another
         queue, line = self._queue, self.uplink
-        now = self._medium.loop.time()
-        while queue and (line.rate is None or line.busy_until <= now + _SOON_S):
+        while queue and (line.rate is None or line.busy_until <= now):
             flow = queue.popleft()
             flow.in_turn = False
             if flow.send_next() and not flow.in_turn:
                 flow.in_turn = True
                 queue.append(flow)
         if queue:
-            self._medium.at(line.busy_until, self._pump)
+            self._pump_later()
         else:
-            self._pumping = False
+            self._pump_at = None
+
+    def _pump_later(self) -> None:
+        self._pump_at = self.uplink.busy_until
+        self._medium.at(self._pump_at, self._pump)
 
 
 class PipeEnd:
@@ -120,7 +133,7 @@ class PipeEnd:
     @property
     def queued_bytes(self) -> int:
         """Bytes that have not left this host."""
-        return self.out.queued_bytes
+        return self.out.queued_bytes if self.open else 0
 
     def send(self, data: bytes) -> None:
         """Send; see `Pipe`. On a pipe that has ended the bytes go nowhere."""
@@ -153,6 +166,11 @@ class PipeEnd:
             if self.opened:
                 self.user.pipe_lost(reason)
 
+    def forget(self) -> None:
+        """Let go of the flows; this end is over and the other one knows."""
+        if hasattr(self, "out"):
+            del self.out, self.into
+
 
 class Flow:
     """One direction of a pipe."""
@@ -161,8 +179,7 @@ class Flow:
         "_credit_held",
         "_end_sent",
         "_flying",
-        "_last_arrival",
-        "_late",
+        "_held_until",
         "_medium",
         "_owed",
         "_queue",
@@ -184,9 +201,8 @@ class Flow:
         self.in_turn = False
         self._medium = medium
         self._queue: deque[bytes] = deque()
-        self._flying: deque[bytes | Callable[[], None]] = deque()
-        self._last_arrival = 0.0
-        self._late = 0  # how many of those in flight should have arrived, and could not
+        self._flying: deque[tuple[float, bytes | Callable[[], None]]] = deque()  # when it arrives, and what
+        self._held_until = 0.0
         self._unread = 0  # bytes sent for which no credit has come back
         self._owed = 0  # bytes read there for which no credit was sent
         self._credit_held = 0
@@ -252,9 +268,8 @@ class Flow:
         self._fly(data, arrival)
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
-        arrival = max(arrival, self._last_arrival)
-        self._last_arrival = arrival
-        self._flying.append(item)
+        # What jitter would let overtake waits behind what was sent before it: only the first in flight can arrive.
+        self._flying.append((arrival, item))
         self._medium.at(arrival, self._arrive)
 
     def _latency_s(self) -> float:
@@ -270,37 +285,44 @@ class Flow:
     # ------------------------------------------------------------------------------------------------------ arriving
 
     def _arrive(self) -> None:
-        """The next in flight is due."""
-        dst = self.dst
-        if self._late or not dst.awake or self.src.group != dst.group:
-            self._late += 1
-        else:
-            self._deliver()
+        """Something in flight is due, or was; if the path is closed it waits for `reopen`."""
+        now, dst, flying = self._medium.loop.time() + _SOON_S, self.dst, self._flying
+        if dst.awake and self.src.group == dst.group and self._held_until <= now:
+            while flying and flying[0][0] <= now:
+                self._deliver(flying.popleft()[1])
 
-    def _deliver(self) -> None:
-        item = self._flying.popleft()
+    def _deliver(self, item: bytes | Callable[[], None]) -> None:
         if not isinstance(item, bytes):
             item()
-            return
-        if self.receiver.open:
+        elif self.receiver.open:
             self._medium.delivered(self.src, self.dst, item)
             self.receiver.user.data_received(item)
 
     def reopen(self, *, at_once: bool) -> None:
         """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
-        if self._late or self._credit_held:
-            delay_s = 0.0 if at_once else self._latency_s()
-            self._medium.at(self._medium.loop.time() + delay_s, self._catch_up)
+        now = self._medium.loop.time()
+        late = bool(self._flying) and self._flying[0][0] < now
+        if late or self._credit_held:
+            until = now if at_once else now + self._latency_s()
+            if late:
+                self._held_until = until
+            self._medium.at(until, self._catch_up)
         self.kick()
 
     def _catch_up(self) -> None:
-        if self.dst.awake and self.src.group == self.dst.group:
-            count, self._late = self._late, 0
-            for _ in range(count):
-                self._deliver()
+        self._arrive()
         if self._credit_held:
             count, self._credit_held = self._credit_held, 0
             self._credit(count)
+
+    def stretch(self, ratio: float) -> None:
+        """What is in flight takes longer by `ratio` from now on (below 1: is sooner there)."""
+        now = self._medium.loop.time()
+        flying = [(now + (at - now) * ratio if at > now else at, item) for at, item in self._flying]
+        self._flying = deque(flying)
+        for at, _ in flying:
+            if at > now:
+                self._medium.at(at, self._arrive)
 
     # ---------------------------------------------------------------------------------------------- credit and the end
 
@@ -329,9 +351,32 @@ class Flow:
         if not self._end_sent:
             self._end_sent = True
             self.clear()
-            self.signal(partial(self.receiver.lose, reason))
+            self.signal(partial(self._end_arrives, reason))
+
+    def _end_arrives(self, reason: str) -> None:
+        self.receiver.lose(reason)
+        # Both ends are over. Without their cycles they are freed at once, and not by the garbage collector.
+        for end in (self.sender, self.receiver):
+            end.forget()
 
     def clear(self) -> None:
         """Drop what is queued."""
         self._queue.clear()
         self.queued_bytes = 0
+
+
+class Dial:
+    """An attempt to open a pipe."""
+
+    __slots__ = ("dst", "end", "future", "greeting", "life", "port", "src", "user")
+
+    def __init__(self, src: Host, dst: Host, port: int, greeting: bytes, user: PipeUser) -> None:
+        self.src, self.dst, self.port, self.greeting, self.user = src, dst, port, greeting, user
+        self.life = src.life
+        self.end: PipeEnd | None = None
+        self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def fail(self, error: PeerError) -> None:
+        """The attempt is over."""
+        if not self.future.done():
+            self.future.set_exception(error)

@@ -197,6 +197,8 @@ class Swarm(Generic[PeerT]):
     ) -> T:
         """Call a coroutine function on a host, so that what it starts is the host's; returns what it returns.
 
+        Cancelled, it cancels the call and does not wait for it to unwind: the host may be stalled.
+
         Raises:
             ClosedError: the host is down, or went down meanwhile.
         """

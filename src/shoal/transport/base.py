@@ -58,7 +58,7 @@ class Connection(Protocol):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes returned by `readinto` so far."""
+        """Bytes taken by `readinto` so far, those of a read that still waits for more included."""
         ...
 
     @property

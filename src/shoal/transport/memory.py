@@ -75,7 +75,7 @@ class MemoryConnection:
 
     @property
     def bytes_received(self) -> int:
-        return self._received
+        return self._received + (self._filled if self._target is not None else 0)
 
     @property
     def closed(self) -> bool:
@@ -152,7 +152,9 @@ class MemoryConnection:
                 raise
             finally:
                 self._target = self._full = None
-        self._received += len(target)
+                self._received += self._filled
+        else:
+            self._received += filled
 
     def _take(self, target: memoryview) -> int:
         """Move as much as there is and as fits into `target`; returns how much."""
@@ -234,6 +236,7 @@ class MemoryConnection:
 
     def pipe_lost(self, reason: str) -> None:
         self._lost = reason
+        self._pipe = None  # no cycle: a connection that nobody uses any more is freed at once
         self._fail_waiters()
         if self._gone is not None and not self._gone.done():
             self._gone.set_result(None)
@@ -289,6 +292,7 @@ class MemoryTransport:
         if self._acceptor is not None:
             raise LocalError("this transport listens already")
         if self._client_mode:
+            self._acceptor = acceptor
             return
         port = self._network.listen(self._host, self._port, self._accept, greeting=self._peer_id.raw)
         # What the acceptor starts belongs to whoever listens, not to the network that calls it.

@@ -74,6 +74,7 @@ class TcpTransport:
         port: where to listen; 0 takes any free port.
         announce_host: what others should dial, if that is not `host` (behind a port forwarding, or for a public name).
             By default `host`, or for all interfaces the address that this machine uses towards the outside.
+        announce_port: the port that others should dial, if that is not the one we listen on; None or 0: it is.
         client_mode: never listen, only dial.
         protocol_versions: lowest and highest protocol version that this side speaks.
         limits: what others may ask of us.
@@ -89,6 +90,7 @@ class TcpTransport:
         host: str = "127.0.0.1",
         port: int = 0,
         announce_host: str | None = None,
+        announce_port: int | None = None,
         client_mode: bool = False,
         protocol_versions: tuple[int, int] = PROTOCOL_VERSIONS,
         limits: TcpLimits | None = None,
@@ -97,16 +99,19 @@ class TcpTransport:
             raise ConfigError(f"port must be a number within 0..65535, got {port!r}")
         if not host or not isinstance(host, str):
             raise ConfigError(f"host must be an IP address or a name, got {host!r}")
+        if isinstance(announce_port, bool) or not isinstance(announce_port or 0, int):
+            raise ConfigError(f"announce_port must be a number within 0..65535, got {announce_port!r}")
         self._versions = Versions(*protocol_versions)
         if not 1 <= self._versions.lowest <= self._versions.highest <= 65535:
             raise ConfigError(f"protocol_versions must be (lowest, highest), got {protocol_versions!r}")
-        if announce_host is not None:
+        if announce_host is not None or announce_port:
             try:
-                Address(announce_host, port or 1, identity.peer_id)
+                Address(announce_host or "127.0.0.1", announce_port or port or 1, identity.peer_id)
             except ConfigError as error:
-                raise ConfigError(f"announce_host: {error}") from None
+                raise ConfigError(f"announce_host or announce_port: {error}") from None
         self._identity, self._host, self._port = identity, host, port
-        self._announce_host, self._client_mode = announce_host, client_mode
+        self._announce_host, self._announce_port = announce_host, announce_port
+        self._client_mode = client_mode
         self._limits = limits or TcpLimits()
         self._client_context = client_context()
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
@@ -155,7 +160,7 @@ class TcpTransport:
             raise LocalError("this transport listens already")
         listener = await self._bind()
         self._listeners.append(listener)
-        port: int = listener.getsockname()[1]
+        port: int = self._announce_port or listener.getsockname()[1]
         host = self._announce_host or outside_host(self._host)
         self._addresses = (Address(host, port, self.peer_id),)
         context, certificate = server_context()

@@ -1,0 +1,347 @@
+"""Averaging side by side: ``python -m benchmarks.allreduce --against hivemind,gloo,transport``.
+
+Every peer is a process with one torch thread, on loopback. All contenders are connected at the beginning and stay so;
+in each round they take turns, one measures while the others are idle, so that whatever else the machine does hits all
+alike. After every round the values are compared with the mean. Printed are medians, with the range in brackets:
+
+- *all-reduce*: from the moment the group is known until the averaged values are in place, of the slowest peer;
+- *MB/s per peer*: 2 (N - 1) / N x uncompressed size / that time, what each peer must at least send (and receive);
+- *matchmaking*: from the last peer's call until the last peer knows its group;
+- *whole round*: from the last peer's call until the last one has returned;
+- *CPU s*: of all processes of all peers, per round;
+- *times shoal*: this contender's all-reduce (and whole round) divided by shoal's of the same turn.
+
+Contenders: `hivemind` 1.1.12 from an environment of its own (``python3 -m venv DIR``, then ``DIR/bin/pip install
+torch==2.13.0``, then ``DIR/bin/pip install hivemind==1.1.12 "numpy<2.4"``; give ``--hivemind-python DIR/bin/python``),
+`gloo` of torch.distributed (no encryption), and `transport`, shoal's TLS connections alone: the same bytes between the
+same peers, nothing added up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTENDERS = ("shoal", "hivemind", "gloo", "transport")
+START_S, ROUND_S, STOP_S = 60.0, 90.0, 5.0
+TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+class Round(NamedTuple):
+    """One round of one contender; seconds."""
+
+    allreduce_s: float
+    matchmaking_s: float
+    whole_s: float
+    cpu_s: float
+
+
+class ContenderFailed(Exception):
+    """A peer said so, did not answer in time, or ended."""
+
+
+class Peer:
+    """A child process, spoken to as `contenders.worker` says. It leads a process group of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+        self.process, self.log = process, log
+
+    @classmethod
+    async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path) -> Peer:
+        log = logs / f"{name}-{rank}.log"
+        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}"]
+        options.append(f"--compression={args.compression}")
+        if args.part_bytes:
+            options.append(f"--part-bytes={args.part_bytes}")
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
+        }
+        with log.open("wb") as stderr:
+            process = await asyncio.create_subprocess_exec(
+                *(python, "-m", f"benchmarks.contenders.{name}_peer", *options),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                env=environment,
+                cwd=ROOT,
+                start_new_session=True,
+            )
+        return cls(process, log)
+
+    async def ask(self, do: str, timeout_s: float, **more: Any) -> dict[str, Any]:
+        """Send a request and wait for its answer."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.process.stdin.write(json.dumps({"do": do, **more}).encode() + b"\n")
+                await self.process.stdin.drain()
+                line = await self.process.stdout.readline()
+        except TimeoutError:
+            raise ContenderFailed(f"no answer to {do!r} within {timeout_s:g} s; {self.last_words()}") from None
+        except OSError as error:
+            raise ContenderFailed(f"{error}; {self.last_words()}") from None
+        if not line:
+            raise ContenderFailed(f"a peer ended; {self.last_words()}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise ContenderFailed(str(answer["error"]))
+        return answer
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return f"its last words: {lines[-1]!r}" if lines else "it printed nothing"
+
+    async def end(self) -> None:
+        """Kill whatever is left of it and of its children."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STOP_S):
+                await self.process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        await self.process.wait()
+
+
+class Contender:
+    """All peers of one library."""
+
+    def __init__(self, name: str, peers: list[Peer]) -> None:
+        self.name, self.peers = name, peers
+        self.rounds: list[Round | None] = []
+        self.failure: str | None = None
+
+    @classmethod
+    async def start(cls, name: str, args: argparse.Namespace, logs: Path) -> Contender:
+        python = args.hivemind_python if name == "hivemind" else sys.executable
+        ranks = range(args.peers)
+        self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
+        try:
+            answers = await self.ask_all("start", START_S)
+            await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])
+        except ContenderFailed as error:
+            self.failure = str(error)
+        return self
+
+    async def ask_all(self, do: str, timeout_s: float, **more: Any) -> list[dict[str, Any]]:
+        answers = await asyncio.gather(
+            *(peer.ask(do, timeout_s, **more) for peer in self.peers), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def measure(self, number: int) -> Round:
+        """One round."""
+        await self.ask_all("fill", ROUND_S, round=number)
+        before = self.cpu_s()
+        times = await self.ask_all("average", ROUND_S, round=number)
+        after = self.cpu_s()
+        checks = await self.ask_all("check", ROUND_S, round=number)
+        if wrong := [each["wrong"] for each in checks if each["wrong"]]:
+            raise ContenderFailed(wrong[0])
+        last_call = max(each["called"] for each in times)
+        return Round(
+            allreduce_s=max(each["done"] - each["formed"] for each in times),
+            matchmaking_s=max(0.0, max(each["formed"] for each in times) - last_call),
+            whole_s=max(each["done"] for each in times) - last_call,
+            cpu_s=after - before,
+        )
+
+    async def turn(self, number: int, *, counts: bool) -> None:
+        """One round, of which a failure is remembered. A contender that does not answer any more is out."""
+        if self.failure is not None:
+            return
+        result = None
+        try:
+            result = await self.measure(number)
+        except ContenderFailed as error:
+            print(f"  {self.name}, round {number}: {error}", file=sys.stderr, flush=True)
+            if not all(peer.process.returncode is None for peer in self.peers) or "no answer" in str(error):
+                self.failure = str(error)
+        if counts:
+            self.rounds.append(result)
+
+    def cpu_s(self) -> float:
+        """CPU seconds of our processes so far. 0 where the system does not tell."""
+        sessions = {peer.process.pid for peer in self.peers}
+        total = 0
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if int(fields[3]) in sessions:
+                    total += int(fields[11]) + int(fields[12])
+        return total / TICKS_PER_S
+
+    async def stop(self) -> None:
+        with contextlib.suppress(ContenderFailed):
+            if self.failure is None:
+                await self.ask_all("stop", STOP_S)
+        for peer in self.peers:
+            if peer.process.stdin is not None:
+                peer.process.stdin.close()
+        await asyncio.gather(*(peer.end() for peer in self.peers))
+
+
+async def compare(args: argparse.Namespace, names: list[str]) -> list[Contender]:
+    """Run all contenders against each other."""
+    contenders: list[Contender] = []
+    with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as logs:
+        try:
+            for name in names:
+                contenders.append(await Contender.start(name, args, Path(logs)))  # noqa: PERF401 (all are stopped)
+            for number in range(args.warm_up + args.rounds):
+                turn = number % len(contenders)
+                for contender in contenders[turn:] + contenders[:turn]:
+                    await contender.turn(number, counts=number >= args.warm_up)
+        finally:
+            await asyncio.gather(*(contender.stop() for contender in contenders))
+    return contenders
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def summary(contender: Contender, reference: Contender, args: argparse.Namespace) -> dict[str, Any]:
+    """Medians and ranges of one contender."""
+    rounds = [each for each in contender.rounds if each is not None]
+    result: dict[str, Any] = {"rounds": len(rounds), "failed": len(contender.rounds) - len(rounds)}
+    if contender.failure is not None:
+        result["failure"] = contender.failure
+    if not rounds:
+        return result
+    for field in Round._fields:
+        result[field] = spread(getattr(each, field) for each in rounds)
+    sent = 2 * (args.peers - 1) / args.peers * args.numel * 4
+    result["mb_per_s_per_peer"] = spread(sent / each.allreduce_s / 1e6 for each in rounds)
+    pairs = [
+        (mine, its)
+        for mine, its in zip(contender.rounds, reference.rounds, strict=False)
+        if mine is not None and its is not None
+    ]
+    if pairs:
+        result["allreduce_times_shoal"] = spread(mine.allreduce_s / its.allreduce_s for mine, its in pairs)
+        result["whole_times_shoal"] = spread(mine.whole_s / its.whole_s for mine, its in pairs)
+    return result
+
+
+def spread(values: Iterable[float]) -> dict[str, float]:
+    values = list(values)
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+COLUMNS = {
+    "all-reduce s": ("allreduce_s", "{:.3f}"),
+    "MB/s per peer": ("mb_per_s_per_peer", "{:.0f}"),
+    "matchmaking s": ("matchmaking_s", "{:.3f}"),
+    "whole round s": ("whole_s", "{:.3f}"),
+    "CPU s": ("cpu_s", "{:.2f}"),
+    "all-reduce / shoal's": ("allreduce_times_shoal", "{:.2f}"),
+    "round / shoal's": ("whole_times_shoal", "{:.2f}"),
+}
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    rows = [["", *COLUMNS]]
+    for name, result in results.items():
+        row = [name]
+        for field, form in COLUMNS.values():
+            if field in result:
+                low, middle, high = (form.format(result[field][key]) for key in ("min", "median", "max"))
+                row.append(f"{middle} [{low}-{high}]")
+            else:
+                row.append("-")
+        rows.append(row)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def report(contenders: list[Contender], args: argparse.Namespace) -> dict[str, Any]:
+    results = {each.name: summary(each, contenders[0], args) for each in contenders}
+    return {
+        "peers": args.peers,
+        "numel": args.numel,
+        "compression": args.compression,
+        "part_bytes": args.part_bytes,
+        "machine": {"processor": processor(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "results": results,
+        "rounds": {each.name: [one and one._asdict() for one in each.rounds] for each in contenders},
+    }
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(content, indent=1) + "\n")
+    new.replace(path)
+
+
+def parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--numel", type=int, default=10_000_000, help="float32 values that are averaged")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
+    parser.add_argument("--against", default="", help=f"with commas, any of {', '.join(CONTENDERS[1:])}")
+    parser.add_argument("--hivemind-python", metavar="PATH", help="the Python of an environment with hivemind 1.1.12")
+    parser.add_argument("--compression", choices=("none", "float16"), default="none")
+    parser.add_argument("--part-bytes", type=int, help="shoal's (and the transport's) part size instead of the default")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    args = parser.parse_args()
+    names = ["shoal", *filter(None, args.against.split(","))]
+    if unknown := set(names) - set(CONTENDERS):
+        parser.error(f"--against: unknown {', '.join(sorted(unknown))}")
+    if args.peers < 2 or args.rounds < 1 or args.numel < args.peers:
+        parser.error("at least 2 peers, 1 round, and as many values as peers")
+    if "hivemind" in names and not args.hivemind_python:
+        parser.error("--against hivemind needs --hivemind-python PATH (the module's docstring says how to make one)")
+    if args.compression != "none" and "gloo" in names:
+        parser.error("gloo does not compress: leave it out, or --compression none")
+    return args, list(dict.fromkeys(names))
+
+
+def main() -> int:
+    args, names = parse()
+    print(
+        f"{args.peers} peers, {args.numel:,} float32 ({args.numel * 4 / 1e6:.1f} MB), compression {args.compression}, "
+        f"{args.rounds} rounds; {processor()}, {os.cpu_count()} cores",
+        flush=True,
+    )
+    contenders = asyncio.run(compare(args, names))
+    content = report(contenders, args)
+    print(table(content["results"]))
+    for name, result in content["results"].items():
+        if result["failed"] or "failure" in result:
+            print(f"{name}: {result['failed']} rounds failed; {result.get('failure', '')}")
+    if args.json:
+        write(args.json, content)
+    return 0 if content["results"]["shoal"]["rounds"] == args.rounds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

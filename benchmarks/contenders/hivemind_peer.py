@@ -1,0 +1,69 @@
+"""hivemind 1.1.12. Runs with the Python of hivemind's own environment (`--hivemind-python`); shoal is not there."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import hivemind  # type: ignore[import-not-found]
+import torch
+
+from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+
+FORMED = multiprocessing.get_context("fork").Value("d", 0.0)
+"""When the group was formed; the averager sees it in a process of its own."""
+
+
+class TimedAverager(hivemind.DecentralizedAverager):  # type: ignore[misc]
+    """Notes the moment that matchmaking hands its group over."""
+
+    async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
+        FORMED.value = now()
+        return await super()._aggregate_with_group(*args, **kwargs)
+
+
+class HivemindPeer(Contender):
+    """One peer, with the library's defaults but for the group size and codec."""
+
+    def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        self.options, self.tensor = options, tensor
+
+    def start(self) -> str:
+        if self.options.rank:
+            return ""
+        self.dht = hivemind.DHT(start=True)
+        return str(self.dht.get_visible_maddrs()[0])
+
+    def join(self, invites: list[str]) -> None:
+        if self.options.rank:
+            self.dht = hivemind.DHT(initial_peers=invites[:1], start=True)
+        codecs = hivemind.compression
+        codec = {"none": codecs.NoCompression, "float16": codecs.Float16Compression}[self.options.compression]
+        self.averager = TimedAverager(
+            [self.tensor],
+            self.dht,
+            start=True,
+            prefix="benchmark",
+            target_group_size=self.options.peers,
+            compression=codec(),
+        )
+
+    def average(self) -> Times:
+        called = now()
+        group = self.averager.step(timeout=60.0, allow_retries=False)
+        done = now()
+        if len(group) != self.options.peers:
+            raise RuntimeError(f"a group of {len(group)}")
+        return Times(called, FORMED.value, done)
+
+    def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        with self.averager.get_tensors() as (averaged,):
+            return averaged.clone(), None
+
+    def stop(self) -> None:
+        self.averager.shutdown()
+        self.dht.shutdown()
+
+
+if __name__ == "__main__":
+    serve(HivemindPeer)

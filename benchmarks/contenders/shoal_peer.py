@@ -1,0 +1,72 @@
+"""shoal, through its public API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import shoal
+from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+from shoal.compression import Float16Compression, NoCompression
+from shoal.events import Event, GroupFormed, PeerConnected, RoundFinished
+from shoal.peer import PeerID
+
+CODECS = {"none": NoCompression, "float16": Float16Compression}
+
+
+class ShoalPeer(Contender):
+    """One peer: the events tell when the group was formed and when the average was applied."""
+
+    def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        self.options, self.tensor = options, tensor
+        self.formed = self.finished = 0.0
+        self.left_out: tuple[PeerID, ...] = ()
+        self.troubles: list[str] = []
+
+    def start(self) -> str:
+        if self.options.rank:
+            return ""
+        self.dht = shoal.DHT(start=True)
+        return str(self.dht.get_visible_maddrs()[0])
+
+    def join(self, invites: list[str]) -> None:
+        if self.options.rank:
+            self.dht = shoal.DHT(initial_peers=invites[:1], start=True)
+        self.dht.events.subscribe(self.note)
+        part: dict[str, Any] = {"part_size_bytes": self.options.part_bytes} if self.options.part_bytes else {}
+        self.averager = shoal.DecentralizedAverager(
+            [self.tensor],
+            self.dht,
+            start=True,
+            prefix="benchmark",
+            target_group_size=self.options.peers,
+            compression=CODECS[self.options.compression](),
+            **part,
+        )
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, GroupFormed):
+            self.formed = now()
+        elif isinstance(event, RoundFinished):
+            self.finished, self.left_out = now(), event.left_out
+        elif not isinstance(event, PeerConnected):
+            self.troubles.append(str(event))
+
+    def average(self) -> Times:
+        called = now()
+        group = self.averager.step(timeout=60.0, allow_retries=False)
+        done = now()
+        if len(group) != self.options.peers or self.left_out:
+            raise RuntimeError(f"{len(group)} peers, {len(self.left_out)} of them left out: {self.troubles[-3:]}")
+        if not called <= self.formed <= self.finished <= done:
+            raise RuntimeError("events out of order")
+        return Times(called, self.formed, done)
+
+    def stop(self) -> None:
+        self.averager.shutdown()
+        self.dht.shutdown()
+
+
+if __name__ == "__main__":
+    serve(ShoalPeer)

@@ -1,0 +1,100 @@
+"""shoal's TLS transport alone: each peer exchanges with each other one what a butterfly all-reduce would, both ways on
+each connection at once. Nothing is added up: this is what there is to reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any
+
+import torch
+
+from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+from shoal.compression import view_bytes
+from shoal.identity import Identity
+from shoal.peer import Address
+from shoal.transport.base import Connection
+from shoal.transport.tcp import TcpTransport
+
+PART_BYTES = 1 << 20
+
+
+class TransportPeer(Contender):
+    """One peer; its loop has a thread of its own, as in shoal."""
+
+    def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        itemsize = {"none": 4, "float16": 2}[options.compression]
+        self.options, self.tensor = options, tensor
+        self.part_bytes = options.part_bytes or PART_BYTES
+        self.slice_bytes = options.numel // options.peers * itemsize
+        self.dialed: list[Connection] = []
+        self.accepted: list[Connection] = []
+        self.complete = asyncio.Event()
+        self.received: list[torch.Tensor] = []
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60.0)
+
+    def accept(self, connection: Connection) -> None:
+        self.accepted.append(connection)
+        if len(self.accepted) == self.options.peers - 1:
+            self.complete.set()
+
+    def start(self) -> str:
+        async def listen() -> str:
+            self.transport = TcpTransport(Identity.ephemeral())
+            await self.transport.listen(self.accept)
+            return str(self.transport.addresses[0])
+
+        return self.run(listen())
+
+    def join(self, invites: list[str]) -> None:
+        async def dial() -> None:
+            for rank, invite in enumerate(invites):
+                if rank != self.options.rank:
+                    address = Address.parse(invite)
+                    self.dialed.append(await self.transport.dial(address.peer_id, [address], timeout_s=10.0))
+            async with asyncio.timeout(30.0):
+                await self.complete.wait()
+
+        self.run(dial())
+        itemsize = self.tensor.element_size()
+        self.received = [torch.zeros(self.slice_bytes // itemsize) for _ in range(2 * (self.options.peers - 1))]
+
+    def average(self) -> Times:
+        called = now()
+        self.run(self.exchange())
+        return Times(called, called, now())
+
+    async def exchange(self) -> None:
+        source = view_bytes(self.tensor)
+        works = []
+        for connection, target in zip([*self.dialed, *self.accepted], self.received, strict=True):
+            works.append(self.send(connection, source))
+            works.append(self.receive(connection, view_bytes(target)))
+        await asyncio.gather(*works)
+
+    async def send(self, connection: Connection, source: memoryview) -> None:
+        for start in range(0, self.slice_bytes, self.part_bytes):
+            await connection.write(source[start : min(start + self.part_bytes, self.slice_bytes)])
+
+    async def receive(self, connection: Connection, target: memoryview) -> None:
+        for start in range(0, self.slice_bytes, self.part_bytes):
+            await connection.readinto(target[start : start + self.part_bytes])
+
+    def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        """The sum of what all others sent to us; each sent the beginning of its values."""
+        dialed = self.received[: len(self.dialed)]
+        others = sum(range(1, self.options.peers + 1)) - (self.options.rank + 1)
+        return torch.stack(dialed).sum(0), others
+
+    def stop(self) -> None:
+        self.run(self.transport.close())
+
+
+if __name__ == "__main__":
+    serve(TransportPeer)

@@ -1,0 +1,152 @@
+"""One peer of a benchmark, in a process of its own, told what to do by lines of JSON. Imports nothing of shoal: it also
+runs in other libraries' environments.
+
+`benchmarks.allreduce` writes requests to our standard input and reads one answer to each from our standard output:
+
+=========  ==========================================  =============================================================
+request    meaning                                     answer
+=========  ==========================================  =============================================================
+start      make ready to be joined                     `invite`: how others find this peer
+join       `invites` of all peers, in order: connect   nothing
+fill       write the values of round `round`           nothing
+average    average once                                `called`, `formed`, `done`: seconds on the machine's clock
+check      compare the result of round `round`         `wrong`: what is wrong with it, or null
+stop       leave                                       nothing
+=========  ==========================================  =============================================================
+
+An answer may be `error` instead. The process ends when its input does, so that it never outlives the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+ROUNDING = {"none": 1e-6, "float16": 2e-3}
+"""Largest error of an average, as a part of the largest value."""
+
+
+class Options(NamedTuple):
+    """What a peer is told when it is started."""
+
+    rank: int
+    peers: int
+    numel: int
+    compression: str
+    part_bytes: int | None
+
+
+class Times(NamedTuple):
+    """When `step` was called, when it knew its group, and when it returned."""
+
+    called: float
+    formed: float
+    done: float
+
+
+class Contender(Protocol):
+    """One peer of the library that is measured."""
+
+    def start(self) -> str:
+        """Make ready; returns how others find this peer."""
+        ...
+
+    def join(self, invites: list[str]) -> None:
+        """Connect to the others."""
+        ...
+
+    def average(self) -> Times:
+        """Average the tensor with the others, in place."""
+        ...
+
+    def stop(self) -> None:
+        """Leave."""
+        ...
+
+    def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        """What is compared after a round, and with which factor of the values; None: that of the mean."""
+        return tensor, None
+
+
+def now() -> float:
+    """Seconds, the same for all processes of this machine."""
+    return time.clock_gettime(time.CLOCK_MONOTONIC)
+
+
+def serve(make: Callable[[Options, torch.Tensor], Contender]) -> None:
+    """Be a peer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints is no answer
+    torch.set_num_threads(1)
+    options = parse()
+    tensor = torch.zeros(options.numel)
+    values = Values(options)
+    contender = make(options, tensor)
+    for line in sys.stdin:
+        try:
+            answer = obey(contender, values, tensor, json.loads(line))
+        except Exception as error:  # noqa: BLE001 (told to whoever asked)
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+        if json.loads(line)["do"] == "stop":
+            break
+    # Libraries may hang while they close: this process does not.
+    threading.Timer(3.0, os._exit, (0,)).start()
+
+
+def obey(contender: Contender, values: Values, tensor: torch.Tensor, request: dict[str, Any]) -> dict[str, Any]:
+    match request["do"]:
+        case "start":
+            return {"invite": contender.start()}
+        case "join":
+            contender.join(request["invites"])
+        case "fill":
+            values.fill(tensor, request["round"])
+        case "average":
+            return contender.average()._asdict()
+        case "check":
+            got, factor = contender.result(tensor)
+            return {"wrong": values.difference(got, request["round"], factor)}
+        case "stop":
+            contender.stop()
+    return {}
+
+
+class Values:
+    """What is averaged. In round r peer k contributes k (1, 2, 3 …) times (pattern + r)."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.pattern = torch.arange(options.numel, dtype=torch.float32).remainder_(1021.0).div_(1024.0)
+
+    def fill(self, tensor: torch.Tensor, number: int) -> None:
+        torch.add(self.pattern, number, out=tensor).mul_(self.options.rank + 1)
+
+    def difference(self, got: torch.Tensor, number: int, factor: float | None) -> str | None:
+        """Compare with `factor` (default: that of the mean) times (pattern + r); None if all is well."""
+        factor = (self.options.peers + 1) / 2 if factor is None else factor
+        allowed = ROUNDING[self.options.compression] * factor * (number + 1)
+        worst = 0.0
+        for mine, pattern in zip(got.split(1 << 16), self.pattern[: got.numel()].split(1 << 16), strict=True):
+            worst = max(worst, float((mine - (pattern + number).mul_(factor)).abs_().max()))
+        return None if worst <= allowed else f"values differ from what they should be by up to {worst:g}"
+
+
+def parse() -> Options:
+    parser = argparse.ArgumentParser()
+    for name in ("rank", "peers", "numel"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--compression", default="none")
+    parser.add_argument("--part-bytes", type=int)
+    args = parser.parse_args()
+    return Options(args.rank, args.peers, args.numel, args.compression, args.part_bytes)

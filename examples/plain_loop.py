@@ -1,0 +1,58 @@
+"""An ordinary PyTorch loop, trained by everybody who runs it: the lines marked `shoal` are all that is new.
+
+`python examples/plain_loop.py` prints an invite; `python examples/plain_loop.py INVITE`, in another terminal or on
+another machine, joins. Close one with Ctrl+C, start another: the rest goes on. The text is Python's own documentation.
+"""
+
+import hashlib
+import os
+import sys
+from pydoc_data.topics import topics
+
+import torch
+from torch import nn
+
+import shoal  # shoal
+
+RUN, EPOCHS, BATCH, CONTEXT = "plain-loop", int(os.environ.get("EPOCHS", "1000")), 32, 24
+
+text = torch.tensor(list("\n".join(topics.values()).encode()))
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+torch.seed()  # each peer draws other batches
+
+
+def draw_batch():
+    """Some places in the text: the characters before each, and the one that follows."""
+    ends = torch.randint(CONTEXT, len(text), (BATCH,))
+    return torch.stack([text[end - CONTEXT : end] for end in ends]), text[ends]
+
+
+def main():
+    """Train to the end."""
+    dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)  # shoal
+    print(dht.invite(), flush=True)
+    swarm = shoal.Optimizer(  # shoal
+        dht=dht, run_id=RUN, target_batch_size=1024, batch_size_per_step=BATCH, optimizer=optimizer
+    )
+    swarm.announce_end(EPOCHS)  # shoal
+    shown = 0
+    while not swarm.finished:
+        inputs, targets = draw_batch()
+        loss = nn.functional.cross_entropy(model(inputs), targets)
+        loss.backward()
+        swarm.step()
+        swarm.zero_grad()
+        if swarm.local_epoch >= shown:
+            print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
+            shown = swarm.local_epoch + EPOCHS // 20
+    weights = hashlib.sha256(b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters()))
+    print(f"loss {loss.item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
+    dht.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""The command line: `shoal demo | dht | status | key`.
+
+`app` has the command itself and says how errors end; each subcommand has a module of its own. What takes time to import
+(msgspec, asyncio, rich, the demo) is imported when a subcommand runs, so that `--help` answers at once; torch never is.
+
+=====  ================================================================
+exit   meaning
+=====  ================================================================
+0      done
+1      something failed: a peer that cannot be reached, a run that broke
+2      an option, a file or an invite is wrong
+3      `shoal status`: the run was not found
+130    interrupted
+=====  ================================================================
+"""
+
+from shoal.cli.app import main
+
+__all__ = ["main"]

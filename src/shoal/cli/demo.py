@@ -1,0 +1,44 @@
+"""`shoal demo`: hands the options on to `shoal.demo`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+__all__ = ["demo"]
+
+
+@click.command(short_help="A swarm on this machine trains a real model.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="From the start to the stop signal.")
+@click.option("--peers", type=int, default=4, show_default=True, help="Processes at the start.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Decides weights, batches, and who is killed.")
+@click.option("--headless", is_flag=True, help="Plain lines instead of the live screen.")
+@click.option("--json", "record", type=click.Path(dir_okay=False, path_type=Path), help="Numbers, as the run goes.")
+@click.option(
+    "--report",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=Path("demo-report"),
+    show_default=True,
+    help="Where the picture and the processes' logs go.",
+)
+@click.option("--no-report", is_flag=True, help="No picture: does without matplotlib.")
+def demo(
+    *, seconds: float, peers: int, seed: int, headless: bool, record: Path | None, report: Path, no_report: bool
+) -> int:
+    """A swarm on this machine trains a small language model on real text.
+
+    It loses one peer to kill -9, takes in a new one that downloads the state from the others, and ends with a picture
+    and the proof that all peers hold the same weights. Exit code 0 only if they do, and the loss fell.
+    """
+    from shoal.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        seconds=seconds,
+        seed=seed,
+        peers=peers,
+        headless=headless,
+        json=record,
+        report=None if no_report else report,
+    )
+    return run_demo(options)

@@ -1,0 +1,148 @@
+"""`shoal dht`: a peer that trains nothing, and by which others find each other.
+
+What scripts need, the invite, is the one line on stdout; what people like to know goes to stderr. Everything is printed
+by the main thread: a terminal that does not take more output must not hold up the peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import queue
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import click
+
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shoal.events import Event
+    from shoal.peer import PeerID
+    from shoal.runtime.dht import DHT
+
+__all__ = ["dht"]
+
+@click.command(short_help="Run a bootstrap peer; prints one invite.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 lets other machines in.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")
+@click.option("--announce", metavar="HOST[:PORT]", help="What others dial, if it is not where this peer listens.")
+@click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
+@click.option("--run", "run_id", default="", help="Name of the run that the invite is for.")
+@click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
+@click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
+@click.option("--quiet", is_flag=True, help="Nothing but the invite.")
+def dht(
+    *,
+    host: str,
+    port: int,
+    announce: str | None,
+    identity: Path | None,
+    run_id: str,
+    join: tuple[str, ...],
+    invite_file: Path | None,
+    quiet: bool,
+) -> None:
+    """Run a bootstrap peer: prints one invite that others join by, and stays until Ctrl+C."""
+    from shoal.runtime.dht import DHT
+
+    places = [_maddr(*_host_and_port(announce))] if announce else []
+    news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
+    peer = DHT(join, host_maddrs=_maddr(host, port), announce_maddrs=places, identity_path=identity)
+    if not quiet:
+        peer.events.subscribe(news.put)
+    peer.run_in_background()
+    with _leave_on_signal(news), peer:
+        invite = str(peer.invite(run_id))
+        if invite_file is not None:
+            _write(invite_file, invite + "\n")
+        if not quiet:
+            _explain(peer, host, announced=announce is not None)
+        click.echo(invite)  # flushes
+        _tell_until_told_to_leave(news)
+
+
+def _explain(peer: DHT, host: str, *, announced: bool) -> None:
+    address = peer.get_visible_maddrs()[0]
+    click.echo(f"peer {peer.peer_id.short()} at {address.host} port {address.port}; Ctrl+C leaves", err=True)
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(host).is_loopback and not announced:
+            click.echo("only this machine can connect: --host 0.0.0.0 lets others in", err=True)
+    click.echo("others join by this invite:", err=True)
+
+
+def _tell_until_told_to_leave(news: queue.SimpleQueue[Event | None]) -> None:
+    from shoal.events import PeerConnected, PeerLost
+
+    known: set[PeerID] = set()
+    while (event := news.get()) is not None:
+        match event:
+            case PeerConnected(peer=peer) if peer not in known:
+                known.add(peer)
+                _say(f"+ {peer.short()} came", len(known))
+            case PeerLost(peer=peer, reason=reason) if peer in known:
+                known.remove(peer)
+                _say(f"- {peer.short()} is gone: {reason}", len(known))
+
+
+def _say(what: str, peers: int) -> None:
+    noun = "peer" if peers == 1 else "peers"
+    click.echo(f"{time.strftime('%H:%M:%S')} {what} ({peers} {noun})", err=True)
+
+
+@contextlib.contextmanager
+def _leave_on_signal(news: queue.SimpleQueue[Event | None]) -> Iterator[None]:
+    """The first Ctrl+C or SIGTERM ends the wait for news, the second one everything."""
+    told = False
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        nonlocal told
+        if told:
+            raise KeyboardInterrupt
+        told = True
+        news.put(None)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _host_and_port(announce: str) -> tuple[str, int]:
+    """`HOST`, `HOST:PORT` or `[IPV6]:PORT`; port 0 stands for the one that we listen on."""
+    host, port = announce, "0"
+    if announce.startswith("[") and "]" in announce:
+        host, _, rest = announce[1:].partition("]")
+        port = rest.removeprefix(":") or "0"
+    elif announce.count(":") == 1:
+        host, _, port = announce.partition(":")
+    if not port.isdecimal() or not 0 <= int(port) <= 65535 or not host:
+        raise ConfigError(f"--announce must be HOST or HOST:PORT, got {announce!r}")
+    return host, int(port)
+
+
+def _maddr(host: str, port: int) -> str:
+    if "/" in host or not host:
+        raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
+    try:
+        kind = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        kind = "dns"
+    return f"/{kind}/{host}/tcp/{port}"
+
+
+def _write(path: Path, text: str) -> None:
+    """Write the whole file or nothing: whoever waits for it never reads half an invite."""
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"--invite-file {path}: {error.strerror or error}") from error

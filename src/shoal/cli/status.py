@@ -1,0 +1,237 @@
+"""`shoal status`: who trains in a run, and where they stand.
+
+It joins the network as a client, reads what the peers of the run publish (`shoal.wire.Progress`, in the DHT under
+`RUN_ID_progress`), and asks each of them for a sign of life. What a peer says of itself is shown as it says it; entries
+that cannot be read are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from shoal.core import PeerCore
+    from shoal.runtime.dht import DHT
+    from shoal.wire import Progress
+
+__all__ = ["RunStatus", "read_run", "status", "table_of"]
+
+EXIT_NOT_FOUND = 3
+_ANSWER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """A run as its peers describe it.
+
+    Attributes:
+        run_id: its name.
+        peers: what each peer says, the best state first.
+        answering: the ids of those that gave a sign of life.
+    """
+
+    run_id: str
+    peers: tuple[Progress, ...]
+    answering: frozenset[str]
+
+    @property
+    def best(self) -> Progress:
+        """A peer at the state that the others catch up with."""
+        return self.peers[0]
+
+    @property
+    def together(self) -> tuple[Progress, ...]:
+        """The peers at the best state."""
+        return tuple(peer for peer in self.peers if peer.digest == self.best.digest)
+
+    @property
+    def samples(self) -> int:
+        """Accumulated for the next step."""
+        return sum(peer.samples for peer in self.together)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all peers."""
+        return sum(map(_rate, self.peers))
+
+    @property
+    def target_batch_size(self) -> int | None:
+        """Samples in one step; None if the peers do not say."""
+        text = self.best.settings.get("target_batch_size", "")
+        return int(text) if text.isdecimal() and len(text) < 16 else None
+
+    @property
+    def end_epoch(self) -> int | None:
+        """Where the run ends, if that was announced."""
+        return min((peer.end_epoch for peer in self.peers if peer.end_epoch is not None), default=None)
+
+    def share(self, peer: Progress) -> float:
+        """The part of all samples that comes from this peer, 0 to 1."""
+        return _rate(peer) / self.samples_per_s if self.samples_per_s else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        return {
+            "run_id": self.run_id,
+            "epoch": self.best.epoch,
+            "samples": self.samples,
+            "target_batch_size": self.target_batch_size,
+            "samples_per_s": self.samples_per_s,
+            "end_epoch": self.end_epoch,
+            "settings": dict(self.best.settings),
+            "peers": [
+                {
+                    "peer_id": str(peer.contact.peer),
+                    "epoch": peer.epoch,
+                    "state_digest": peer.digest.hex(),
+                    "branch_samples": peer.branch_samples,
+                    "samples": peer.samples,
+                    "samples_per_s": _rate(peer),
+                    "share": self.share(peer),
+                    "addresses": [str(address) for address in peer.contact.addresses],
+                    "answers": str(peer.contact.peer) in self.answering,
+                }
+                for peer in self.peers
+            ],
+        }
+
+
+@click.command(short_help="Show the peers of a run.")
+@click.argument("invite")
+@click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to join.")
+def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) -> int:
+    """Show the peers of the run that INVITE leads to (an invite or an address)."""
+    from shoal.peer import Invite
+    from shoal.runtime.dht import DHT
+
+    if run_id is None:
+        run_id = Invite.parse(invite).run_id if invite.startswith("shoal:") else ""
+    if not run_id:
+        raise ConfigError("this invite names no run: say which one with --run")
+    with DHT([invite], start=True, client_mode=True, startup_timeout=timeout) as dht:
+        found = read_run(dht, run_id)
+    if found is None:
+        click.echo(
+            f"shoal: no peer of run {run_id!r} is there: is the name right, and does anybody train it?", err=True
+        )
+        return EXIT_NOT_FOUND
+    if as_json:
+        click.echo(json.dumps(found.to_dict(), indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        console.print(table_of(found))
+        console.print(_summary(found), markup=False)
+    return 0
+
+
+def read_run(dht: DHT, run_id: str) -> RunStatus | None:
+    """Read from the network where the peers of a run stand; None if there are none."""
+    record = dht.get(f"{run_id}_progress", latest=True)
+    peers = _decode(record.value if record is not None else None)
+    if not peers:
+        return None
+    answering = dht.loop_thread.run(_answering(dht.core(), peers), 2 * _ANSWER_S)
+    return RunStatus(run_id, tuple(peers), frozenset(answering))
+
+
+def _decode(entries: object) -> list[Progress]:
+    """What can be read of the entries, the best state first."""
+    import msgspec
+
+    from shoal.progress import StateKey
+    from shoal.wire import Progress, decode
+
+    peers = []
+    for subkey, entry in entries.items() if isinstance(entries, Mapping) else ():
+        try:
+            progress = decode(entry.value, Progress)
+        except (msgspec.MsgspecError, TypeError, ConfigError):
+            continue
+        if progress.contact.peer.raw == subkey:
+            peers.append(progress)
+
+    def rank(peer: Progress) -> tuple[StateKey, float, str]:
+        return StateKey.of(peer.epoch, peer.branch_samples, peer.digest), _rate(peer), str(peer.contact.peer)
+
+    return sorted(peers, key=rank, reverse=True)
+
+
+async def _answering(core: PeerCore, peers: Sequence[Progress]) -> list[str]:
+    """The ids of those that answer a ping."""
+    import asyncio
+
+    from shoal.errors import PeerError
+    from shoal.wire import DhtPing
+
+    async def ping(peer: Progress) -> bool:
+        try:
+            await core.endpoint.call(peer.contact, DhtPing(), timeout_s=_ANSWER_S)
+        except PeerError:
+            return False
+        return True
+
+    answers = await asyncio.gather(*map(ping, peers))
+    return [str(peer.contact.peer) for peer, answered in zip(peers, answers, strict=True) if answered]
+
+
+def table_of(found: RunStatus) -> Table:
+    """One row for each peer."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("peer", "epoch", "state", "samples", "samples/s", "share"):
+        table.add_column(name, justify="left" if name in ("peer", "state") else "right", no_wrap=True)
+    table.add_column("address", overflow="fold")
+    for peer in found.peers:
+        best = peer.digest == found.best.digest
+        table.add_row(
+            Text(peer.contact.peer.short()),
+            str(peer.epoch),
+            Text(peer.digest.hex()[:8], style="" if best else "yellow"),
+            str(peer.samples),
+            f"{_rate(peer):.1f}",
+            f"{found.share(peer):.0%}",
+            Text(_reached_by(found, peer)),
+        )
+    return table
+
+
+def _reached_by(found: RunStatus, peer: Progress) -> str:
+    if not peer.contact.addresses:
+        return "none: it only dials"
+    address = peer.contact.addresses[0]
+    host = f"[{address.host}]" if address.kind == "ip6" else address.host
+    silent = "" if str(peer.contact.peer) in found.answering else " (does not answer)"
+    return f"{host}:{address.port}{silent}"
+
+
+def _summary(found: RunStatus) -> str:
+    peers, behind = len(found.peers), len(found.peers) - len(found.together)
+    text = f"\nrun {found.run_id!r}: {peers} {'peer' if peers == 1 else 'peers'} at epoch {found.best.epoch}"
+    if behind:
+        text += f", {behind} of them at another state"
+    target = found.target_batch_size
+    text += f"; {found.samples} {f'of {target} ' if target else ''}samples for the next step"
+    text += f", {found.samples_per_s:.1f} samples/s"
+    if found.end_epoch is not None:
+        text += f"; ends at epoch {found.end_epoch}"
+    return text
+
+
+def _rate(peer: Progress) -> float:
+    return max(0.0, peer.rate) if math.isfinite(peer.rate) else 0.0

@@ -1,0 +1,122 @@
+"""A few daemon threads for tensor work and name lookups.
+
+Why not `concurrent.futures.ThreadPoolExecutor`: it refuses work as soon as the interpreter begins to end, before
+`atexit` handlers run, and a program that ends without `shutdown` would fail in the middle of its last round. It also
+makes the program wait for a name lookup that hangs.
+
+Tensor work beside a training loop takes one core, not all of them: each thread tells torch so, for itself alone.
+Threads of the user keep what they had.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["DaemonPool"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Work = tuple["concurrent.futures.Future[object]", Callable[[], object]]
+
+
+class DaemonPool(concurrent.futures.Executor):
+    """Runs functions in up to `size` threads, made when they are needed.
+
+    Args:
+        size: the most threads.
+        name: what the threads are called, with a number.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size, self._name = size, name
+        self._news = threading.Condition()
+        self._waiting: deque[_Work] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._closed = False
+
+    def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> concurrent.futures.Future[T]:
+        """Run `function` in one of the threads. Raises `RuntimeError` after `shutdown`, as every executor does."""
+        future: concurrent.futures.Future[T] = concurrent.futures.Future()
+        with self._news:
+            if self._closed:
+                raise RuntimeError("this pool was shut down")
+            self._waiting.append((future, lambda: function(*args, **kwargs)))  # type: ignore[arg-type]
+            if self._idle < len(self._waiting) and len(self._threads) < self._size:
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            else:
+                self._news.notify()
+        return future
+
+    def shutdown(
+        self,
+        wait: bool = True,  # noqa: FBT002 (as in the base class)
+        *,
+        cancel_futures: bool = False,
+        timeout_s: float = 5.0,
+    ) -> None:
+        """Take no more work; end the threads when they have done what they do now.
+
+        Args:
+            wait: until they have ended, at most `timeout_s`.
+            cancel_futures: forget what was not begun.
+            timeout_s: after so long, seconds, a thread that hangs is left behind.
+        """
+        with self._news:
+            self._closed = True
+            if cancel_futures:
+                for future, _ in self._waiting:
+                    future.cancel()
+                self._waiting.clear()
+            self._news.notify_all()
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads if wait else ():
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        alone = False
+        while (work := self._next()) is not None:
+            alone = alone or _take_one_core()
+            _run(*work)
+            del work  # nothing of it is held while this thread waits
+
+    def _next(self) -> _Work | None:
+        with self._news:
+            self._idle += 1
+            self._news.wait_for(lambda: self._waiting or self._closed)
+            self._idle -= 1
+            return self._waiting.popleft() if self._waiting else None
+
+
+def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as error:  # noqa: BLE001 (whoever waits for the future gets it)
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _take_one_core() -> bool:
+    """Make torch use one thread for what this thread does. False if torch is not there yet."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
+        return False
+    others = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
+    restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+    restore.start()
+    restore.join()
+    return True

@@ -1,0 +1,118 @@
+"""What runs of a peer, and how it ends. It does not know the `DHT` that users hold, which may be dropped.
+
+Invariant: after `stop` there is no thread, task or socket of the peer, however badly the parts that stand on it behave.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from shoal.clock import Env, SystemClock
+from shoal.core import PeerCore
+from shoal.dht import RecordValidator
+from shoal.events import EventBus
+from shoal.identity import Identity
+from shoal.peer import Address
+from shoal.runtime.thread import LoopFuture, LoopThread
+from shoal.transport.tcp import TcpTransport
+
+__all__ = ["Closer", "RunningPeer"]
+
+Closer = Callable[[], Coroutine[Any, Any, None]]
+"""Ends something that stands on a peer, in the loop."""
+
+_logger = logging.getLogger("shoal.runtime")
+
+_GOODBYE_S = 2.0
+"""For the farewell to the peers and the end of all connections, after `shutdown_timeout` for what stands on the DHT."""
+
+
+class RunningPeer:
+    """What runs of a peer: the thread, the core, and how they end.
+
+    Args:
+        identity: the peer's key.
+        transport: owned from now on.
+        events: where it tells what happens.
+        shutdown_timeout_s: for what stands on this peer to end in order.
+    """
+
+    def __init__(
+        self, identity: Identity, transport: TcpTransport, events: EventBus, shutdown_timeout_s: float
+    ) -> None:
+        self._identity, self._transport, self._events = identity, transport, events
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._closers: list[Closer] = []
+        self._starting: asyncio.Task[Any] | None = None
+        self._core: PeerCore | None = None
+        self.ready: LoopFuture[PeerCore]
+        self.thread = LoopThread(f"shoal-{identity.peer_id.short()}")
+        atexit.register(self.stop)
+
+    def start(
+        self,
+        initial_peers: Sequence[Address],
+        validators: Sequence[RecordValidator],
+        client_mode: bool,
+        timeout_s: float,
+    ) -> None:
+        """Begin to join; `ready` tells how it went."""
+
+        async def join() -> PeerCore:
+            self._starting = asyncio.current_task()
+            self._core = await PeerCore.start(
+                self._identity,
+                self._transport,
+                Env(SystemClock(), random.Random(), self.thread.executor, self._events),
+                initial_peers,
+                client_mode=client_mode,
+                validators=validators,
+                timeout_s=timeout_s,
+            )
+            return self._core
+
+        self.ready = self.thread.submit(join())
+
+    def add_closer(self, closer: Closer) -> Callable[[], None]:
+        """See `DHT.at_shutdown`."""
+        self._closers.append(closer)
+
+        def take_back() -> None:
+            with suppress(ValueError):
+                self._closers.remove(closer)
+
+        return take_back
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End everything; with `wait`, return when nothing is left. Safe to call twice, and in a forked child."""
+        atexit.unregister(self.stop)
+        self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, wait=wait)
+
+    async def _leave(self) -> None:
+        try:
+            async with asyncio.timeout(self._shutdown_timeout_s):
+                while self._closers:
+                    await _close(self._closers.pop())
+        except TimeoutError:
+            _logger.warning("averaging did not end within shutdown_timeout=%g s", self._shutdown_timeout_s)
+        try:
+            if self._starting is not None:
+                self._starting.cancel()
+                await asyncio.gather(self._starting, return_exceptions=True)
+            if self._core is not None:
+                await self._core.close()
+        finally:
+            await self._transport.close()
+
+
+async def _close(closer: Closer) -> None:
+    try:
+        await closer()
+    except Exception:
+        _logger.exception("something that stands on the DHT did not close")

@@ -1,0 +1,89 @@
+"""Whole averagers on simulated hosts: what the averaging and optimizer simulations start from."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.compression import CompressionBase
+from shoal.core import PeerCore
+from shoal.events import Warned
+from shoal.sim import SimHost, SimNetwork, Swarm
+from shoal.transport.base import Transport
+
+SETTINGS = AveragerSettings(averaging_expiration_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, silence_s=2.0)
+
+
+async def start_core(host: SimHost, first: SimHost | None, *, client_mode: bool = False) -> PeerCore:
+    """One peer, joined to the network of the first."""
+    transport: Transport = host.transport
+    peers = [] if first is None or first.name == host.name else [first.address]
+    return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode)
+
+
+class Trial:
+    """A swarm of averagers, each with its own tensors.
+
+    Attributes:
+        warnings: internal errors that any peer reported: there must be none.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: AveragerSettings = SETTINGS,
+        compression: CompressionBase | None = None,
+        bandwidth_bytes_s: float | None = None,
+    ) -> None:
+        seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
+        self.swarm: Swarm[Averager] = Swarm(network=SimNetwork(seed, bandwidth_bytes_s=bandwidth_bytes_s))
+        self.settings, self.compression = settings, compression
+        self.warnings: list[str] = []
+        self._first: SimHost | None = None
+
+    async def add(
+        self, name: str, tensors: Sequence[torch.Tensor], *, client_mode: bool = False, **changes: Any
+    ) -> Averager:
+        """Start an averager on a host of its own."""
+
+        async def factory(host: SimHost) -> Averager:
+            host.env.events.subscribe(
+                lambda event: self.warnings.append(f"{name}: {event.message}") if isinstance(event, Warned) else None
+            )
+            if self._first is None:
+                self._first = host
+            core = await start_core(host, self._first, client_mode=client_mode)
+            settings = msgspec.structs.replace(self.settings, client_mode=client_mode, **changes)
+            return Averager(
+                core, tensors, "trial", settings, lock=TensorLock(threading.Lock()), compression=self.compression
+            )
+
+        return await self.swarm.start_peer(name, factory, client_mode=client_mode)
+
+    async def step(self, name: str, **options: Any) -> StepResult:
+        """One step of one averager, on its own host."""
+        return await self.swarm.run_on(name, self.swarm.peer(name).step, **options)
+
+    def begin(self, name: str, **options: Any) -> Coroutine[Any, Any, StepResult]:
+        """As `step`, to be awaited together with others."""
+        return self.step(name, **options)
+
+    async def close(self) -> None:
+        """Shut all averagers down, in order."""
+        for name, averager in self.swarm.peers.items():
+            await self.swarm.run_on(name, averager.close)
+            await self.swarm.run_on(name, averager.core.close)
+
+
+def same_bits(tensors: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether all lists of tensors are equal bit by bit."""
+    return all(all(torch.equal(a, b) for a, b in zip(tensors[0], other, strict=True)) for other in tensors[1:])
+
+
+Make = Callable[[int], list[torch.Tensor]]

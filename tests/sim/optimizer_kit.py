@@ -1,0 +1,186 @@
+"""Whole trainers on simulated hosts: a tiny regression, the collaboration, and the trainer's loop as a coroutine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+
+from shoal.averager import TensorLock
+from shoal.errors import StateUnavailable
+from shoal.events import EpochAdvanced, Event, Warned
+from shoal.optim import Collaboration, CollaborationSettings, TrainingState
+from shoal.optim.collaboration import Phase
+from shoal.sim import SimHost, SimNetwork, Swarm
+from tests.sim.averaging_kit import SETTINGS, start_core
+
+FEATURES = 6
+
+
+def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+    """Parameters of a small network, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = [torch.randn(FEATURES, 8, generator=generator, dtype=torch.float64), torch.randn(8, 1, generator=generator, dtype=torch.float64)]
+    return [torch.nn.Parameter(weight.to(dtype) * 0.3) for weight in weights]
+
+
+def batch(peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `number`-th batch of a peer."""
+    generator = torch.Generator().manual_seed(1000 * peer + number)
+    inputs = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+    targets = inputs.sum(dim=1, keepdim=True).sin() + 0.1 * peer
+    return inputs.to(dtype), targets.to(dtype)
+
+
+def backward(parameters: list[torch.Tensor], peer: int, number: int, size: int) -> float:
+    """Set `.grad` of the parameters to the gradient of one batch; returns the loss."""
+    inputs, targets = batch(peer, number, size, parameters[0].dtype)
+    loss = ((inputs @ parameters[0]).tanh() @ parameters[1] - targets).square().mean()
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = gradient
+    return float(loss.detach())
+
+
+def reference(peers: int, epochs: int, batches: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """One process that takes the peers' batches in order and averages their gradients (invariant 7)."""
+    parameters = model(dtype)
+    optimizer, scheduler = make_optimizer(parameters)
+    for epoch in range(epochs):
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for peer in range(peers):
+            for number in range(batches):
+                backward(parameters, peer, epoch * batches + number, size)
+                for total, parameter in zip(sums, parameters, strict=True):
+                    total += parameter.grad
+        for total, parameter in zip(sums, parameters, strict=True):
+            parameter.grad = total / (peers * batches)
+        optimizer.step()
+        scheduler.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def make_optimizer(parameters: list[torch.Tensor]) -> tuple[torch.optim.Optimizer, Any]:
+    """AdamW with a decaying schedule."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.01)
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+
+
+class Trainer:
+    """One peer that trains: `collaboration`, parameters and how it went."""
+
+    def __init__(self, index: int, parameters: list[torch.Tensor], collaboration: Collaboration) -> None:
+        self.index, self.parameters, self.collaboration = index, parameters, collaboration
+        self.epochs: list[tuple[float, int, int, bytes]] = []
+        self.batches_done = 0
+        self.downloads = 0
+        self.failed_downloads: list[str] = []
+
+    async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
+        """One batch: compute (takes `duration_s`), accumulate, and whatever the collaboration asks for."""
+        collaboration, training = self.collaboration, self.collaboration.training
+        backward(self.parameters, self.index, self.batches_done if number is None else number, size)
+        if duration_s:
+            await asyncio.sleep(duration_s)
+        if collaboration.finished:
+            return
+        training.accumulate(size)
+        collaboration.count(size)
+        self.batches_done += 1
+        collaboration.accumulated()
+        await self.take_turn()
+
+    async def take_turn(self) -> None:
+        """Do what the collaboration asks for now."""
+        collaboration = self.collaboration
+        phase = await collaboration.decide(60.0)
+        if phase is Phase.STEPPING:
+            collaboration.step()
+            await collaboration.stepped()
+        elif phase is Phase.BEHIND:
+            try:
+                self.downloads += await collaboration.download(60.0)
+            except StateUnavailable as error:
+                self.failed_downloads.append(str(error))
+
+    async def finish_epoch(self, epoch: int) -> None:
+        """Take no more batches until the swarm has made this epoch."""
+        while self.collaboration.epoch < epoch:
+            await asyncio.sleep(0.01)
+            await self.take_turn()
+
+    async def train(self, size: int, *, duration_s: float, until: Callable[[], bool]) -> None:
+        """Batches of `duration_s` each, until `until()`."""
+        while not until() and not self.collaboration.finished:
+            await self.take_batch(size, duration_s=duration_s)
+
+
+class Run:
+    """A swarm of trainers of one run."""
+
+    def __init__(
+        self,
+        *,
+        target: int,
+        average_state_every: int = 0,
+        dtype: torch.dtype = torch.float64,
+        network: SimNetwork | None = None,
+        averager: Any = SETTINGS,
+    ) -> None:
+        seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
+        self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
+        self.dtype = dtype
+        self.settings = CollaborationSettings(
+            run_id="run", target_batch_size=target, averager=averager, average_state_every=average_state_every
+        )
+        self.warnings: list[str] = []
+        self.trainers: dict[str, Trainer] = {}
+        self._first: SimHost | None = None
+
+    async def add(self, name: str, *, seed: int = 0, client_mode: bool = False, **changes: Any) -> Trainer:
+        """Start a trainer; `seed` makes its first parameters."""
+        index = len(self.trainers)
+
+        async def factory(host: SimHost) -> Trainer:
+            bootstrap = next((self.swarm.host(n) for n in self.swarm.peers if n != name), self._first)
+            self._first = self._first or host
+            parameters = model(self.dtype, seed)
+            optimizer, scheduler = make_optimizer(parameters)
+            core = await start_core(host, bootstrap, client_mode=client_mode)
+            averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
+            settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
+            lock = TensorLock(threading.Lock())
+            collaboration = Collaboration(core, TrainingState(optimizer, scheduler), settings, lock=lock)
+            trainer = Trainer(index, parameters, collaboration)
+            host.env.events.subscribe(lambda event: self._note(name, trainer, event))
+            await collaboration.start()
+            self.trainers[name] = trainer
+            return trainer
+
+        return await self.swarm.start_peer(name, factory, client_mode=client_mode)
+
+    def _note(self, name: str, trainer: Trainer, event: Event) -> None:
+        if isinstance(event, Warned):
+            self.warnings.append(f"{name}: {event.message}")
+        elif isinstance(event, EpochAdvanced):
+            trainer.epochs.append((asyncio.get_running_loop().time(), event.epoch, event.samples, event.digest))
+
+    async def close(self) -> None:
+        """Shut all trainers down."""
+        for name, trainer in self.swarm.peers.items():
+            await self.swarm.run_on(name, trainer.collaboration.close)
+            await self.swarm.run_on(name, trainer.collaboration.core.close)
+
+    def agree(self, names: list[str]) -> bool:
+        """Whether these trainers hold the same parameters, bit by bit, under the same name."""
+        first = self.swarm.peer(names[0])
+        return all(
+            self.swarm.peer(name).collaboration.state == first.collaboration.state
+            and all(
+                torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True)
+            )
+            for name in names
+        )

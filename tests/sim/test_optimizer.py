@@ -1,0 +1,247 @@
+"""The collaborative optimizer on simulated hosts: equality, late joiners, forks, failures, the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.errors import ConfigError
+from tests.sim.optimizer_kit import Run, backward, make_optimizer, model, reference
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("peers", [1, 2, 3, 4, 5])
+def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtype) -> None:
+    """Invariant 7: k epochs of N peers are k steps on the mean gradient of all their batches, to rounding."""
+    epochs, batches, size = 4, 2, 3
+
+    async def main() -> list[list[torch.Tensor]]:
+        run = Run(target=peers * batches * size, dtype=dtype)
+        for peer in range(peers):
+            await run.add(f"p{peer}")
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            for epoch in range(epochs):
+                for number in range(batches):
+                    await trainer.take_batch(size, number=epoch * batches + number, duration_s=0.1)
+                await trainer.finish_epoch(epoch + 1)
+
+        await asyncio.sleep(3.0)  # everybody has seen everybody
+        names = [f"p{peer}" for peer in range(peers)]
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        trainers = [run.swarm.peer(name) for name in names]
+        assert all([samples for _, _, samples, _ in t.epochs] == [peers * batches * size] * epochs for t in trainers) or peers == 1
+        await run.close()
+        return [[p.detach() for p in trainer.parameters] for trainer in trainers]
+
+    results = sim.run(main, seed=peers)
+    expected = reference(peers, epochs, batches, size, dtype)
+    for got, want in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_alone_it_is_plain_torch() -> None:
+    """One peer without a swarm: bit by bit what the torch optimizer does with the accumulated mean."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        trainer = await run.add("p0")
+        for number in range(6):
+            await run.swarm.run_on("p0", trainer.take_batch, 4, number=number)
+        plain = model()
+        optimizer, scheduler = make_optimizer(plain)
+        for epoch in range(3):
+            sums = [torch.zeros_like(p) for p in plain]
+            for number in (2 * epoch, 2 * epoch + 1):
+                backward(plain, 0, number, 4)
+                for total, parameter in zip(sums, plain, strict=True):
+                    total.add_(parameter.grad, alpha=4.0)
+            for total, parameter in zip(sums, plain, strict=True):
+                parameter.grad = total.mul_(1 / 8)
+            optimizer.step()
+            scheduler.step()
+        assert trainer.collaboration.epoch == 3
+        assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, plain, strict=True))
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_creating_it_touches_no_state() -> None:
+    """No parameter and no optimizer statistic changes before the first swarm step."""
+
+    async def main() -> None:
+        run = Run(target=1000)
+        trainer = await run.add("p0")
+        assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, model(), strict=True))
+        assert not trainer.collaboration.training.optimizer.state
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
+    """Peers of unequal speed stay together; a newcomer takes over parameters, statistics, epoch and schedule."""
+
+    async def main() -> None:
+        run = Run(target=64, average_state_every=3)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name)
+        tasks = {
+            name: run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.1 * (i + 1), until=lambda: loop.time() > 40))
+            for i, name in enumerate(names)
+        }
+        await asyncio.sleep(15)
+        before = run.swarm.peer("p0").collaboration.epoch
+        assert before >= 3
+        late = await run.add("late", seed=99)
+        tasks["late"] = run.swarm.spawn("late", late.train(4, duration_s=0.1, until=lambda: loop.time() > 40))
+        await asyncio.sleep(5)
+        run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 6)
+        await asyncio.wait(list(tasks.values()))
+        names.append("late")
+        assert late.downloads >= 1
+        assert all(run.swarm.peer(name).collaboration.finished for name in names)
+        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        rates = {run.swarm.peer(name).collaboration.training.optimizer.param_groups[0]["lr"] for name in names}
+        assert len(rates) == 1
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=2)
+
+
+def test_a_crash_costs_no_epoch_and_nobody_steps_alone() -> None:
+    """When a peer dies, the survivors go on with what they have; all states stay equal."""
+
+    async def main() -> None:
+        run = Run(target=48)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2", "p3"]
+        for name in names:
+            await run.add(name)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60)) for name in names
+        ]
+        await asyncio.sleep(8)
+        run.swarm.crash("p0")
+        await asyncio.sleep(6)
+        run.swarm.crash("p2")
+        await asyncio.sleep(6)
+        left = ["p1", "p3"]
+        run.swarm.peer("p1").collaboration.announce_end(run.swarm.peer("p1").collaboration.epoch + 3)
+        await asyncio.wait(tasks)
+        assert all(run.swarm.peer(name).collaboration.finished for name in left)
+        assert run.agree(left)
+        times = [at for at, _, _, _ in run.swarm.peer("p1").epochs]
+        assert max(b - a for a, b in zip(times, times[1:], strict=False)) < 6.0
+        assert all(samples >= 48 for trainer in run.swarm.peers.values() for _, _, samples, _ in trainer.epochs)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_different_beginnings_become_one_state(seed: int) -> None:
+    """Peers that begin with different parameters: one genesis wins, everybody else downloads it."""
+
+    async def main() -> None:
+        run = Run(target=32)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2"]
+        for i, name in enumerate(names):
+            await run.add(name, seed=10 + i)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 90)) for name in names
+        ]
+        await asyncio.sleep(20)
+        run.swarm.peer("p2").collaboration.announce_end(run.swarm.peer("p2").collaboration.epoch + 4)
+        await asyncio.wait(tasks)
+        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=seed)
+
+
+def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
+    """Both sides go on alone; when they see each other again, everybody ends at one state."""
+
+    async def main() -> None:
+        run = Run(target=20)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2", "p3", "p4"]
+        for name in names:
+            await run.add(name)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=lambda: loop.time() > 240)) for name in names
+        ]
+        await asyncio.sleep(6)
+        run.swarm.partition([["p0", "p1"], ["p2", "p3", "p4"]])
+        await asyncio.sleep(60)
+        sides = [run.swarm.peer("p0").collaboration.state, run.swarm.peer("p2").collaboration.state]
+        assert sides[0].digest != sides[1].digest
+        run.swarm.heal()
+        await asyncio.sleep(60)
+        best = max(run.swarm.peer(name).collaboration.epoch for name in names)
+        run.swarm.peer("p4").collaboration.announce_end(best + 4)
+        await asyncio.wait(tasks)
+        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=5)
+
+
+def test_clients_train_too() -> None:
+    """A peer that only dials contributes gradients and stays in step."""
+
+    async def main() -> None:
+        run = Run(target=36)
+        loop = asyncio.get_running_loop()
+        await run.add("p0")
+        await run.add("p1")
+        await run.add("c2", client_mode=True)
+        names = ["p0", "p1", "c2"]
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60)) for name in names
+        ]
+        await asyncio.sleep(10)
+        run.swarm.peer("c2").collaboration.announce_end(run.swarm.peer("c2").collaboration.epoch + 3)
+        await asyncio.wait(tasks)
+        assert run.agree(names)
+        assert run.swarm.peer("c2").downloads <= 1
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=6)
+
+
+def test_a_run_with_other_settings_is_refused_by_name() -> None:
+    """A newcomer with another target batch learns which setting differs; the run goes on without it."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        loop = asyncio.get_running_loop()
+        first = await run.add("p0", fingerprint={"target_batch_size": "16"})
+        task = run.swarm.spawn("p0", first.train(4, duration_s=0.2, until=lambda: loop.time() > 20))
+        await asyncio.sleep(5)
+        other = await run.add("p1", fingerprint={"target_batch_size": "32"})
+        with pytest.raises(ConfigError, match="target_batch_size is 32 here and 16 at another peer"):
+            await run.swarm.run_on("p1", other.take_batch, 4)
+        await task
+        assert first.collaboration.epoch > 10
+        await run.close()
+
+    sim.run(main, seed=7)

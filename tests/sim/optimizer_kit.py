@@ -15,6 +15,7 @@ from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event, Warned
 from shoal.optim import Collaboration, CollaborationSettings, TrainingState
 from shoal.optim.collaboration import Phase
+from shoal import sim
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, start_core
 
@@ -84,7 +85,7 @@ class Trainer:
         collaboration, training = self.collaboration, self.collaboration.training
         backward(self.parameters, self.index, self.batches_done if number is None else number, size)
         if duration_s:
-            await asyncio.sleep(duration_s)
+            await sim.sleep(duration_s)
         if collaboration.finished:
             return
         training.accumulate(size)
@@ -109,7 +110,7 @@ class Trainer:
     async def finish_epoch(self, epoch: int) -> None:
         """Take no more batches until the swarm has made this epoch."""
         while self.collaboration.epoch < epoch:
-            await asyncio.sleep(0.01)
+            await sim.sleep(0.01)
             await self.take_turn()
 
     async def train(self, size: int, *, duration_s: float, until: Callable[[], bool]) -> None:

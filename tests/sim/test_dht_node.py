@@ -48,7 +48,7 @@ def test_lone_node_stores_and_gets() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("count", [2, 3, 25])
+@pytest.mark.parametrize("count", [2, 3, 20])
 def test_what_one_node_stored_every_node_gets(count: int) -> None:
     """From networks smaller than the number of replicas to larger ones; absent keys are None."""
 
@@ -164,19 +164,19 @@ def test_many_keys_cost_one_call_per_node_not_one_per_key() -> None:
         swarm = new_swarm()
         nodes = await grow(swarm, 20)
         writer, reader = nodes[3], nodes[7]
-        items = [Item(f"key {number}", number, writer.in_s(600), f"entry {number}") for number in range(200)]
+        items = [Item(f"key {number}", number, writer.in_s(600), f"entry {number}") for number in range(100)]
         before = writer.dht.calls_made
-        assert await swarm.run_on(writer.name, writer.dht.store_many, items) == [True] * 200
-        assert writer.dht.calls_made - before < 200
+        assert await swarm.run_on(writer.name, writer.dht.store_many, items) == [True] * 100
+        assert writer.dht.calls_made - before < 100
         before = reader.dht.calls_made
-        keys = [f"key {number}" for number in range(201)]
+        keys = [f"key {number}" for number in range(101)]
         found = await swarm.run_on(reader.name, reader.dht.get_many, keys, latest=True)
-        assert reader.dht.calls_made - before < 200
-        for number in range(200):
+        assert reader.dht.calls_made - before < 100
+        for number in range(100):
             value = found[f"key {number}"]
             assert value is not None
             assert {name: entry.value for name, entry in value.value.items()} == {f"entry {number}": number}
-        assert found["key 200"] is None
+        assert found["key 100"] is None
 
     run(main)
 
@@ -201,10 +201,10 @@ def test_hundreds_of_operations_at_once_from_one_node_all_succeed() -> None:
         swarm = new_swarm()
         nodes = await grow(swarm, 8, limits=Limits(calls_per_peer=40))
         first, last = nodes[0], nodes[-1]
-        stored = await asyncio.gather(*(store(swarm, first, f"key {number}", number, 600) for number in range(300)))
+        stored = await asyncio.gather(*(store(swarm, first, f"key {number}", number, 600) for number in range(200)))
         assert all(stored)
-        found = await asyncio.gather(*(get(swarm, last, f"key {number}", latest=True) for number in range(300)))
-        assert [value and value.value for value in found] == list(range(300))
+        found = await asyncio.gather(*(get(swarm, last, f"key {number}", latest=True) for number in range(200)))
+        assert [value and value.value for value in found] == list(range(200))
 
     run(main)
 
@@ -552,10 +552,10 @@ def test_same_seed_gives_the_same_trace() -> None:
 
     async def main() -> str:
         swarm = new_swarm()
-        nodes = await grow(swarm, 20, settings=DhtSettings(refresh_s=20.0, republish_s=30.0))
+        nodes = await grow(swarm, 12, settings=DhtSettings(refresh_s=20.0, republish_s=30.0))
         await asyncio.gather(*(store(swarm, each, f"key {each.name}", 1, 900) for each in nodes))
         swarm.crash("n7")
-        await sleep(60.0)
+        await sleep(45.0)
         await asyncio.gather(*(get(swarm, each, "key n3") for each in swarm.peers.values()))
         return swarm.network.trace_digest()
 

@@ -32,7 +32,7 @@ def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtyp
                     await trainer.take_batch(size, number=epoch * batches + number, duration_s=0.1)
                 await trainer.finish_epoch(epoch + 1)
 
-        await asyncio.sleep(3.0)  # everybody has seen everybody
+        await sim.sleep(3.0)  # everybody has seen everybody
         names = [f"p{peer}" for peer in range(peers)]
         await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
         assert run.agree(names)
@@ -101,12 +101,12 @@ def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
             name: run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.1 * (i + 1), until=lambda: loop.time() > 40))
             for i, name in enumerate(names)
         }
-        await asyncio.sleep(15)
+        await sim.sleep(15)
         before = run.swarm.peer("p0").collaboration.epoch
         assert before >= 3
         late = await run.add("late", seed=99)
         tasks["late"] = run.swarm.spawn("late", late.train(4, duration_s=0.1, until=lambda: loop.time() > 40))
-        await asyncio.sleep(5)
+        await sim.sleep(5)
         run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 6)
         await asyncio.wait(list(tasks.values()))
         names.append("late")
@@ -133,11 +133,11 @@ def test_a_crash_costs_no_epoch_and_nobody_steps_alone() -> None:
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60)) for name in names
         ]
-        await asyncio.sleep(8)
+        await sim.sleep(8)
         run.swarm.crash("p0")
-        await asyncio.sleep(6)
+        await sim.sleep(6)
         run.swarm.crash("p2")
-        await asyncio.sleep(6)
+        await sim.sleep(6)
         left = ["p1", "p3"]
         run.swarm.peer("p1").collaboration.announce_end(run.swarm.peer("p1").collaboration.epoch + 3)
         await asyncio.wait(tasks)
@@ -165,7 +165,7 @@ def test_different_beginnings_become_one_state(seed: int) -> None:
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 90)) for name in names
         ]
-        await asyncio.sleep(20)
+        await sim.sleep(20)
         run.swarm.peer("p2").collaboration.announce_end(run.swarm.peer("p2").collaboration.epoch + 4)
         await asyncio.wait(tasks)
         assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
@@ -187,13 +187,13 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=lambda: loop.time() > 240)) for name in names
         ]
-        await asyncio.sleep(6)
+        await sim.sleep(6)
         run.swarm.partition([["p0", "p1"], ["p2", "p3", "p4"]])
-        await asyncio.sleep(60)
+        await sim.sleep(60)
         sides = [run.swarm.peer("p0").collaboration.state, run.swarm.peer("p2").collaboration.state]
         assert sides[0].digest != sides[1].digest
         run.swarm.heal()
-        await asyncio.sleep(60)
+        await sim.sleep(60)
         best = max(run.swarm.peer(name).collaboration.epoch for name in names)
         run.swarm.peer("p4").collaboration.announce_end(best + 4)
         await asyncio.wait(tasks)
@@ -217,7 +217,7 @@ def test_clients_train_too() -> None:
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60)) for name in names
         ]
-        await asyncio.sleep(10)
+        await sim.sleep(10)
         run.swarm.peer("c2").collaboration.announce_end(run.swarm.peer("c2").collaboration.epoch + 3)
         await asyncio.wait(tasks)
         assert run.agree(names)
@@ -236,7 +236,7 @@ def test_a_run_with_other_settings_is_refused_by_name() -> None:
         loop = asyncio.get_running_loop()
         first = await run.add("p0", fingerprint={"target_batch_size": "16"})
         task = run.swarm.spawn("p0", first.train(4, duration_s=0.2, until=lambda: loop.time() > 20))
-        await asyncio.sleep(5)
+        await sim.sleep(5)
         other = await run.add("p1", fingerprint={"target_batch_size": "32"})
         with pytest.raises(ConfigError, match="target_batch_size is 32 here and 16 at another peer"):
             await run.swarm.run_on("p1", other.take_batch, 4)

@@ -402,8 +402,9 @@ def test_impossible_chunks_are_refused(chunks: list[int]) -> None:
             manifest = await first_manifest(me, donor)
             opening = FetchChunks(PREFIX, manifest.snapshot, chunks)
             stream = await me.endpoint.open(donor.endpoint.contact, opening, timeout_s=5.0)
-            with pytest.raises(PeerUnreachable):
+            with pytest.raises(PeerRefused) as refusal:
                 await stream.recv()
+            assert refusal.value.code == "bad"
 
         await swarm.run_on("new", ask)
         assert not donor.seen(StateServed)

@@ -298,7 +298,10 @@ class JoinAccepted(Message, frozen=True):
 
 
 class JoinRefused(Message, frozen=True):
-    """You are not in. `code`: `full`, `not-looking`, `schema`, `settings`, `started`; `text` names what differs."""
+    """You are not in; `text` names why. Codes: `full`, `replaced` (you have asked again): you may ask again in a while;
+    `not-looking`, `started`: too late; `too-few`, `no-reducer`: the leader gave up; `later`: you are earlier than I, and
+    I ask you; `schema`, `settings`: we can never be in one group.
+    """
 
     code: str
     text: Annotated[str, msgspec.Meta(max_length=1024)]
@@ -381,6 +384,8 @@ class Join(
     Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Commit | Abort], frozen=True
 ):
     """Follower asks leader to be in its next group. After `Begin` the same stream carries the round's control.
+
+    Sent to a peer that is later in order (a nudge) it is refused, and makes the sender known there.
 
     `group` is the group key; `schema` describes the tensors (see `shoal.allreduce.schema`); `settings` are named values
     that must be equal in the whole run; `expiration` (wall clock, seconds) is when the follower's own window ends.

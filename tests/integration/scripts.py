@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.compression import CompressionBase, Float16Compression, NoCompression
+from shoal.compression import CompressionBase, Float16Compression, NoCompression, view_bytes
 from shoal.events import Event, GroupFormed, PeerLost
 
 CODECS: dict[str, CompressionBase] = {"none": NoCompression(), "float16": Float16Compression()}
@@ -43,7 +41,7 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
     """A hash of all bits."""
     both = hashlib.sha256()
     for tensor in tensors:
-        both.update(bytes(tensor.detach().contiguous().view(torch.uint8).flatten().numpy()))
+        both.update(view_bytes(tensor.detach().contiguous()))
     return both.hexdigest()
 
 
@@ -75,39 +73,37 @@ def average(
     initial_peers: Sequence[str],
     rank: int,
     shapes: Sequence[Sequence[int]],
-    group: int,
     dtype: str = "float32",
     codec: str = "none",
-    rounds: int = 1,
     **options: Any,
 ) -> None:
-    """Average at the test's word, once for each of `rounds`; says the outcome and a hash of the values each time.
+    """Average once for each word of the test, until the word is null; says the outcome and a hash of the values.
 
-    The word is the size of the group to wait for; in the first round it is `group`.
+    The word is the size of the group that counts: smaller groups, that form while others are not there yet, do not.
     """
     with joined(initial_peers) as dht:
-        for round_ in range(rounds):
-            tensors = tensors_of(rank + 100 * round_, shapes, dtype)
-            before = digest(tensors)
-            size = group if round_ == 0 else hear()
-            averager = shoal.DecentralizedAverager(
-                tensors,
-                dht,
-                start=True,
-                prefix=f"average{round_}",
-                target_group_size=size,
-                compression=CODECS[codec],
-                **options,
-            )
-            said: dict[str, Any]
-            try:
-                gathered = averager.step(gather=rank, timeout=60, allow_retries=round_ > 0)
-                said = {"ok": True, "ranks": sorted(gathered.values())}
-            except shoal.RoundFailed as error:
-                said = {"ok": False, "reason": error.reason, "blamed": [str(peer) for peer in error.peers]}
-            said["hash"], said["untouched"] = digest(tensors), digest(tensors) == before
+        sizes = [0]
+        dht.events.subscribe(lambda event: sizes.append(len(event.peers)) if isinstance(event, GroupFormed) else None)
+        tensors = tensors_of(rank, shapes, dtype)
+        averager = shoal.DecentralizedAverager(
+            tensors, dht, start=True, prefix="average", compression=CODECS[codec], **options
+        )
+        while (size := hear()) is not None:
+            said: dict[str, Any] = {}
+            del sizes[1:]
+            while sizes[-1] != size:
+                with averager.get_tensors():
+                    for tensor, first in zip(tensors, tensors_of(rank, shapes, dtype), strict=True):
+                        tensor.copy_(first)
+                before = digest(tensors)
+                try:
+                    gathered = averager.step(gather=rank, timeout=20, allow_retries=False)
+                    said = {"ok": True, "ranks": sorted(gathered.values())}
+                except shoal.RoundFailed as error:
+                    said = {"ok": False, "reason": error.reason, "blamed": [str(peer) for peer in error.peers]}
+                said["untouched"] = digest(tensors) == before
+            said["hash"] = digest(tensors)
             said["first"] = [float(tensor.flatten()[0]) for tensor in tensors]
-            averager.shutdown()
             say("round", said)
 
 
@@ -115,7 +111,12 @@ def rewrite(*, initial_peers: Sequence[str], count: int, numel: int) -> None:
     """A donor that rewrites all its tensors as fast as it can, under the lock, until the test says something."""
     tensors = [torch.zeros(numel) for _ in range(count)]
     over = threading.Event()
-    threading.Thread(target=lambda: (hear(), over.set()), daemon=True).start()
+
+    def wait_for_the_end() -> None:
+        hear()
+        over.set()
+
+    threading.Thread(target=wait_for_the_end, daemon=True).start()
     with (
         joined(initial_peers) as dht,
         shoal.DecentralizedAverager(tensors, dht, start=True, prefix="state", declare_state_period=1.0) as averager,
@@ -127,33 +128,6 @@ def rewrite(*, initial_peers: Sequence[str], count: int, numel: int) -> None:
                 for tensor in held:
                     tensor.fill_(version)
         say("versions", version)
-
-
-def wait_alone(*, initial_peers: Sequence[str]) -> None:
-    """Step where nobody comes, until Ctrl+C; says how it ended and whether signal handlers are the user's still."""
-    before = signal.getsignal(signal.SIGINT)
-    with joined(initial_peers) as dht:
-        tensor = torch.ones(4)
-        with shoal.DecentralizedAverager([tensor], dht, start=True, prefix="alone") as averager:
-            say("handlers kept", signal.getsignal(signal.SIGINT) is before)
-            threading.Thread(target=_say_when_looking, args=(averager,), daemon=True).start()
-            began = time.monotonic()
-            try:
-                averager.step(timeout=300)
-            except KeyboardInterrupt:
-                say("interrupted", time.monotonic() - began)
-            hear()
-            try:
-                averager.step(timeout=0.5)
-            except shoal.RoundFailed as error:
-                say("again", error.reason)
-
-
-def _say_when_looking(averager: Any) -> None:
-    pause = threading.Event()
-    while not averager._averager.looking:
-        pause.wait(0.01)
-    say("looking")
 
 
 def train(*, initial_peers: Sequence[str], epochs: int, seed: int) -> None:
@@ -198,8 +172,17 @@ def load_with_forked_workers(*, initial_peers: Sequence[str]) -> None:
         hear()
 
 
+def average_once(invite: str, prefix: str) -> None:
+    """Average ones with whoever is there; for a process that `multiprocessing` has started."""
+    with shoal.DHT([invite], start=True) as dht:
+        tensor = torch.ones(4)
+        with shoal.DecentralizedAverager([tensor], dht, start=True, prefix=prefix) as averager:
+            averager.step(timeout=60)
+        assert tensor.tolist() == [0.5] * 4
+
+
 SCRIPTS: dict[str, Callable[..., None]] = {
-    script.__name__: script for script in (average, rewrite, wait_alone, train, load_with_forked_workers)
+    script.__name__: script for script in (average, rewrite, train, load_with_forked_workers)
 }
 
 
@@ -210,7 +193,7 @@ def main() -> None:
         name, arguments = json.loads(line)
         try:
             SCRIPTS[name](**arguments)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 (the test is told, and fails)
             say("failed", traceback.format_exc())
         else:
             say("ended")

@@ -11,12 +11,17 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any, Self
+
+from shoal.identity import Identity
+from shoal.peer import Address
 
 LONG_S = 90.0
 """No wait is longer; on a machine that is not busy with something else all of them end within a second or two."""
@@ -187,11 +192,18 @@ def run_python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def nobody() -> Address:
+    """An address where nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return Address("127.0.0.1", port, Identity.ephemeral().peer_id)
+
+
 def lives(pid: int) -> bool:
     """Whether the process runs (a dead one that nobody has waited for yet does not)."""
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii") as file:
-            return "\nState:\tZ" not in file.read()
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     except OSError:
         return False
 

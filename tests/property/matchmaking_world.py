@@ -83,6 +83,7 @@ class Pipe:
     asker: Node
     leader: Node
     nudge: bool
+    expiration: float
     open: bool = True
     answered: bool = False
     clear_at: dict[str, float] = field(default_factory=lambda: {"up": 0.0, "down": 0.0})
@@ -344,7 +345,7 @@ class World:
     def join(self, node: Node, contact: Contact, expiration: float, *, nudge: bool) -> Pipe:
         """Open a stream; a new one costs a few round trips."""
         leader = self.nodes[contact.peer]
-        pipe = Pipe(node, leader, nudge)
+        pipe = Pipe(node, leader, nudge, expiration)
         search = node.machine
 
         def arrive() -> None:
@@ -359,8 +360,12 @@ class World:
             if leader.machine is None:
                 self.answer(pipe, AskRefused(leader.peer, "not-looking", ""))
                 return
-            if (old := leader.inbound.pop(node.peer, None)) is not None:
-                old.open = False
+            if (old := leader.inbound.get(node.peer)) is not None:
+                if expiration < old.expiration:
+                    self.answer(pipe, AskRefused(leader.peer, "later", ""))
+                    return
+                del leader.inbound[node.peer]
+                self.answer(old, AskRefused(leader.peer, "replaced", ""))
                 self.feed(leader, JoinGone(node.peer))
             leader.inbound[node.peer] = pipe
             self.feed(leader, JoinAsked(node.contact, expiration, node.rules.reduces))

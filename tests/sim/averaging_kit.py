@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
-from shoal.events import Warned
+from shoal.events import Event, Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.transport.base import Transport
 
@@ -25,6 +26,12 @@ async def start_core(host: SimHost, first: SimHost | None, *, client_mode: bool 
     transport: Transport = host.transport
     peers = [] if first is None or first.name == host.name else [first.address]
     return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode)
+
+
+def note_internal_error(notes: list[str], name: str, event: Event) -> None:
+    """Collect what went wrong inside of shoal: a Python error that it caught, not a peer or a network that failed."""
+    if isinstance(event, Warned) and re.match(r"[A-Z][A-Za-z]*(Error|Exception)\b", event.message):
+        notes.append(f"{name}: {event.where}: {event.message}")
 
 
 class Trial:
@@ -53,9 +60,7 @@ class Trial:
         """Start an averager on a host of its own."""
 
         async def factory(host: SimHost) -> Averager:
-            host.env.events.subscribe(
-                lambda event: self.warnings.append(f"{name}: {event.message}") if isinstance(event, Warned) else None
-            )
+            host.env.events.subscribe(lambda event: note_internal_error(self.warnings, name, event))
             if self._first is None:
                 self._first = host
             core = await start_core(host, self._first, client_mode=client_mode)

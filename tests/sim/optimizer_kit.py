@@ -12,12 +12,12 @@ import torch
 
 from shoal.averager import TensorLock
 from shoal.errors import StateUnavailable
-from shoal.events import EpochAdvanced, Event, Warned
+from shoal.events import EpochAdvanced, Event
 from shoal.optim import Collaboration, CollaborationSettings, TrainingState
 from shoal.optim.collaboration import Phase
 from shoal import sim
 from shoal.sim import SimHost, SimNetwork, Swarm
-from tests.sim.averaging_kit import SETTINGS, start_core
+from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
 FEATURES = 6
 
@@ -164,9 +164,8 @@ class Run:
         return await self.swarm.start_peer(name, factory, client_mode=client_mode)
 
     def _note(self, name: str, trainer: Trainer, event: Event) -> None:
-        if isinstance(event, Warned):
-            self.warnings.append(f"{name}: {event.message}")
-        elif isinstance(event, EpochAdvanced):
+        note_internal_error(self.warnings, name, event)
+        if isinstance(event, EpochAdvanced):
             trainer.epochs.append((asyncio.get_running_loop().time(), event.epoch, event.samples, event.digest))
 
     async def close(self) -> None:

@@ -199,6 +199,13 @@ class SimNet(Net):
     def transport(self, name: str) -> Transport:
         return MemoryTransport(self.swarm.identity(name), self.swarm.network, host=name)
 
+    async def close(self) -> None:
+        """Let all that is left go on, and close."""
+        self.swarm.heal()
+        for name in self.swarm.network.hosts:
+            self.swarm.network.unstall(name)
+        await super().close()
+
 
 class TcpNet(Net):
     """Real sockets on this machine."""

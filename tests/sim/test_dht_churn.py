@@ -233,6 +233,24 @@ def test_restarted_node_is_met_again() -> None:
     run(main)
 
 
+def test_neighbour_whose_connection_only_broke_is_back_in_moments() -> None:
+    """It is dialed once more at once: in a network of two, each would be alone otherwise."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        await swarm.start_peer("n0", node())
+        other = await swarm.start_peer("n1", node([swarm.host("n0").address]))
+        swarm.crash("n0")
+        await sleep(0.2)
+        back = await swarm.restart("n0")
+        await sleep(0.1)
+        assert other.dht.neighbours == 0
+        await sleep(3.0)
+        assert other.dht.neighbours == back.dht.neighbours == 1
+
+    run(main)
+
+
 def test_initial_peer_that_comes_back_is_joined_again() -> None:
     """A node that lost everybody keeps trying those it began with."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.clock import Env
-from shoal.errors import ConfigError, PeerRefused, PeerUnreachable, StateUnavailable
+from shoal.errors import ConfigError, PeerRefused, StateUnavailable
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.sim import run, sleep
 from shoal.state import Pacer, ShareLimits, StateDonor

@@ -212,7 +212,8 @@ class Averager:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._donor: StateDonor | None = None
         endpoint = core.endpoint
-        self._directory = DhtDirectory(core.node, endpoint)
+        core.rounds()  # from now on: whoever hears of a group before we do may open its streams at once
+        self._directory = DhtDirectory(core.node, endpoint, timeout_s=0.8 * settings.request_timeout_s)
         self._matchmaker = Matchmaker(
             endpoint,
             core.env,

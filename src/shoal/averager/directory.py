@@ -28,7 +28,7 @@ __all__ = ["DhtDirectory", "declare_donor", "find_donors"]
 _KEEP_S = 5.0
 """Entries outlive the window that they announce: clocks differ, and readers judge for themselves."""
 
-_READ_TIMEOUT_S = 5.0
+_DONOR_TIMEOUT_S = 5.0
 
 _Addresses = Annotated[list[str], msgspec.Meta(max_length=8)]
 
@@ -42,10 +42,12 @@ class DhtDirectory:
     Args:
         node: the DHT node.
         endpoint: tells our own contact.
+        timeout_s: after this, what was found counts. Less than what matchmaking waits for the directory, so that one
+            node that does not answer costs time and not the whole read.
     """
 
-    def __init__(self, node: DhtNode, endpoint: Endpoint) -> None:
-        self._node, self._endpoint = node, endpoint
+    def __init__(self, node: DhtNode, endpoint: Endpoint, *, timeout_s: float) -> None:
+        self._node, self._endpoint, self._timeout_s = node, endpoint, timeout_s
         self._last: dict[str, float] = {}
 
     async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
@@ -64,12 +66,12 @@ class DhtDirectory:
         while len(self._last) > 64:
             self._last.pop(next(iter(self._last)))
         own = self._endpoint.peer_id.raw
-        if not await self._node.store(group_key, value, record_expiration, own, timeout_s=_READ_TIMEOUT_S):
+        if not await self._node.store(group_key, value, record_expiration, own, timeout_s=self._timeout_s):
             raise PeerUnreachable("no DHT node took the declaration")
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """Who looks for a group under this key now, and until when."""
-        found = await self._node.get(group_key, latest=True, timeout_s=_READ_TIMEOUT_S)
+        found = await self._node.get(group_key, latest=True, timeout_s=self._timeout_s)
         declared = []
         for peer, value in _entries(found.value if found else None):
             if value is not None:
@@ -85,7 +87,7 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
     """Say that this peer shares its state under `prefix`."""
     addresses = [str(address) for address in endpoint.contact.addresses]
     value = [addresses, float(priority)]
-    await node.store(f"{prefix}.all_averagers", value, expiration, endpoint.peer_id.raw, timeout_s=_READ_TIMEOUT_S)
+    await node.store(f"{prefix}.all_averagers", value, expiration, endpoint.peer_id.raw, timeout_s=_DONOR_TIMEOUT_S)
 
 
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:

@@ -126,6 +126,10 @@ class Neighbours:
         """Keep trying these (the initial peers) whenever they are not in the table."""
         self._always.update((contact.peer, contact) for contact in contacts)
 
+    def lately_lost(self, count: int) -> list[Contact]:
+        """The nodes that were lost last."""
+        return [contact for contact, _ in list(self._lost.values())[-count:]]
+
     def missed(self, count: int, rng: random.Random, now: float) -> list[Contact]:
         """A few nodes, drawn by chance, that were here once, or should be, and are not: worth another try."""
         while self._lost and next(iter(self._lost.values()))[1] < now - _REMEMBER_S:

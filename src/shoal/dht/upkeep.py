@@ -3,9 +3,9 @@
 ==============  =========================================================================================
 when            what
 ==============  =========================================================================================
-table changed   after `repair_delay_s`: if a near neighbour is gone, the own neighbourhood is looked up; each key
-                held here whose nearest nodes changed is given to the new ones among them, by the two nearest
-                of its present holders
+table changed   after `repair_delay_s`: if a near neighbour is gone, it is dialed once more and the own neighbourhood
+                is looked up; each key held here whose nearest nodes changed is given to the new ones among them,
+                by the two nearest of its present holders
 `republish_s`   what this node wrote is published again; keys held here that nobody renewed in this time are
                 given to all nodes that should hold them, by the nearest holder
 `refresh_s`     buckets without lookups are looked into, nodes without a sign of life are pinged
@@ -131,7 +131,8 @@ class Upkeep:
         """Mend the neighbourhood, and give keys to nodes that should hold them since the table changed."""
         joined, lost = self._neighbours.take_changes()
         if self._lost_near(lost):
-            await self.look_around()
+            # Perhaps only the connection broke: in a network of two that must not leave each alone for long.
+            await asyncio.gather(self._ping(self._neighbours.lately_lost(_LOST_AT_ONCE)), self.look_around())
             found, lost_now = self._neighbours.take_changes()
             joined, lost = joined + found, lost + lost_now
         moves: dict[PeerID, list[bytes]] = {}

@@ -70,7 +70,9 @@ class Declarers:
 
     def spend(self, peer: PeerID, expiration: float) -> None:
         """The declarations of this peer up to `expiration` are of no use."""
-        self._spent[peer] = max(expiration, self._spent.get(peer, -math.inf))
+        self._spent[peer] = max(expiration, self._spent.pop(peer, -math.inf))
+        if len(self._spent) > 4 * _MAX_DECLARERS:
+            del self._spent[next(iter(self._spent))]
 
     def pause(self, peer: PeerID, until: float) -> None:
         """Do not ask this peer before `until` (loop time)."""

@@ -17,7 +17,13 @@ from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.wire import Begin, Contact, Join, Member
 
-__all__ = ["MAX_GATHERED_BYTES", "Group", "GroupDirectory", "check_begin", "check_join"]
+__all__ = ["MAX_GATHERED_BYTES", "WHERE", "ControlStream", "Group", "GroupDirectory", "check_begin", "check_join"]
+
+ControlStream = Stream[Any, Any]
+"""A stream that began with `Join`, as either side has it."""
+
+WHERE = "matchmaking"
+"""Where events say that they come from."""
 
 MAX_GATHERED_BYTES = 65536
 """The longest `gathered` value of one member."""
@@ -75,7 +81,7 @@ class Group:
     decider: int
     slices: tuple[int, ...]
     part_bytes: int
-    controls: Mapping[PeerID, Stream[Any, Any]]
+    controls: Mapping[PeerID, ControlStream]
     on_release: Callable[[], None] = field(repr=False)
 
     @property

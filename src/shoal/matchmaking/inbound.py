@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from shoal.errors import PeerError
-from shoal.rpc import Stream
+from shoal.matchmaking.group import ControlStream
 from shoal.wire import Begin, JoinAccepted, JoinRedirected, JoinRefused, Member
 
 __all__ = ["Inbound"]
@@ -20,13 +19,14 @@ class Inbound:
     Args:
         stream: the accepted stream.
         member: what the peer said of itself.
+        expiration: the end of its window, as it said (wall clock, seconds).
 
     Attributes:
         begun: done once `Begin` was sent, cancelled if it could not be.
     """
 
-    def __init__(self, stream: Stream[Any, Any], member: Member) -> None:
-        self.stream, self.member = stream, member
+    def __init__(self, stream: ControlStream, member: Member, expiration: float) -> None:
+        self.stream, self.member, self.expiration = stream, member, expiration
         self.begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox: asyncio.Queue[_Answer | None] = asyncio.Queue()
         self._released = asyncio.Event()

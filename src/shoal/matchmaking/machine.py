@@ -80,6 +80,9 @@ __all__ = ["GroupMachine", "Phase"]
 MISMATCH_CODES = frozenset({"schema", "settings"})
 """Refusals that say: we can never be in one group."""
 
+SOFT_CODES = frozenset({"full", "replaced"})
+"""Refusals that say: ask again in a while."""
+
 _MAX_HOPS = 6
 _MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
@@ -292,7 +295,7 @@ class GroupMachine:
             self._mismatch(peer, text)
         else:
             self._met = True
-            if code == "full":  # it may yet have room
+            if code in SOFT_CODES:
                 self._declarers.pause(peer, now + 4 * self._rules.settle_s)
             else:
                 self._declarers.spend(peer, self._expiration_of(peer))

@@ -18,10 +18,10 @@ from typing import Any
 from shoal.clock import Env
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, ShoalError
 from shoal.events import GroupFormed, Warned
-from shoal.matchmaking.group import MAX_GATHERED_BYTES, Group, GroupDirectory
+from shoal.matchmaking.group import MAX_GATHERED_BYTES, WHERE, ControlStream, Group, GroupDirectory
 from shoal.matchmaking.inbound import Inbound
 from shoal.matchmaking.machine import GroupMachine
-from shoal.matchmaking.search import ControlStream, Search
+from shoal.matchmaking.search import Search
 from shoal.matchmaking.signals import MAX_GROUP_SIZE, Memory, PeerGone, Rules
 from shoal.matchmaking.terms import Plan, Terms
 from shoal.peer import PeerID
@@ -251,7 +251,7 @@ class Matchmaker:
             await write()
         except (ShoalError, TimeoutError) as error:
             text = str(error) or "no answer in time"
-            self._env.events.emit(Warned(where="matchmaking", message=f"could not withdraw a declaration: {text}"))
+            self._env.events.emit(Warned(where=WHERE, message=f"could not withdraw a declaration: {text}"))
 
     def farewell(self, stream: ControlStream, *, leave: bool) -> None:
         """End a stream in order, in the background."""

@@ -1,9 +1,8 @@
 """One search for a group: runs a `GroupMachine` on streams, timers and the directory.
 
 - Every event goes through `feed`, in the loop thread, one at a time; actions are carried out at once or start a task.
-- An ask, a nudge, a read and a declaration each have a deadline, and each ends in one event unless it is stopped.
-- Streams of peers that asked us are served in the endpoint's own handlers. Each has an outbox, so that answers leave in
-  order, and a watcher that waits without taking anything: after `Begin` the round's owner reads on.
+- A read, a declaration and what `outbound` does have a deadline, and each ends in one event unless it is stopped.
+- Streams of peers that asked us are served in the endpoint's own handlers (`inbound`).
 - When the search is over, what is left is told to others in the background, by tasks that the matchmaker owns.
 """
 
@@ -14,27 +13,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from shoal.clock import Env
-from shoal.errors import (
-    PeerError,
-    PeerProtocolError,
-    PeerRefused,
-    RoundFailed,
-    SchemaMismatch,
-    ShoalError,
-)
+from shoal.errors import PeerProtocolError, RoundFailed, SchemaMismatch, ShoalError
 from shoal.events import PeerDropped
-from shoal.matchmaking.group import Group, GroupDirectory, check_begin, check_join
+from shoal.matchmaking.group import WHERE, ControlStream, Group, GroupDirectory, check_join
 from shoal.matchmaking.inbound import Inbound
 from shoal.matchmaking.machine import GroupMachine, Phase
+from shoal.matchmaking.outbound import Outbound
 from shoal.matchmaking.signals import (
     Accept,
     Action,
     Ask,
-    AskAccepted,
-    AskLost,
-    AskRedirected,
-    AskRefused,
-    BeginReceived,
     Cancel,
     Declaration,
     Declare,
@@ -47,7 +35,6 @@ from shoal.matchmaking.signals import (
     JoinGone,
     Mismatched,
     Nudge,
-    Nudged,
     ReadDirectory,
     Redirect,
     Refuse,
@@ -58,21 +45,10 @@ from shoal.matchmaking.signals import (
 )
 from shoal.matchmaking.terms import Terms
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint, Stream
-from shoal.wire import (
-    Begin,
-    Contact,
-    Join,
-    JoinAccepted,
-    JoinRedirected,
-    JoinRefused,
-)
+from shoal.rpc import Endpoint
+from shoal.wire import Begin, Join, JoinAccepted, JoinRedirected, JoinRefused
 
-__all__ = ["ControlStream", "Owner", "Search"]
-
-_WHERE = "matchmaking"
-
-ControlStream = Stream[Any, Any]
+__all__ = ["Owner", "Search"]
 
 
 class Owner(Protocol):
@@ -122,6 +98,7 @@ class Search:
     ) -> None:
         self._endpoint, self._env, self._directory, self._owner = endpoint, env, directory, owner
         self._terms, self._machine = terms, machine
+        self._outbound = Outbound(endpoint, env, terms, self.feed, self._take, owner.farewell)
         self._loop = asyncio.get_running_loop()
         self._result: asyncio.Future[Group] = self._loop.create_future()
         self._inbound: dict[PeerID, Inbound] = {}
@@ -205,11 +182,10 @@ class Search:
             case Redirect(peer, leader):
                 self._answer(peer, JoinRedirected(leader))
             case Ask(contact, expiration):
-                self._ask = self._spawn(self._follow(contact, expiration))
+                self._ask = self._spawn(self._outbound.ask(contact, expiration))
             case StopAsking():
                 if self._ask is not None:
                     self._ask.cancel()
-                    self._ask = None
             case Start(followers):
                 self._begin(followers)
             case Fail(reason, peers, mismatch):
@@ -228,7 +204,7 @@ class Search:
                     self._read.cancel()
                 self._read = self._spawn(self._read_directory())
             case Nudge(contact, expiration):
-                task = self._spawn(self._nudge(contact, expiration))
+                task = self._spawn(self._outbound.nudge(contact, expiration))
                 self._nudges.add(task)
                 task.add_done_callback(self._nudges.discard)
 
@@ -281,7 +257,7 @@ class Search:
         try:
             check_join(join, peer)
         except PeerProtocolError as error:
-            self._env.events.emit(PeerDropped(peer=peer, where=_WHERE, reason=error.message))
+            self._env.events.emit(PeerDropped(peer=peer, where=WHERE, reason=error.message))
             raise
         if self._machine.phase is Phase.OVER:
             await stream.send(JoinRefused("started", "the group has started"))
@@ -297,11 +273,13 @@ class Search:
         if not terms.has_room(others, self._endpoint.limits.header_bytes):
             await stream.send(JoinRefused("full", "what the members gathered is too much for one message"))
             return
-        inbound = Inbound(stream, join.member)
-        if (old := self._inbound.pop(peer, None)) is not None:
-            old.drop()
+        if (old := self._inbound.get(peer)) is not None:
+            if join.expiration < old.expiration:  # streams are not ordered among each other: it was long on its way
+                await stream.send(JoinRefused("later", "you have asked again since"))
+                return
+            self._answer(peer, JoinRefused("replaced", "you have asked again"))
             self.feed(JoinGone(peer))
-        self._inbound[peer] = inbound
+        inbound = self._inbound[peer] = Inbound(stream, join.member, join.expiration)
         self.feed(JoinAsked(join.member.contact, join.expiration, join.member.reduces))
         try:
             await inbound.run()
@@ -354,89 +332,11 @@ class Search:
         else:
             self._result.set_result(group)
 
-    # --------------------------------------------------------------------------------------------------- asking
-
-    async def _follow(self, contact: Contact, expiration: float) -> None:
-        peer, timeout_s = contact.peer, self._terms.request_timeout_s
-        stream: ControlStream | None = None
-        answer: object = None
-        keep = False
-        last: Event
-        try:
-            async with asyncio.timeout(timeout_s):
-                stream = await self._endpoint.open(contact, self._terms.join(expiration), timeout_s=timeout_s)
-                answer = await _receive(stream)
-            while isinstance(answer, JoinAccepted):
-                self.feed(AskAccepted(peer))
-                answer = await _receive(stream)
-            match answer:
-                case JoinRefused(code, text):
-                    last = AskRefused(peer, code, text)
-                case JoinRedirected(leader):
-                    last = AskRedirected(peer, leader)
-                case Begin():
-                    mine = check_begin(answer, mine=self._terms.member, leader=peer, min_size=self._terms.min_size)
-                    last = BeginReceived(peer)
-                    keep = self._machine.phase is Phase.FOLLOWING
-                    if keep:
-                        self._take(answer, mine, stream)
-                case _:
-                    raise PeerProtocolError(f"{type(answer).__name__} before Begin", peer)
-        except PeerRefused as refusal:
-            last = AskRefused(peer, "not-looking", refusal.message)
-        except PeerProtocolError as error:
-            self._env.events.emit(PeerDropped(peer=peer, where=_WHERE, reason=error.message))
-            last = AskLost(peer, error.message)
-        except PeerError as error:
-            last = AskLost(peer, error.message)
-        except TimeoutError:
-            last = AskLost(peer, f"no answer within {timeout_s:g} s")
-        finally:
-            if stream is not None and not keep:
-                self._owner.farewell(stream, leave=not isinstance(answer, JoinRefused | JoinRedirected))
-        self._ask = None
-        self.feed(last)
-
-    def _take(self, begin: Begin, my_index: int, stream: ControlStream) -> None:
+    def _take(self, begin: Begin, my_index: int, stream: ControlStream) -> bool:
+        """A checked `Begin` came from our leader; whether we are in that group, and the stream is ours to keep."""
+        if self._machine.phase is not Phase.FOLLOWING:
+            return False
         for member in begin.members:
             self._endpoint.learn(member.contact)
         self._found(begin, my_index, {stream.peer_id: stream})
-
-    async def _nudge(self, contact: Contact, expiration: float) -> None:
-        peer, timeout_s = contact.peer, self._terms.request_timeout_s
-        stream: ControlStream | None = None
-        answer: object = None
-        event = Nudged(peer, "lost")
-        try:
-            async with asyncio.timeout(timeout_s):
-                stream = await self._endpoint.open(contact, self._terms.join(expiration), timeout_s=timeout_s)
-                answer = await _receive(stream)
-            match answer:
-                case JoinRefused(code, text):
-                    event = Nudged(peer, code, text)
-                case JoinRedirected(leader):
-                    event = Nudged(peer, "redirected", leader=leader)
-        except PeerRefused:
-            event = Nudged(peer, "not-looking")
-        except (PeerError, TimeoutError):
-            pass  # lost
-        finally:
-            if stream is not None:
-                self._owner.farewell(stream, leave=not isinstance(answer, JoinRefused | JoinRedirected))
-        self.feed(event)
-
-
-async def _receive(stream: ControlStream) -> object:
-    """The next message.
-
-    Raises:
-        PeerError: the stream ended, or carried something that it must not.
-    """
-    received = await stream.recv()
-    if received is None:
-        raise PeerProtocolError("the stream ended without an answer", stream.peer_id)
-    message, payload_bytes = received
-    if payload_bytes:
-        stream.abort()
-        raise PeerProtocolError("a payload where there is none", stream.peer_id)
-    return message
+        return True

@@ -486,6 +486,7 @@ class Endpoint:
                 link.post(Failure(call.id, "internal", type(error).__name__))
         finally:
             link.serving -= 1
+            link.used()
 
     async def _answer(self, peer: PeerID, call: Call, served: _Served[CallHandler]) -> Reply | Failure:
         try:

@@ -101,7 +101,7 @@ class CallLink:
         self.watch()
 
     def used(self) -> None:
-        """The link is not idle: a stream began or ended beside it."""
+        """The link is not idle: a call was served, or a stream began or ended beside it."""
         self._last_used = self._loop.time()
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -131,6 +131,7 @@ class CallLink:
             raise PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id) from None
         finally:
             del self._waiting[number]
+            self._last_used = self._loop.time()
 
     def post(self, message: _CallMessage) -> None:
         """Queue a small message; never waits.

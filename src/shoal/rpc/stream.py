@@ -175,6 +175,8 @@ class Stream(Generic[Sent, Received]):
 
     async def finish(self) -> None:
         """End in order: say END and wait for the other side's. What still comes before it breaks the protocol."""
+        if self._unread:
+            raise LocalError(f"finish() before the payload of {self._unread} bytes was read")
         await self.end()
         if await self.recv() is not None:
             self.abort()

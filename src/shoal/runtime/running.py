@@ -53,7 +53,7 @@ class RunningPeer:
         self._core: PeerCore | None = None
         self.ready: LoopFuture[PeerCore]
         self.thread = LoopThread(f"shoal-{identity.peer_id.short()}")
-        atexit.register(self.stop)
+        atexit.register(self._stop_at_exit)
 
     def start(
         self,
@@ -91,8 +91,11 @@ class RunningPeer:
 
     def stop(self, *, wait: bool = True) -> None:
         """End everything; with `wait`, return when nothing is left. Safe to call twice, and in a forked child."""
-        atexit.unregister(self.stop)
+        atexit.unregister(self._stop_at_exit)
         self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, wait=wait)
+
+    def _stop_at_exit(self) -> None:
+        self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, answer=False)
 
     async def _leave(self) -> None:
         try:

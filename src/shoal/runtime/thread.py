@@ -85,6 +85,7 @@ class LoopThread:
         self._guard = threading.Lock()
         self._closing = False
         self._limit_s = 0.0
+        self._answering = True
         self._open: set[LoopFuture[Any]] = set()  # loop thread only
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -126,7 +127,7 @@ class LoopThread:
             self._loop.run_until_complete(self._cancel_all())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
             self._loop.close()
-            for future in self._open:  # of tasks that would not be cancelled
+            for future in self._open if self._answering else ():  # of tasks that would not be cancelled
                 _settle(future, partial(future.set_exception, _shut_down()))
             self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -172,12 +173,12 @@ class LoopThread:
 
     def _done(self, task: asyncio.Task[T], future: LoopFuture[T]) -> None:
         self._open.discard(future)
-        if task.cancelled():
-            _settle(future, partial(future.set_exception, _shut_down()))
-        elif (error := task.exception()) is not None:
-            _settle(future, partial(future.set_exception, error))
-        else:
-            _settle(future, partial(future.set_result, task.result()))
+        error = _shut_down() if task.cancelled() else task.exception()
+        if self._answering:
+            answer = (
+                partial(future.set_result, task.result()) if error is None else partial(future.set_exception, error)
+            )
+            _settle(future, answer)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run a coroutine in the loop and wait for it. Whatever interrupts the wait cancels it.
@@ -208,7 +209,14 @@ class LoopThread:
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float, *, wait: bool = True) -> None:
+    def stop(
+        self,
+        last: Callable[[], Coroutine[Any, Any, None]],
+        timeout_s: float,
+        *,
+        wait: bool = True,
+        answer: bool = True,
+    ) -> None:
         """Run `last`, cancel what is left, and end the thread; returns when nothing is left.
 
         Safe to call twice, and from any thread; from the loop thread itself it returns at once. In a forked child it
@@ -218,12 +226,14 @@ class LoopThread:
             last: leaves in order.
             timeout_s: for `last`, seconds; what is not done by then is cancelled.
             wait: False returns at once.
+            answer: False leaves unanswered who waits for a result: at the end of the program these are daemon threads,
+                which would only die of the error, with a traceback for everybody to see.
         """
         if self.forked:
             return
         with self._guard:
             if not self._closing and self._thread.is_alive():
-                self._closing, self._limit_s = True, timeout_s
+                self._closing, self._limit_s, self._answering = True, timeout_s, answer
                 ending = self._end(last, timeout_s)
                 self._loop.call_soon_threadsafe(lambda: self._loop.create_task(ending))
         if self.is_current() or not wait:

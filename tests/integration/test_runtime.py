@@ -1,0 +1,587 @@
+"""The synchronous face: signals, threads, forks, and how it ends."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import ClosedError, LocalError, PeerUnreachable, ShoalError
+from shoal.events import Event, PeerConnected, PeerLost
+from shoal.peer import PeerID
+from shoal.runtime.pool import DaemonPool
+from shoal.runtime.thread import LoopThread
+from tests.integration import scripts
+from tests.integration.workers import LONG_S, Worker, nobody, run_python, until
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGUSR1)
+
+
+def in_thread(work: Callable[[], Any]) -> Any:
+    """Run it in a thread of its own, to the end; returns what it returns, raises what it raises."""
+    found: list[Any] = []
+
+    def run() -> None:
+        try:
+            found.append((work(), None))
+        except BaseException as error:  # noqa: BLE001 (raised in the other thread)
+            found.append((None, error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(LONG_S)
+    ((result, error),) = found
+    if error is not None:
+        raise error
+    return result
+
+
+@contextmanager
+def two_peers(**options: Any) -> Iterator[tuple[shoal.DHT, shoal.DHT]]:
+    """Two peers in this process that know each other."""
+    with shoal.DHT(start=True, **options) as first, shoal.DHT([first.invite()], start=True, **options) as second:
+        yield first, second
+
+
+def averager(dht: shoal.DHT, tensor: torch.Tensor, **options: Any) -> shoal.DecentralizedAverager:
+    """One for a single tensor."""
+    return shoal.DecentralizedAverager([tensor], dht, start=True, **{"prefix": "p", **options})
+
+
+def optimizer(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.Optimizer:
+    """One with Adam, that has statistics."""
+    return shoal.Optimizer(
+        **{
+            "dht": dht,
+            "run_id": "run",
+            "target_batch_size": 16,
+            "batch_size_per_step": 8,
+            "params": model.parameters(),
+            "optimizer": torch.optim.Adam,
+            **options,
+        }
+    )
+
+
+def looking(averager: shoal.DecentralizedAverager) -> bool:
+    """Whether it looks for a group now."""
+    return averager._core().looking
+
+
+def open_files() -> dict[str, str]:
+    """What each descriptor of this process leads to."""
+    found = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the one that lists them
+            found[link.name] = str(link.readlink())
+    return found
+
+
+def in_tmp() -> set[str]:
+    """What shoal has in the directory for temporary files."""
+    return {path.name for path in Path(tempfile.gettempdir()).glob("shoal*")}
+
+
+# ---------------------------------------------------------------------------------------- nothing of the user's changes
+
+
+def test_ctrl_c_stays_the_users() -> None:
+    """Creating every object, stepping and shutting down leaves all signal handlers as they were."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    wakeup = signal.set_wakeup_fd(-1)
+    with shoal.DHT(start=True) as dht, averager(dht, torch.ones(3)) as first, optimizer(dht, torch.nn.Linear(2, 1)):
+        assert {number: signal.getsignal(number) for number in SIGNALS} == before
+        with pytest.raises(shoal.RoundFailed):
+            first.step(timeout=0.2)
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+    assert signal.set_wakeup_fd(wakeup) == -1
+
+
+def test_ctrl_c_interrupts_a_step_that_waits() -> None:
+    """KeyboardInterrupt comes out of step() at once, the search ends, and the next step is possible."""
+    with two_peers() as (first, second):
+        mine, other = torch.zeros(4), torch.ones(4)
+        one, two = averager(first, mine), averager(second, other)
+
+        def interrupt() -> None:
+            until(lambda: looking(one))
+            os.kill(os.getpid(), signal.SIGINT)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            one.step(timeout=LONG_S)
+        thread.join(LONG_S)
+        until(lambda: not looking(one))
+        assert mine.tolist() == [0, 0, 0, 0]
+        coming = two.step(timeout=LONG_S, wait=False)
+        one.step(timeout=LONG_S)
+        coming.result(LONG_S)
+        assert mine.tolist() == other.tolist() == [0.5] * 4
+
+
+def test_creating_an_optimizer_changes_nothing() -> None:
+    """No parameter, no gradient, no statistic, no random state, no default is touched before the first step."""
+    model = torch.nn.Linear(3, 2)
+    inner = torch.optim.Adam(model.parameters(), lr=0.1)
+    parameters = [parameter.detach().clone() for parameter in model.parameters()]
+    states = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), torch.get_default_dtype()
+    with (
+        shoal.DHT(start=True) as dht,
+        optimizer(dht, model, params=None, optimizer=inner),
+        averager(dht, torch.ones(3)),
+    ):
+        assert all(torch.equal(mine, before) for mine, before in zip(model.parameters(), parameters, strict=True))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert not inner.state
+        assert inner.param_groups[0]["lr"] == 0.1
+    after = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), torch.get_default_dtype()
+    assert torch.equal(states[0], after[0])
+    assert states[1:] == after[1:]
+
+
+def test_tensor_work_leaves_the_users_threads_alone() -> None:
+    """Averaging before the program's first own tensor work does not make torch single-threaded for the program."""
+    done = run_python(
+        """
+import shoal, threading, torch
+
+def fresh():
+    thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+    thread.start(), thread.join()
+
+counts = []
+fresh()  # decides nothing for others
+with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], start=True) as second:
+    one = shoal.DecentralizedAverager([torch.ones(9)], first, start=True, prefix="p")
+    two = shoal.DecentralizedAverager([torch.ones(9)], second, start=True, prefix="p")
+    coming = one.step(timeout=60, wait=False)
+    two.step(timeout=60), coming.result(60)
+counts.append(torch.get_num_threads())
+fresh()
+print(*counts)
+""",
+        OMP_NUM_THREADS="3",
+    )
+    assert done.stderr == ""
+    before, main, fresh = map(int, done.stdout.split())
+    if before == 1:
+        pytest.skip("torch uses one thread on this machine")
+    assert (main, fresh) == (before, before)
+
+
+def test_any_thread() -> None:
+    """Objects are made, stepped and shut down in different threads, none of them the main thread."""
+    first = in_thread(lambda: shoal.DHT(start=True))
+    second = in_thread(lambda: shoal.DHT([first.invite()], start=True))
+    tensors = [torch.zeros(4), torch.ones(4)]
+    averagers = [in_thread(partial(averager, *pair)) for pair in zip((first, second), tensors, strict=True)]
+    coming = in_thread(lambda: averagers[0].step(timeout=LONG_S, wait=False))
+    in_thread(lambda: averagers[1].step(timeout=LONG_S))
+    in_thread(lambda: coming.result(LONG_S))
+    assert tensors[0].tolist() == tensors[1].tolist() == [0.5] * 4
+    swarm = in_thread(lambda: optimizer(first, torch.nn.Linear(2, 1)))
+    in_thread(swarm.step)
+    in_thread(swarm.shutdown)
+    in_thread(second.shutdown)
+    in_thread(first.shutdown)
+    assert not first.is_alive()
+
+
+def test_many_threads_and_a_shutdown_among_them() -> None:
+    """Calls from many threads end with a result, or with ClosedError once the DHT is shut down; none hangs."""
+    ends: list[type[BaseException] | None] = []
+    with two_peers() as (first, second):
+        started = threading.Barrier(9)
+
+        def work(number: int) -> None:
+            started.wait(LONG_S)
+            try:
+                while True:
+                    second.store(f"key{number}", number, time.time() + 60)
+                    first.get(f"key{number}", latest=True)
+            except ShoalError as error:
+                ends.append(type(error))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        started.wait(LONG_S)
+        until(lambda: second.get("key0", latest=True))
+        second.shutdown()
+        first.shutdown()
+        for thread in threads:
+            thread.join(LONG_S)
+    assert ends == [ClosedError] * 8
+
+
+# ---------------------------------------------------------------------------------------------------- shoal's own thread
+
+
+def test_waiting_in_the_loop_thread_is_refused() -> None:
+    """`.result()` and blocking calls in shoal's own thread raise LocalError instead of waiting for themselves."""
+    caught: list[BaseException] = []
+    with two_peers() as (first, second), averager(first, torch.ones(2)) as one:
+
+        def attempt(*attempts: Callable[[], object]) -> None:
+            for attempted in attempts:
+                try:
+                    attempted()
+                except ShoalError as error:
+                    caught.append(error)
+
+        def callback(_: object) -> None:
+            attempt(
+                lambda: first.get("key"),
+                lambda: first.get("key", return_future=True).result(),
+                lambda: first.get("key", return_future=True).exception(1.0),
+                one.step,
+                lambda: one.step(wait=False).result(),
+                lambda: optimizer(first, torch.nn.Linear(2, 1)),
+            )
+
+        second.store("key", 1, time.time() + 60)
+        first.get("key", return_future=True).add_done_callback(callback)
+        until(lambda: len(caught) == 6)
+    assert [type(error) for error in caught] == [LocalError] * 6
+
+
+def test_future_can_be_cancelled() -> None:
+    """Cancelling the future of a step gives the step up."""
+    with shoal.DHT(start=True) as dht, averager(dht, torch.ones(2)) as one:
+        coming = one.step(timeout=LONG_S, wait=False)
+        until(lambda: looking(one))
+        assert coming.cancel()
+        until(lambda: not looking(one))
+        with pytest.raises(shoal.RoundFailed):
+            one.step(timeout=0.2)
+
+
+def test_call_that_the_loop_never_answers_has_an_end() -> None:
+    """A subscriber that blocks shoal's thread costs the caller a LocalError that says so, not for ever."""
+    release = threading.Event()
+    thread = LoopThread("blocked")
+
+    async def nothing() -> None:
+        pass
+
+    try:
+        thread.call_soon(lambda: release.wait(LONG_S))
+        with pytest.raises(LocalError, match="block"):
+            thread.run(nothing(), 0.1)
+    finally:
+        release.set()
+        thread.stop(nothing, 1.0)
+    assert not thread.alive
+
+
+def test_held_tensors_are_not_waited_for_in_a_circle() -> None:
+    """Within get_tensors() a second get_tensors() or a blocking step() would wait for itself: refused."""
+    with shoal.DHT(start=True) as dht, averager(dht, torch.ones(2)) as one:
+        with one.get_tensors(), pytest.raises(LocalError, match="get_tensors"):
+            one.get_tensors().__enter__()
+        with one.get_tensors(), pytest.raises(LocalError, match="get_tensors"):
+            one.step(timeout=1)
+        with one.get_tensors() as tensors:  # free again
+            assert len(tensors) == 1
+
+
+def test_tensors_are_free_while_a_step_looks_for_a_group() -> None:
+    """The lock is never held while others are waited for."""
+    with shoal.DHT(start=True) as dht, averager(dht, torch.ones(2)) as one:
+        coming = one.step(timeout=LONG_S, wait=False)
+        until(lambda: looking(one))
+        with one.get_tensors() as tensors:
+            tensors[0].add_(1)
+        assert not coming.done()
+        coming.cancel()
+
+
+def test_shared_state_may_be_read_under_the_lock() -> None:
+    """`get_current_state` is overridden, and uses `get_tensors` as one would anywhere else."""
+
+    class Mine(shoal.DecentralizedAverager):
+        def get_current_state(self) -> Any:
+            with self.get_tensors() as tensors:
+                return {"epoch": 7}, [tensors[0] + 1], None
+
+    with two_peers() as (first, second), Mine([torch.ones(3)], first, start=True, prefix="p"):
+        other = averager(second, torch.zeros(3))
+        found = until(lambda: other.load_state_from_peers(timeout=10))
+    metadata, tensors = found
+    assert metadata == {"epoch": 7}
+    assert tensors[0].tolist() == [2, 2, 2]
+
+
+# ------------------------------------------------------------------------------------------------------------------ ends
+
+
+def test_nothing_is_left_after_shutdown() -> None:
+    """No thread, no descriptor, no file, after a round, a download and a shutdown."""
+    threads, files, temporary = set(threading.enumerate()), open_files(), in_tmp()
+    with two_peers() as (first, second):
+        one, two = averager(first, torch.zeros(1000)), averager(second, torch.ones(1000))
+        coming = one.step(timeout=LONG_S, wait=False)
+        two.step(timeout=LONG_S)
+        coming.result(LONG_S)
+        until(lambda: two.load_state_from_peers(timeout=10))
+        with optimizer(first, torch.nn.Linear(2, 1)) as swarm:
+            swarm.step()
+        assert set(threading.enumerate()) > threads
+    assert set(threading.enumerate()) == threads
+    assert open_files() == files
+    assert in_tmp() <= temporary
+
+
+def test_nothing_is_left_after_a_failed_start() -> None:
+    """A DHT that could not join leaves no thread and no descriptor."""
+    threads, files = set(threading.enumerate()), open_files()
+    with pytest.raises(PeerUnreachable):
+        shoal.DHT([nobody()], start=True, startup_timeout=0.3)
+    assert (set(threading.enumerate()), open_files()) == (threads, files)
+
+
+@pytest.mark.parametrize("victim", ["averager", "dht"])
+def test_shutdown_ends_whoever_waits(victim: str) -> None:
+    """A step that another thread waits for ends with ClosedError when the averager, or its DHT, is shut down."""
+    ended: list[ShoalError] = []
+    with shoal.DHT(start=True) as dht, averager(dht, torch.ones(2)) as one:
+
+        def wait() -> None:
+            try:
+                one.step(timeout=LONG_S)
+            except ShoalError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        until(lambda: looking(one))
+        (one if victim == "averager" else dht).shutdown()
+        thread.join(LONG_S / 3)
+    assert [type(error) for error in ended] == [ClosedError]
+
+
+def test_shutdown_twice_and_from_several_threads() -> None:
+    """Each call returns when all has ended, whoever began it."""
+    dht = shoal.DHT(start=True)
+    threads = [threading.Thread(target=dht.shutdown) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    dht.shutdown()
+    assert not dht.loop_thread._thread.is_alive()
+    for thread in threads:
+        thread.join(LONG_S)
+    dht.shutdown()
+
+
+def test_shutdown_in_the_loop_thread_ends_the_peer() -> None:
+    """An event subscriber may shut the DHT down: it returns at once, and the rest follows."""
+    first, second = shoal.DHT(start=True), shoal.DHT()
+    first.events.subscribe(lambda event: first.shutdown() if isinstance(event, PeerConnected) else None)
+    second._initial_peers = tuple(first.get_visible_maddrs())
+    with second:
+        second.run_in_background(await_ready=False)
+        until(lambda: not first.loop_thread._thread.is_alive())
+    assert not first.is_alive()
+
+
+def test_calls_before_start_and_after_shutdown() -> None:
+    """LocalError before, ClosedError after; neither waits."""
+    dht = shoal.DHT()
+    with pytest.raises(LocalError, match="not started"):
+        dht.get("key")
+    dht.shutdown()
+    dht.run_in_background()
+    one = shoal.DecentralizedAverager([torch.ones(1)], dht, start=False, prefix="p")
+    with pytest.raises(LocalError, match="not started"):
+        one.step()
+    one.run_in_background()
+    swarm = optimizer(dht, torch.nn.Linear(2, 1))
+    for again in (one, dht):
+        with pytest.raises(LocalError, match="only once"):
+            again.run_in_background()
+    dht.shutdown()
+    one.shutdown()
+    with pytest.raises(ClosedError):
+        one.step()
+    for call in (dht.get_visible_maddrs, dht.invite, lambda: dht.get("key"), swarm.step, one.load_state_from_peers):
+        with pytest.raises(ClosedError):
+            call()
+    with pytest.raises(LocalError, match="only once"):
+        dht.run_in_background()
+
+
+def test_dropped_dht_leaves() -> None:
+    """A DHT that nobody holds any more leaves the network, and its thread ends."""
+    lost: list[Event] = []
+    with shoal.DHT(start=True) as other:
+        other.events.subscribe(lambda event: lost.append(event) if isinstance(event, PeerLost) else None)
+        dht = shoal.DHT([other.invite()], start=True)
+        thread = dht.loop_thread._thread
+        del dht
+        gc.collect()
+        until(lambda: not thread.is_alive())
+        until(lambda: lost)
+
+
+EXITS = {
+    "idle": "",
+    "in a search": "future = one.step(timeout=300, wait=False)",
+    "in a thread": "threading.Thread(target=one.step, daemon=True).start()",
+    "one of two shut down": "other.shutdown()",
+    "in a round": (
+        "two = shoal.DecentralizedAverager([torch.ones(4_000_000)], other, start=True, prefix='p')\n"
+        "formed = threading.Event()\n"
+        "dht.events.subscribe(lambda event: formed.set() if type(event).__name__ == 'GroupFormed' else None)\n"
+        "futures = [one.step(wait=False), two.step(wait=False)]\n"
+        "formed.wait(60)"
+    ),
+}
+
+
+@pytest.mark.parametrize("what", EXITS)
+def test_exit_without_shutdown(what: str) -> None:
+    """A program that just ends: no hang, no word on stderr, and the other peers hear a farewell."""
+    lost: list[PeerLost] = []
+    with shoal.DHT(start=True) as meeting:
+        meeting.events.subscribe(lambda event: lost.append(event) if isinstance(event, PeerLost) else None)
+        done = run_python(
+            "import shoal, threading, torch\n"
+            f"dht = shoal.DHT([{str(meeting.invite())!r}], start=True)\n"
+            f"other = shoal.DHT([{str(meeting.invite())!r}], start=True)\n"
+            "one = shoal.DecentralizedAverager([torch.ones(4_000_000)], dht, start=True, prefix='p')\n"
+            f"{EXITS[what]}\nprint('end')"
+        )
+        assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+        until(lambda: len(lost) == 2)
+    assert {event.reason for event in lost} == {"the peer left"}
+
+
+# ----------------------------------------------------------------------------------------------------------------- forks
+
+
+def test_forked_child_is_refused(tmp_path: Path) -> None:
+    """In a forked child every call raises ClosedError, exit is quiet, and the parent's peer does not notice."""
+    told = tmp_path / "told"
+    with two_peers() as (first, second), averager(first, torch.ones(2)) as one:
+        swarm = optimizer(first, torch.nn.Linear(2, 1))
+        coming = first.get("key", return_future=True)
+        coming.result(LONG_S)
+        calls: list[Callable[[], object]] = [
+            lambda: first.get("key"),
+            lambda: first.store("key", 1, time.time() + 60),
+            first.get_visible_maddrs,
+            one.step,
+            lambda: one.step(wait=False),
+            lambda: one.get_tensors().__enter__(),
+            one.load_state_from_peers,
+            swarm.step,
+            lambda: averager(first, torch.ones(1)),
+            lambda: optimizer(first, torch.nn.Linear(2, 1)),
+        ]
+        with one.get_tensors():  # also when a lock was held at the fork
+            child = os.fork()
+        if child == 0:  # no assert in here: pytest must not go on in the child
+            try:
+                ends = []
+                for call in calls:
+                    try:
+                        ends.append(str(call()))
+                    except ClosedError:
+                        ends.append("ClosedError")
+                    except BaseException as error:  # noqa: BLE001 (told to the parent)
+                        ends.append(repr(error))
+                ends.append(str(first.is_alive()))
+                first.shutdown()
+                one.shutdown()
+                swarm.shutdown()
+                told.write_text("\n".join(ends))
+            finally:
+                os._exit(0)
+        until(lambda: os.waitpid(child, os.WNOHANG) != (0, 0))
+        assert told.read_text().splitlines() == ["ClosedError"] * len(calls) + ["False"]
+        assert second.store("after", 1, time.time() + 60)
+        found = first.get("after", latest=True)
+        assert found is not None
+        assert found.value == 1
+
+
+def test_forked_data_loader_workers_do_not_keep_a_dead_peer_alive() -> None:
+    """SIGKILL for a peer with two forked DataLoader workers: its connections close at once, while the workers live."""
+    lost: list[PeerLost] = []
+    with shoal.DHT(start=True) as meeting, Worker() as worker:
+        meeting.events.subscribe(lambda event: lost.append(event) if isinstance(event, PeerLost) else None)
+        worker.start(
+            "load_with_forked_workers", initial_peers=[str(address) for address in meeting.get_visible_maddrs()]
+        )
+        peer = PeerID.parse(worker.expect("joined")[0])
+        children = worker.expect("workers")
+        for child in children:
+            os.kill(child, signal.SIGSTOP)  # they would notice the death of their parent, in a while
+        try:
+            worker.signal(signal.SIGKILL)
+            until(lambda: lost)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    assert lost[0].peer == peer
+    assert "silent" not in lost[0].reason
+
+
+def test_spawned_process_can_be_a_peer() -> None:
+    """The start method spawn of multiprocessing works: the child makes its own DHT and averages with the parent."""
+    with shoal.DHT(start=True) as dht, averager(dht, torch.zeros(4), prefix="spawned") as one:
+        context = multiprocessing.get_context("spawn")
+        child = context.Process(target=scripts.average_once, args=(str(dht.invite()), "spawned"))
+        child.start()
+        one.step(timeout=LONG_S)
+        with one.get_tensors() as tensors:
+            assert tensors[0].tolist() == [0.5] * 4
+        child.join(LONG_S)
+        assert child.exitcode == 0
+        child.close()
+
+
+# ------------------------------------------------------------------------------------------------------------------ pool
+
+
+def test_pool_runs_reports_and_ends() -> None:
+    """Results, errors, cancelled work; more work than threads; nothing after shutdown, and no thread."""
+    pool = DaemonPool(2, "test-pool")
+    assert [future.result(LONG_S) for future in [pool.submit(pow, 2, n) for n in range(20)]] == [
+        2**n for n in range(20)
+    ]
+    with pytest.raises(ZeroDivisionError):
+        pool.submit(lambda: 1 // 0).result(LONG_S)
+    busy, release = [threading.Event(), threading.Event()], threading.Event()
+
+    def block(number: int) -> int:
+        busy[number].set()
+        release.wait(LONG_S)
+        return number
+
+    blocked = [pool.submit(block, number) for number in range(2)]
+    assert all(event.wait(LONG_S) for event in busy), "two at the same time"
+    waiting = pool.submit(block, 0)
+    pool.shutdown(wait=False, cancel_futures=True)
+    assert waiting.cancelled()
+    release.set()
+    assert [future.result(LONG_S) for future in blocked] == [0, 1]
+    pool.shutdown()
+    assert not any(thread.name.startswith("test-pool") for thread in threading.enumerate())
+    with pytest.raises(RuntimeError):
+        pool.submit(int)

@@ -18,9 +18,7 @@ RUN, EPOCHS, BATCH, CONTEXT = "plain-loop", int(os.environ.get("EPOCHS", "1000")
 
 text = torch.tensor(list("\n".join(topics.values()).encode()))
 torch.manual_seed(0)
-model = nn.Sequential(
-    nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256)
-)
+model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(32 * CONTEXT, 128), nn.GELU(), nn.Linear(128, 256))
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 torch.seed()  # each peer draws other batches
 
@@ -49,7 +47,9 @@ def main():
         if swarm.local_epoch >= shown:
             print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
             shown = swarm.local_epoch + EPOCHS // 20
-    weights = hashlib.sha256(b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters()))
+    weights = hashlib.sha256(
+        b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters())
+    )
     print(f"loss {loss.item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
     dht.shutdown()
 

@@ -39,7 +39,7 @@ class PeerCore:
     _rounds: RoundTable | None = field(default=None, init=False)
 
     @classmethod
-    async def start(
+    async def start(  # noqa: PLR0913 (the last six by name)
         cls,
         identity: Identity,
         transport: Transport,

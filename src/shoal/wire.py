@@ -298,9 +298,11 @@ class JoinAccepted(Message, frozen=True):
 
 
 class JoinRefused(Message, frozen=True):
-    """You are not in; `text` names why. Codes: `full`, `replaced` (you have asked again): you may ask again in a while;
-    `not-looking`, `started`: too late; `too-few`, `no-reducer`: the leader gave up; `later`: you are earlier than I, and
-    I ask you; `schema`, `settings`: we can never be in one group.
+    """You are not in; `text` names why.
+
+    Codes: `full`, `replaced` (you have asked again): you may ask again in a while; `not-looking`, `started`: too late;
+    `too-few`, `no-reducer`: the leader gave up; `later`: you are earlier than I, and I ask you; `schema`, `settings`:
+    we can never be in one group.
     """
 
     code: str

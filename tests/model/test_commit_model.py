@@ -18,7 +18,7 @@ OWNERS = [(1, 2), (1, 1), (0, 1)]
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_model_keeps_agreement_and_always_ends(owner: tuple[int, int]) -> None:
-    """No order of messages, two crashes and any suspicions breaks agreement or leaves a living member without the average."""
+    """No order of messages, crashes and suspicions breaks agreement, or leaves a living member without the average."""
     assert commit_model.explore(owner, crashes=2) > 5_000
 
 
@@ -40,7 +40,7 @@ def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(monkeypatc
 
 
 def test_model_finds_a_decider_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the decider commits what one other member holds, that member's crash takes the average with it: it is found."""
+    """If the decider commits what one other member holds, that member's crash can take the average with it."""
     decider_steps = commit_model._decider_steps
 
     def hasty(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:

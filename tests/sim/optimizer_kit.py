@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal import sim
 from shoal.averager import TensorLock
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Collaboration, CollaborationSettings, TrainingState
 from shoal.optim.collaboration import Phase
-from shoal import sim
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
@@ -25,7 +25,10 @@ FEATURES = 6
 def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
     """Parameters of a small network, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    weights = [torch.randn(FEATURES, 8, generator=generator, dtype=torch.float64), torch.randn(8, 1, generator=generator, dtype=torch.float64)]
+    weights = [
+        torch.randn(FEATURES, 8, generator=generator, dtype=torch.float64),
+        torch.randn(8, 1, generator=generator, dtype=torch.float64),
+    ]
     return [torch.nn.Parameter(weight.to(dtype) * 0.3) for weight in weights]
 
 
@@ -37,12 +40,18 @@ def batch(peer: int, number: int, size: int, dtype: torch.dtype) -> tuple[torch.
     return inputs.to(dtype), targets.to(dtype)
 
 
+def gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The `.grad` that `backward` has set."""
+    assert parameter.grad is not None
+    return parameter.grad
+
+
 def backward(parameters: list[torch.Tensor], peer: int, number: int, size: int) -> float:
     """Set `.grad` of the parameters to the gradient of one batch; returns the loss."""
     inputs, targets = batch(peer, number, size, parameters[0].dtype)
     loss = ((inputs @ parameters[0]).tanh() @ parameters[1] - targets).square().mean()
-    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
-        parameter.grad = gradient
+    for parameter, slope in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = slope
     return float(loss.detach())
 
 
@@ -56,7 +65,7 @@ def reference(peers: int, epochs: int, batches: int, size: int, dtype: torch.dty
             for number in range(batches):
                 backward(parameters, peer, epoch * batches + number, size)
                 for total, parameter in zip(sums, parameters, strict=True):
-                    total += parameter.grad
+                    total += gradient(parameter)
         for total, parameter in zip(sums, parameters, strict=True):
             parameter.grad = total / (peers * batches)
         optimizer.step()
@@ -179,8 +188,6 @@ class Run:
         first = self.swarm.peer(names[0])
         return all(
             self.swarm.peer(name).collaboration.state == first.collaboration.state
-            and all(
-                torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True)
-            )
+            and all(torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True))
             for name in names
         )

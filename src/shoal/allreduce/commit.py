@@ -4,14 +4,15 @@ Every part of the vector has an *owner*, who averages it, and an *attempt* numbe
 when the group begins and never replaced.
 
 - A member keeps the newest attempt of each part and tells the decider what it holds (`Report`).
-- When the decider leaves a member out, the parts that this member owned get another owner: somebody who holds the average
-  already (same attempt), or else somebody who averages the part again (next attempt; older bytes are void).
+- When the decider leaves a member out, the parts that this member owned get another owner: somebody who holds the
+  average already (same attempt), or else somebody who averages the part again (next attempt; older bytes are void).
 - When every member that is not left out holds the current attempt of every part, the decider says `Commit`, which names
   the digest of each part. A member succeeds when it has a commit and holds exactly these digests.
 
 **Agreement**: two members that succeed hold the same averages, however messages, crashes and (wrong) suspicions fall.
-There is one decider, it commits once, and a digest names its bytes. **Not promised**: that all survivors learn the verdict.
-`docs/decisions/0001-commit-and-fork-rules.md` has the argument; `tests/model` visits every state for three peers.
+There is one decider, it commits once, and a digest names its bytes. **Not promised**: that all survivors learn the
+verdict. `docs/decisions/0001-commit-and-fork-rules.md` has the argument; `tests/model` visits every state for three
+peers.
 """
 
 from __future__ import annotations
@@ -157,8 +158,10 @@ class MemberRules:
 
 
 class DeciderRules:
-    """What the decider knows and decides. It is also a member, and hears of itself through `reported` like of others;
-    what it would tell itself comes back as a `Send` to its own index.
+    """What the decider knows and decides.
+
+    It is also a member, and hears of itself through `reported` as of others; what it would tell itself comes back as a
+    `Send` to its own index.
 
     Args:
         round_id: of the round.

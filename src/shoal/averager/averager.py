@@ -1,7 +1,8 @@
 """The averager's async core: look for a group, average with it, commit; again after a failure, until the deadline.
 
-Runs in one event loop (`shoal.runtime` gives it a thread, `shoal.sim` virtual time). The lock of the averaged tensors is
-held to copy in and to apply, never while anything is waited for on the network. A failed round leaves them as they were.
+Runs in one event loop (`shoal.runtime` gives it a thread, `shoal.sim` virtual time). The lock of the averaged tensors
+is held to copy in and to apply, never while anything is waited for on the network. A failed round leaves them as they
+were.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _LOCK_PAUSE_S = (0.0005, 0.01)
 class Lock(Protocol):
     """A lock that other threads may hold: `threading.Lock` has this shape."""
 
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+    def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool:
         """Take it; False if it could not be taken."""
         ...
 

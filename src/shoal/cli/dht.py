@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dht"]
 
+
 @click.command(short_help="Run a bootstrap peer; prints one invite.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 lets other machines in.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.runtime.dht import DHT
     from shoal.wire import Progress
 
-__all__ = ["RunStatus", "read_run", "status", "table_of"]
+__all__ = ["RunStatus", "read_run", "status", "summary_of", "table_of"]
 
 EXIT_NOT_FOUND = 3
 _ANSWER_S = 2.0
@@ -134,7 +134,7 @@ def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) ->
 
         console = Console(highlight=False)
         console.print(table_of(found))
-        console.print(_summary(found), markup=False)
+        console.print(summary_of(found), markup=False)
     return 0
 
 
@@ -220,7 +220,8 @@ def _reached_by(found: RunStatus, peer: Progress) -> str:
     return f"{host}:{address.port}{silent}"
 
 
-def _summary(found: RunStatus) -> str:
+def summary_of(found: RunStatus) -> str:
+    """The whole run in a sentence."""
     peers, behind = len(found.peers), len(found.peers) - len(found.together)
     text = f"\nrun {found.run_id!r}: {peers} {'peer' if peers == 1 else 'peers'} at epoch {found.best.epoch}"
     if behind:

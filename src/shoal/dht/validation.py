@@ -78,7 +78,7 @@ def encode_value(value: object) -> bytes:
     return data
 
 
-def decode_value(data: bytes) -> Any:  # noqa: ANN401 (whatever was stored)
+def decode_value(data: bytes) -> Any:
     """The value of a record.
 
     Raises:

@@ -31,6 +31,8 @@ from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused
 
 __all__ = ["Outbound"]
 
+_CODE_CHARACTERS = 64
+
 
 class Farewell(Protocol):
     """Ends a stream in order, in the background; `leave` says `Leave` first."""
@@ -92,7 +94,7 @@ class Outbound:
         """The event that ends an ask, and whether the stream is kept."""
         match answer:
             case JoinRefused(code, text):
-                return AskRefused(peer, code, text), False
+                return AskRefused(peer, code[:_CODE_CHARACTERS], text), False
             case JoinRedirected(leader):
                 return AskRedirected(peer, leader), False
             case Begin():
@@ -113,7 +115,7 @@ class Outbound:
                 answer = await _receive(stream)
             match answer:
                 case JoinRefused(code, text):
-                    event = Nudged(peer, code, text)
+                    event = Nudged(peer, code[:_CODE_CHARACTERS], text)
                 case JoinRedirected(leader):
                     event = Nudged(peer, "redirected", leader=leader)
         except PeerRefused:

@@ -12,11 +12,12 @@ BEHIND        somebody has a better state (a later epoch, or the winner of a for
 ============  ====================================================================  ==================================
 
 Only the trainer changes parameters, between its batches. A round takes what was accumulated when the group begins, also
-from a trainer that is in the middle of a batch: nobody waits for the slowest batch. After a failed round the accumulators
-stay and it is tried again: a synchronous run never steps on local gradients while others are at the same state.
+from a trainer that is in the middle of a batch: nobody waits for the slowest batch. After a failed round the
+accumulators stay and it is tried again: a synchronous run never steps on local gradients while others are at the same
+state.
 
-A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's digest,
-so gradients of different states are never averaged, and equal digests mean equal histories.
+A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's
+digest, so gradients of different states are never averaged, and equal digests mean equal histories.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class StateName(NamedTuple):
     Attributes:
         epoch: swarm steps that went into them.
         digest: names their history.
-        samples: that went into them; and one for each averaging of states, so that the averaged state is the better one.
+        samples: that went into them; and one for each averaging of states, so that the averaged state is the better
+            one.
     """
 
     epoch: int
@@ -150,6 +152,7 @@ class Collaboration:
         self._news = asyncio.Event()
         self._moved = asyncio.Event()
         self._first_look = asyncio.Event()
+        self._renamed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._tell_at = float("-inf")
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
@@ -240,6 +243,7 @@ class Collaboration:
         """Tell everybody that the run ends when it reaches this epoch. The earliest announcement holds."""
         if self.end_epoch is None or epoch < self.end_epoch:
             self.end_epoch = epoch
+            self._renamed.set()
             self.accumulated()
 
     def accumulated(self) -> None:
@@ -274,8 +278,11 @@ class Collaboration:
                 expiration = clock.time() + self.settings.ttl_s
                 await self.core.node.store(self._key, encode(self.mine()), expiration, self.core.peer_id.raw)
             until = self._now() + self.settings.publish_period_s
-            while self._now() < until and state == (self.state, self.end_epoch):
-                await asyncio.sleep(min(0.25, self.settings.publish_period_s))
+            while (left_s := until - self._now()) > 0 and state == (self.state, self.end_epoch):
+                self._renamed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._renamed.wait()
 
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT."""
@@ -295,8 +302,8 @@ class Collaboration:
     def _tell(self, view: SwarmView, *, now: bool = False) -> None:
         """Tell the peers of the run directly where we stand: the DHT is too slow for the end of an epoch.
 
-        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s` of
-        the last message wait for its end, unless `now`.
+        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
+        of the last message wait for its end, unless `now`.
         """
         loop = asyncio.get_running_loop()
         if not now and loop.time() < self._tell_at:
@@ -400,7 +407,7 @@ class Collaboration:
         expected: Callable[[], frozenset[PeerID]],
         **options: Any,
     ) -> StepResult | None:
-        """One round with the peers at our state. None if it failed, or if it became hopeless before there was a group."""
+        """One round with the peers at our state; None if it failed, or became hopeless before there was a group."""
         loop, settings = asyncio.get_running_loop(), self.settings.averager
         averager.group_tag = f"@{self.state.epoch}-{self.state.digest.hex()[:16]}"
         step = averager.step(
@@ -450,7 +457,7 @@ class Collaboration:
     # ----------------------------------------------------------------------------------------------- the trainer's turn
 
     async def turn(self, timeout_s: float) -> Phase:
-        """Wait while a round goes on (trainer). Returns what is to be done: anything but AVERAGING, unless time ran out."""
+        """Wait while a round goes on, and say what is to be done: not AVERAGING, unless time ran out (trainer)."""
         await self._first_look.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -493,11 +500,12 @@ class Collaboration:
         """The state has another name: donors offer the new one, the others are told now."""
         self._states.changed()
         self._states.state_priority = float(self.state.epoch)
+        self._renamed.set()
         self._tell(self.view(), now=True)
         self._news.set()
 
     async def _average_state(self) -> None:
-        """Average the parameters with all who took part in the last step. Who misses it has a worse state afterwards."""
+        """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards."""
 
         def companions() -> frozenset[PeerID]:
             members = self.last_round.outcome.members if self.last_round is not None else ()
@@ -565,7 +573,7 @@ class Collaboration:
         return True
 
     def _accept(self, manifest: Manifest) -> str | None:
-        """Why this state cannot be ours. The optimizer's tensors may be more or fewer than ours: it may not have begun."""
+        """Why this state cannot be ours. Of the optimizer's tensors there may be more than here, or none yet."""
         own = self.training.describe()
         offered = manifest.tensors
         for index, tensor in enumerate(own):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -27,9 +27,10 @@ class Optimizer(torch.optim.Optimizer):
     """Trains one model together with all peers of the same `run_id`.
 
     Call `step` after each backward pass, as with any optimizer. Gradients are accumulated; when the swarm has
-    `target_batch_size` samples together, all peers average them, and each takes the same step (an *epoch* of the swarm).
-    The learning-rate schedule follows these epochs. A peer that comes late, or missed a step, downloads the state of the
-    others inside `step`. Synchronous mode: no peer ever steps on its own gradients while others are at the same state.
+    `target_batch_size` samples together, all peers average them, and each takes the same step (an *epoch* of the
+    swarm). The learning-rate schedule follows these epochs. A peer that comes late, or missed a step, downloads the
+    state of the others inside `step`. Synchronous mode: no peer ever steps on its own gradients while others are at
+    the same state.
 
     Creating it changes no parameter and no optimizer state, and works before or after the model is moved to a device
     (not with a parameter replaced later).
@@ -62,7 +63,7 @@ class Optimizer(torch.optim.Optimizer):
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
         self,
         *,
         dht: DHT,
@@ -180,9 +181,7 @@ class Optimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------------ step
 
-    def step(
-        self, closure: Callable[[], Any] | None = None, batch_size: int | None = None
-    ) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, batch_size: int | None = None) -> Any:
         """Accumulate the gradients in `.grad`; take the swarm's step when it is time.
 
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
@@ -233,7 +232,9 @@ class Optimizer(torch.optim.Optimizer):
                 self.dht.events.emit(Warned(where="optimizer", message=str(error)))
 
     def load_state_from_peers(self, timeout: float | None = None) -> bool:
-        """Download the swarm's state if it is better than this peer's: parameters, optimizer statistics, epoch, schedule.
+        """Download the swarm's state if it is better than this peer's.
+
+        That is parameters, extra tensors, optimizer statistics, epoch and schedule: all of it, or nothing.
 
         Args:
             timeout: seconds; default `load_state_timeout`.
@@ -247,7 +248,7 @@ class Optimizer(torch.optim.Optimizer):
         timeout_s = self.load_state_timeout if timeout is None else timeout
         return self._run(self._collaboration.download(timeout_s), timeout_s)
 
-    # ------------------------------------------------------------------------------------------------- torch's interface
+    # ------------------------------------------------------------------------------------------- torch's interface
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict."""
@@ -276,7 +277,7 @@ class Optimizer(torch.optim.Optimizer):
             self._run(self._collaboration.close(), self._shutdown_timeout)
         self._closed = True
 
-    def __enter__(self) -> Optimizer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

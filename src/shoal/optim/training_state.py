@@ -1,8 +1,8 @@
 """What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
 
-No network here. Gradients are summed, weighted by samples, into `accumulators`; what is averaged with the swarm is their
-mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no parameter
-and no optimizer state.
+No network here. Gradients are summed, weighted by samples, into `accumulators`; what is averaged with the swarm is
+their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no
+parameter and no optimizer state.
 
 The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
 optimizer, and plain values for the rest.
@@ -79,7 +79,7 @@ class TrainingState:
         if pairs:
             with torch.no_grad():
                 accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
-                torch._foreach_add_(accumulators, gradients, alpha=float(batch_size))  # noqa: SLF001 (no public name)
+                torch._foreach_add_(accumulators, gradients, alpha=float(batch_size))
         self.samples += batch_size
         return True
 
@@ -90,7 +90,7 @@ class TrainingState:
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
         with torch.no_grad():
-            torch._foreach_mul_(self.accumulators, 1.0 / max(1, self.samples))  # noqa: SLF001
+            torch._foreach_mul_(self.accumulators, 1.0 / max(1, self.samples))
         self.use_accumulators()
 
     def use_accumulators(self) -> None:
@@ -100,7 +100,7 @@ class TrainingState:
     def discard(self) -> None:
         """Forget what was accumulated."""
         with torch.no_grad():
-            torch._foreach_zero_(self.accumulators)  # noqa: SLF001
+            torch._foreach_zero_(self.accumulators)
         self.samples, self._has_average = 0, False
 
     def step(self) -> None:
@@ -142,7 +142,7 @@ class TrainingState:
         return digest.digest()
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """Everything another peer needs: plain values, and tensors (by reference: hold the lock while they are read)."""
+        """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
         tensors = [parameter.detach() for parameter in self.parameters]
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = _take_out(self.optimizer.state_dict(), tensors)

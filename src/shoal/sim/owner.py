@@ -91,7 +91,7 @@ class Task(asyncio.Task[T]):
     __slots__ = ("owner", "serial")
     _log_destroy_pending: bool
 
-    def __init__(self, serial: int, owner: Owner | None, coro: _Coro[T], **kwargs: Any) -> None:  # noqa: ANN401 (Task's own)
+    def __init__(self, serial: int, owner: Owner | None, coro: _Coro[T], **kwargs: Any) -> None:
         self.serial, self.owner = serial, owner  # first: the base class already puts the task into a set
         super().__init__(coro, **kwargs)
 

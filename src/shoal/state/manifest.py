@@ -255,7 +255,7 @@ def _no_extensions(code: int, _data: memoryview) -> NoReturn:
 _metadata_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
 
 
-def _decode_metadata(data: bytes) -> Any:  # noqa: ANN401 (whatever plain values the donor put there)
+def _decode_metadata(data: bytes) -> Any:
     return _metadata_decoder.decode(data)
 
 

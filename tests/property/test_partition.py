@@ -1,0 +1,97 @@
+"""For any tensors, slices and part sizes: the parts cover the vector exactly once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.allreduce.partition import Layout, TensorSpec, first_difference
+from shoal.errors import ConfigError
+
+_KINDS = [("float32", "none", 4), ("float64", "none", 8), ("bfloat16", "none", 2), ("float32", "float16", 2)]
+_BYTES = {(dtype, codec): nbytes for dtype, codec, nbytes in _KINDS}
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+specs = st.lists(
+    st.tuples(shapes, st.sampled_from(_KINDS)).map(lambda pair: TensorSpec(pair[0], pair[1][0], pair[1][1])),
+    min_size=1,
+    max_size=12,
+).filter(lambda found: sum(each.numel for each in found) > 0)
+
+
+def make(found: list[TensorSpec]) -> Layout:
+    """The layout of these."""
+    return Layout(found, lambda spec: _BYTES[spec.dtype, spec.codec])
+
+
+@st.composite
+def slicings(draw: st.DrawFn, numel: int) -> list[int]:
+    """Sizes of slices that cover `numel`; some are empty."""
+    borders = sorted(draw(st.lists(st.integers(0, numel), max_size=8)))
+    return [b - a for a, b in pairwise([0, *borders, numel])]
+
+
+@given(st.data(), specs, st.sampled_from([1024, 1025, 1031, 4096, 65536, 8 << 20]))
+def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[TensorSpec], part_bytes: int) -> None:
+    """In order, numbered, within one run and one slice, none empty, none too large, all of a piece nearly equal."""
+    layout = make(found)
+    slices = data.draw(slicings(layout.numel))
+    parts = layout.parts(slices, part_bytes)
+    assert [part.number for part in parts] == list(range(len(parts)))
+    assert parts[0].start == 0
+    assert parts[-1].stop == layout.numel
+    borders = [sum(slices[:i]) for i in range(len(slices) + 1)]
+    for part in parts:
+        run = layout.runs[part.run]
+        assert 0 < part.numel * run.element_bytes <= part_bytes
+        assert run.start <= part.start < part.stop <= run.stop
+        assert borders[part.owner] <= part.start < part.stop <= borders[part.owner + 1]
+    for before, after in pairwise(parts):
+        assert before.stop == after.start
+        if (before.owner, before.run) == (after.owner, after.run):
+            assert abs(before.numel - after.numel) <= 1
+    owned = [sum(part.numel for part in parts if part.owner == owner) for owner in range(len(slices))]
+    assert owned == slices
+
+
+@given(specs)
+def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
+    """Neighbouring runs differ in kind; every tensor lies in one run of its own kind."""
+    layout = make(found)
+    assert layout.numel == sum(spec.numel for spec in found)
+    assert [run.start for run in layout.runs] == [0, *(run.stop for run in layout.runs[:-1])]
+    assert layout.runs[-1].stop == layout.numel
+    for before, after in pairwise(layout.runs):
+        assert (before.dtype, before.codec) != (after.dtype, after.codec)
+    for spec, start, stop in zip(found, layout.offsets, layout.offsets[1:], strict=False):
+        if start < stop:
+            [run] = [run for run in layout.runs if run.start <= start and stop <= run.stop]
+            assert (run.dtype, run.codec, run.element_bytes) == (spec.dtype, spec.codec, _BYTES[run.dtype, run.codec])
+
+
+@given(specs, specs)
+def test_a_difference_is_found_if_there_is_one(mine: list[TensorSpec], theirs: list[TensorSpec]) -> None:
+    """None exactly for equal tensors; the sentence names the first position that differs."""
+    ours, others = make(mine).schema, make(theirs).schema
+    text = first_difference(ours, others)
+    assert (text is None) == (mine == theirs)
+    first = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
+    if first is not None:
+        assert text is not None
+        assert text.startswith(f"tensor {first} has ")
+    elif text is not None:
+        assert text.startswith(f"there are {len(mine)} tensors here and {len(theirs)}")
+
+
+@given(specs, st.lists(st.integers(-50, 5000), max_size=6), st.integers(-(2**70), 2**70))
+def test_any_plan_is_cut_or_refused(found: list[TensorSpec], slices: list[int], part_bytes: int) -> None:
+    """What a leader sends: parts that cover, or a `ConfigError`."""
+    layout = make(found)
+    if min(slices, default=0) < 0 or sum(slices) != layout.numel or not 1 << 10 <= part_bytes <= 8 << 20:
+        with pytest.raises(ConfigError):
+            layout.parts(slices, part_bytes)
+    else:
+        assert sum(part.numel for part in layout.parts(slices, part_bytes)) == layout.numel

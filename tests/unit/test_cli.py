@@ -1,0 +1,244 @@
+"""The command line without a network: help, options, keys, how errors end, what `status` shows."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+import shoal.demo
+from shoal.cli import main
+from shoal.cli.status import RunStatus, summary_of, table_of
+from shoal.errors import PeerUnreachable
+from shoal.identity import Identity
+from shoal.peer import Address, Invite, PeerID
+from shoal.wire import Contact, Progress
+
+HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "rich", "torch"}
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), out, err
+
+
+@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "key", "key new"])
+def test_help_imports_nothing_that_takes_time(command: str) -> None:
+    """`--help` answers without torch, and without what the network needs."""
+    code = "import sys, shoal.cli\ntry: shoal.cli.main(sys.argv[1:])\nfinally: sys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split(), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.startswith(f"Usage: shoal {command}".rstrip())
+    loaded = set(done.stderr.split())
+    assert "shoal.cli.app" in loaded
+    assert not HEAVY & loaded
+
+
+def test_help_names_the_subcommands_in_full(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with a line that is not cut off."""
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    listed = out.split("Commands:\n")[1].splitlines()
+    assert [line.split()[0] for line in listed] == ["demo", "dht", "key", "status"]
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the package says."""
+    assert run(capsys, "--version") == (0, f"shoal, version {shoal.__version__}\n", "")
+
+
+def test_key_new_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The file is for its owner alone, both commands print its peer id, and it is never overwritten."""
+    path = tmp_path / "peer.key"
+    code, made, _ = run(capsys, "key", "new", str(path))
+    assert code == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert str(Identity.load(path).peer_id) == made.strip()
+    assert run(capsys, "key", "show", str(path)) == (0, made, "")
+    before = path.read_bytes()
+    code, out, err = run(capsys, "key", "new", str(path))
+    assert (code, out) == (2, "")
+    assert "exists" in err
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("mode", "text", "said"),
+    [(0o644, None, "chmod 600"), (0o600, "nonsense", "not a key file"), (None, None, "key new")],
+)
+def test_key_that_cannot_be_shown(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mode: int | None, text: str | None, said: str
+) -> None:
+    """Readable for others, no key, not there: one line, code 2."""
+    path = tmp_path / "peer.key"
+    if mode is not None:
+        Identity.create(path)
+        if text is not None:
+            path.write_text(text)
+        path.chmod(mode)
+    code, out, err = run(capsys, "key", "show", str(path))
+    assert (code, out) == (2, "")
+    assert said in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nonsense"], "nonsense"),
+        (["dht", "--port", "70000"], "--port"),
+        (["dht", "--host", "a/b"], "'a/b' is not a host"),
+        (["dht", "--announce", "host:port"], "--announce"),
+        (["dht", "--join", "nonsense"], "not an address"),
+        (["dht", "--join", "shoal:nonsense"], "invite"),
+        (["status"], "INVITE"),
+        (["status", "shoal:nonsense"], "invite"),
+        (["status", "/ip4/127.0.0.1/tcp/1"], "--run"),
+        (["status", "nonsense", "--run", "x"], "not an address"),
+        (["demo", "--peers", "1"], "peers=1"),
+        (["demo", "--seconds", "0"], "seconds=0"),
+    ],
+)
+def test_wrong_options_end_with_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+    """And say which."""
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert said in err
+    assert "Traceback" not in err
+
+
+def test_invite_without_a_run_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is dialed before that."""
+    invite = Invite((Address("127.0.0.1", 9, PeerID(b"p" * 32)),))
+    code, _, err = run(capsys, "status", str(invite))
+    assert (code, err) == (2, "shoal: this invite names no run: say which one with --run\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (PeerUnreachable("nobody\nanswered"), 1, "shoal: nobody answered\n"),
+        (shoal.ConfigError("wrong"), 2, "shoal: wrong\n"),
+        (KeyboardInterrupt(), 130, "\n"),
+    ],
+)
+def test_errors_end_with_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, said: str
+) -> None:
+    """Whatever subcommand raises them."""
+
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(shoal.demo, "run_demo", fail)
+    assert run(capsys, "demo", "--no-report") == (code, "", said)
+
+
+def test_demo_is_given_the_options(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of them arrive, the defaults are the demo's own, and its exit code is ours."""
+    given: list[Any] = []
+
+    def run_demo(options: object) -> int:
+        given.append(options)
+        return 7
+
+    monkeypatch.setattr(shoal.demo, "run_demo", run_demo)
+    record, report = tmp_path / "run.json", tmp_path / "report"
+    told = ["--headless", "--seconds", "9.5", "--seed", "3", "--peers", "5", "--json", str(record)]
+    assert run(capsys, "demo", *told, "--report", str(report))[0] == 7
+    assert run(capsys, "demo")[0] == 7
+    assert run(capsys, "demo", "--no-report")[0] == 7
+    options = shoal.demo.DemoOptions
+    assert given == [
+        options(headless=True, seconds=9.5, seed=3, peers=5, json=record, report=report),
+        options(),
+        options(report=None),
+    ]
+
+
+def progress(name: bytes, **changes: Any) -> Progress:
+    """What the peer of this name says."""
+    peer = PeerID(name * 32)
+    said: dict[str, Any] = {
+        "contact": Contact(peer, (Address("10.0.0.1", 4000, peer),)),
+        "epoch": 12,
+        "digest": b"d" * 32,
+        "branch_samples": 3000,
+        "samples": 60,
+        "rate": 30.0,
+        "time": 1.0,
+        "settings": {"target_batch_size": "256"},
+    }
+    return Progress(**{**said, **changes})
+
+
+def shown(found: RunStatus) -> str:
+    """What a user sees, without colours."""
+    console = Console(width=100, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(table_of(found))
+        console.print(summary_of(found), markup=False)
+    return captured.get()
+
+
+def test_status_shows_peers_and_totals() -> None:
+    """Shares of the samples, who is elsewhere, who only dials, who does not answer."""
+    fast, slow = progress(b"a", rate=60.0), progress(b"b", samples=20, rate=30.0)
+    client = progress(b"c", rate=float("nan"), contact=Contact(PeerID(b"c" * 32)), end_epoch=40)
+    late = progress(b"d", epoch=11, digest=b"e" * 32, rate=10.0)
+    found = RunStatus("albert", (fast, slow, client, late), frozenset({str(fast.contact.peer), str(late.contact.peer)}))
+    lines = [line.rstrip() for line in shown(found).splitlines()]
+    assert lines[0].split() == ["peer", "epoch", "state", "samples", "samples/s", "share", "address"]
+    assert lines[1].split() == [fast.contact.peer.short(), "12", "64646464", "60", "60.0", "60%", "10.0.0.1:4000"]
+    assert lines[2].endswith("30%  10.0.0.1:4000 (does not answer)")
+    assert lines[3].endswith("0%  none: it only dials")
+    assert lines[4].split()[1:] == ["11", "65656565", "60", "10.0", "10%", "10.0.0.1:4000"]
+    assert " ".join(lines[5:]).strip() == (
+        "run 'albert': 4 peers at epoch 12, 1 of them at another state; 140 of 256 samples for the next step, "
+        "100.0 samples/s; ends at epoch 40"
+    )
+
+
+def test_status_as_json_is_complete_and_valid() -> None:
+    """Numbers that JSON does not know are not in it."""
+    peer = progress(b"a", rate=float("inf"), settings={"target_batch_size": "many"})
+    found = json.loads(json.dumps(RunStatus("run", (peer,), frozenset()).to_dict(), allow_nan=False))
+    assert found == {
+        "run_id": "run",
+        "epoch": 12,
+        "samples": 60,
+        "target_batch_size": None,
+        "samples_per_s": 0.0,
+        "end_epoch": None,
+        "settings": {"target_batch_size": "many"},
+        "peers": [
+            {
+                "peer_id": str(peer.contact.peer),
+                "epoch": 12,
+                "state_digest": "64" * 32,
+                "branch_samples": 3000,
+                "samples": 60,
+                "samples_per_s": 0.0,
+                "share": 0.0,
+                "addresses": [str(address) for address in peer.contact.addresses],
+                "answers": False,
+            }
+        ],
+    }

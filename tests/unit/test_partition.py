@@ -1,0 +1,196 @@
+"""The flat vector, its runs, slices and parts; schemas and their first difference."""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+import pytest
+
+from shoal.allreduce.partition import MAX_PARTS, Layout, Part, Run, TensorSpec, first_difference
+from shoal.errors import ConfigError
+from shoal.rpc import Limits
+from shoal.wire import Commit, Held, Report, encode
+
+_SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def element_bytes(spec: TensorSpec) -> int:
+    """As the codecs have it."""
+    return 2 if spec.codec == "float16" else _SIZES[spec.dtype]
+
+
+def spec(*shape: int, dtype: str = "float32", codec: str = "none") -> TensorSpec:
+    """One tensor."""
+    return TensorSpec(shape, dtype, codec)
+
+
+def layout(*specs: TensorSpec) -> Layout:
+    """A layout of these."""
+    return Layout(specs, element_bytes)
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+def test_tensors_lie_one_after_another() -> None:
+    """Offsets count elements; scalars have one, empty tensors none."""
+    found = layout(spec(2, 3), spec(), spec(0, 7), spec(4))
+    assert found.offsets == (0, 6, 7, 7, 11)
+    assert found.numel == 11
+
+
+def test_neighbours_of_one_kind_form_a_run() -> None:
+    """A run ends where dtype or codec changes; empty tensors neither begin nor end one."""
+    found = layout(
+        spec(2),
+        spec(3),
+        spec(0, dtype="float64"),
+        spec(1),
+        spec(5, dtype="float64"),
+        spec(5, dtype="float64", codec="float16"),
+        spec(2),
+    )
+    assert found.runs == (
+        Run(0, 6, "float32", "none", 4),
+        Run(6, 11, "float64", "none", 8),
+        Run(11, 16, "float64", "float16", 2),
+        Run(16, 18, "float32", "none", 4),
+    )
+
+
+def test_nothing_to_average_is_refused() -> None:
+    """No tensors, or empty ones only; and more than a message can name."""
+    for specs in ([], [spec(0)], [spec(3, 0), spec(0)]):
+        with pytest.raises(ConfigError, match="no elements"):
+            layout(*specs)
+    with pytest.raises(ConfigError, match="65537 tensors, the most is 65536"):
+        layout(*[spec()] * 65537)
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_parts_are_pieces_of_slices_and_runs() -> None:
+    """Each slice is cut where runs change, and into equal pieces of at most `part_bytes`."""
+    found = layout(spec(1000), spec(300, dtype="float64"))
+    assert found.parts([600, 0, 700], 1024) == [
+        Part(0, 0, 0, 0, 200),
+        Part(1, 0, 0, 200, 400),
+        Part(2, 0, 0, 400, 600),
+        Part(3, 2, 0, 600, 800),
+        Part(4, 2, 0, 800, 1000),
+        Part(5, 2, 1, 1000, 1100),
+        Part(6, 2, 1, 1100, 1200),
+        Part(7, 2, 1, 1200, 1300),
+    ]
+
+
+def test_a_codec_that_halves_bytes_doubles_the_elements_of_a_part() -> None:
+    """The limit is on encoded bytes."""
+    plain, coded = layout(spec(4096)), layout(spec(4096, codec="float16"))
+    assert len(plain.parts([4096], 1024)) == 16
+    assert len(coded.parts([4096], 1024)) == 8
+    assert plain.parts([4096], 1024)[0].numel == 256
+
+
+@pytest.mark.parametrize("slices", [[], [9], [11], [5, 6], [-1, 11], [20, -10]])
+def test_slices_that_do_not_cover_the_vector_are_refused(slices: list[int]) -> None:
+    """Too short, too long, negative."""
+    with pytest.raises(ConfigError, match="cover"):
+        layout(spec(10)).parts(slices, 1024)
+
+
+@pytest.mark.parametrize("part_bytes", [-1, 0, 1023, (8 << 20) + 1, 1 << 60])
+def test_part_sizes_out_of_range_are_refused(part_bytes: int) -> None:
+    """Smaller than is sensible, or larger than a receive buffer may be."""
+    with pytest.raises(ConfigError, match="part_size_bytes"):
+        layout(spec(10)).parts([10], part_bytes)
+
+
+def test_too_many_parts_are_refused() -> None:
+    """Exactly as many as allowed, and one more."""
+    most = MAX_PARTS * 256
+    assert len(layout(spec(most)).parts([most], 1024)) == MAX_PARTS
+    with pytest.raises(ConfigError, match="larger part_size_bytes than 1024"):
+        layout(spec(most + 1)).parts([most + 1], 1024)
+
+
+def test_many_members_and_many_runs_are_few_parts() -> None:
+    """Borders cost a part each, not one for each pair of slice and run: 256 members, 2,000 runs."""
+    specs = [spec(7, dtype=("float32", "bfloat16")[i % 2]) for i in range(2000)]
+    found = layout(*specs)
+    slices = [14000 // 256 + (i < 14000 % 256) for i in range(256)]
+    assert 2000 <= len(found.parts(slices, 1 << 20)) <= 2255
+
+
+def test_the_largest_commit_and_report_fit_in_a_message() -> None:
+    """As many parts as there may be, in a group of 256: what decides the round can be sent."""
+    held = Held(MAX_PARTS - 1, 300, b"\xff" * 32, 1.5, b"d" * 32)
+    limit = Limits().header_bytes
+    assert len(encode(Commit(b"r" * 16, [held] * MAX_PARTS))) < limit
+    assert len(encode(Report([held] * MAX_PARTS, list(range(256)), 1 << 50))) < limit
+
+
+# --------------------------------------------------------------------------------------------------------------- schema
+
+
+def test_equal_schemas_have_no_difference() -> None:
+    """Also if the same tensors were compressed another way."""
+    specs = (spec(2, 3), spec(), spec(4, dtype="float64"))
+    mine = layout(*specs).schema
+    assert first_difference(mine, layout(*specs).schema) is None
+    other = zlib.compress(msgspec.msgpack.encode(specs), 0)
+    assert other != mine
+    assert first_difference(mine, other) is None
+
+
+@pytest.mark.parametrize(
+    ("theirs", "named"),
+    [
+        ([spec(2), spec(3, 4), spec(5)], "tensor 1 has shape [3] here and [3, 4] at the other peer"),
+        ([spec(2), spec(3, dtype="float64"), spec(6)], "tensor 1 has dtype float32 here and float64 at the other peer"),
+        ([spec(2, codec="float16"), spec(9)], "tensor 0 has codec none here and float16 at the other peer"),
+        ([spec(2), spec(3)], "there are 3 tensors here and 2 at the other peer"),
+        ([spec(2), spec(3), spec(5), spec(5)], "there are 3 tensors here and 4 at the other peer"),
+        ([spec(2), spec(3), spec()], "tensor 2 has shape [5] here and [] at the other peer"),
+    ],
+)
+def test_the_first_difference_is_named(theirs: list[TensorSpec], named: str) -> None:
+    """The first tensor that differs, and in what."""
+    mine = layout(spec(2), spec(3), spec(5)).schema
+    assert first_difference(mine, layout(*theirs).schema) == named
+
+
+def test_a_long_difference_is_cut() -> None:
+    """A hostile schema does not write our error messages at length."""
+    long_name, long_shape = spec(3, codec="x" * 10_000), spec(*[1] * 10_000)
+    for theirs in (long_name, long_shape):
+        schema = zlib.compress(msgspec.msgpack.encode((theirs,)))
+        text = first_difference(layout(spec(3)).schema, schema)
+        assert text is not None
+        assert len(text) < 400
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        b"",
+        b"schema",
+        zlib.compress(b""),
+        zlib.compress(b"\xc1"),
+        zlib.compress(msgspec.msgpack.encode([1, 2])),
+        zlib.compress(msgspec.msgpack.encode([[[-1], "float32", "none"]])),
+        zlib.compress(msgspec.msgpack.encode([[[1], "float32"]])),
+        zlib.compress(b"\x91\x93\x91\x01\xa1\xff\xa1x"),
+        zlib.compress(b"\x91" * 100_000),
+        zlib.compress(b"\xdd\xff\xff\xff\xff"),
+        zlib.compress(bytes(40 << 20), 9),
+        zlib.compress(b"\xdd\x00\x01\x00\x01" + b"\x93\x90\xa0\xa0" * 65537, 9),
+        zlib.compress(msgspec.msgpack.encode((spec(3),)))[:-6],
+    ],
+)
+def test_what_is_no_schema_is_one_kind_of_error(schema: bytes) -> None:
+    """Noise, other values, text that is not UTF-8, nesting without end, bombs."""
+    with pytest.raises(msgspec.MsgspecError):
+        first_difference(layout(spec(1)).schema, schema)

@@ -1,0 +1,264 @@
+"""Whose contributions the owner of a part waits for; every time is written down."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from shoal.allreduce.reducer import ReducerRules, Work
+
+
+def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0) -> ReducerRules:
+    """Of an owner with these members."""
+    return ReducerRules(me, members or (0, 1, 2, 3), silence_s=silence_s, now=now)
+
+
+def give(reducer: ReducerRules, sender: int, parts: list[int], now: float, *, attempt: int = 0) -> list[Work]:
+    """Contributions of one sender to several parts; what is ready after each."""
+    return [
+        work for part in parts for work in reducer.contributed(part, attempt, sender, counts=True, now=now)
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ readiness
+
+
+@pytest.mark.parametrize("order", list(permutations(range(4))))
+def test_a_part_is_ready_with_the_last_contribution(order: tuple[int, ...]) -> None:
+    """In any order, the owner's own included; exactly once."""
+    reducer = rules()
+    assert reducer.own(7, 0, 100.0) == []
+    ready = [give(reducer, sender, [7], 101.0) for sender in order]
+    assert ready == [[], [], [], [(7, 0)]]
+    assert reducer.contributors[7, 0] == {0, 1, 2, 3}
+    assert give(reducer, 1, [7], 102.0) == []
+    assert reducer.deadline() is None
+
+
+def test_a_member_alone_is_ready_with_its_own() -> None:
+    """Nobody else contributes."""
+    reducer = rules(0)
+    assert reducer.own(1, 0, 100.0) == []
+    assert reducer.deadline() is None
+    assert give(reducer, 0, [1], 100.0) == [(1, 0)]
+
+
+def test_weight_zero_is_an_answer_that_does_not_count() -> None:
+    """It is not waited for any more, and is no contributor."""
+    reducer = rules(0, 1)
+    reducer.own(1, 0, 100.0)
+    assert reducer.contributed(1, 0, 1, counts=False, now=101.0) == []
+    assert reducer.contributed(1, 0, 0, counts=True, now=101.0) == [(1, 0)]
+    assert reducer.contributors[1, 0] == {0}
+
+
+def test_only_what_is_owed_is_expected() -> None:
+    """Unknown parts, other attempts, strangers and repetitions change nothing."""
+    reducer = rules(0, 1)
+    reducer.own(1, 2, 100.0)
+    assert reducer.expects(1, 2, 1)
+    for part, attempt, sender in ((1, 1, 1), (1, 3, 1), (2, 2, 1), (1, 2, 9), (-1, 0, 1)):
+        assert not reducer.expects(part, attempt, sender)
+        assert reducer.contributed(part, attempt, sender, counts=True, now=101.0) == []
+    give(reducer, 1, [1], 101.0, attempt=2)
+    assert not reducer.expects(1, 2, 1)
+    assert reducer.contributors == {(1, 2): {1}}
+
+
+def test_a_new_attempt_forgets_the_old_one() -> None:
+    """What was contributed to the old one does not count for the new one."""
+    reducer = rules(0, 1, 2)
+    reducer.own(1, 0, 100.0)
+    reducer.own(2, 0, 100.0)
+    give(reducer, 1, [1], 101.0)
+    assert reducer.own(1, 1, 102.0) == []
+    assert not reducer.expects(1, 0, 2)
+    assert reducer.expects(1, 1, 1)
+    assert reducer.expects(2, 0, 1)
+    assert give(reducer, 2, [1], 103.0) == []
+    assert reducer.contributors[1, 1] == set()
+
+
+# ------------------------------------------------------------------------------------------------------------ exclusion
+
+
+def test_who_is_excluded_is_waited_for_nowhere() -> None:
+    """Parts that waited for nobody else are ready at once, all of them; later ones do not wait at all."""
+    reducer = rules(0, 1, 2)
+    for part in range(3):
+        reducer.own(part, 0, 100.0)
+    give(reducer, 0, [0, 1, 2], 100.0)
+    give(reducer, 1, [0, 1], 101.0)
+    assert reducer.exclude(2) == [(0, 0), (1, 0)]
+    assert reducer.exclude(2) == []
+    assert reducer.contributors[0, 0] == {0, 1}
+    reducer.own(3, 0, 102.0)
+    assert not reducer.expects(3, 0, 2)
+    assert give(reducer, 1, [2], 103.0) == [(2, 0)]
+
+
+def test_contributions_before_the_exclusion_stay() -> None:
+    """What was added is added, also in parts that are not done yet."""
+    reducer = rules(0, 1, 2)
+    reducer.own(1, 0, 100.0)
+    give(reducer, 2, [1], 100.5)
+    reducer.exclude(2)
+    give(reducer, 1, [1], 101.0)
+    assert give(reducer, 0, [1], 101.0) == [(1, 0)]
+    assert reducer.contributors[1, 0] == {0, 1, 2}
+
+
+def test_the_owner_is_never_excluded() -> None:
+    """Nor judged: its own values come when it gets to them."""
+    reducer = rules(0, 1)
+    reducer.own(1, 0, 100.0)
+    assert reducer.exclude(0) == []
+    give(reducer, 1, [1], 100.0)
+    assert reducer.stalled(1e9) == []
+    assert reducer.deadline() is None
+    assert give(reducer, 0, [1], 1e9) == [(1, 0)]
+
+
+# -------------------------------------------------------------------------------------------------------------- silence
+
+
+def test_who_owes_and_is_silent_is_stalled() -> None:
+    """From the begin of the part, or the last byte, for `silence_s`; the deadline says when."""
+    reducer = rules(0, 1, 2)
+    reducer.own(1, 0, 110.0)
+    assert reducer.deadline() == 115.0
+    assert reducer.stalled(114.99) == []
+    assert reducer.stalled(115.0) == [1, 2]
+    reducer.heard(1, 113.0)
+    assert reducer.stalled(115.0) == [2]
+    assert reducer.deadline() == 115.0
+    reducer.heard(2, 114.0)
+    assert reducer.deadline() == 118.0
+    assert reducer.stalled(117.9) == []
+    assert reducer.stalled(118.0) == [1]
+    assert reducer.stalled(119.0) == [1, 2]
+
+
+def test_who_owes_nothing_may_be_silent() -> None:
+    """All its contributions are here: it waits like everybody."""
+    reducer = rules(0, 1, 2)
+    reducer.own(1, 0, 100.0)
+    give(reducer, 1, [1], 101.0)
+    assert reducer.stalled(1e6) == [2]
+    reducer.exclude(2)
+    assert reducer.stalled(1e6) == []
+    assert reducer.deadline() is None
+
+
+def test_who_is_excluded_is_not_stalled_again() -> None:
+    """It is told of once."""
+    reducer = rules(0, 1, 2)
+    reducer.own(1, 0, 100.0)
+    assert reducer.stalled(200.0) == [1, 2]
+    reducer.exclude(1)
+    assert reducer.stalled(200.0) == [2]
+
+
+def test_a_part_that_comes_later_gives_new_time() -> None:
+    """Whoever was silent because there was nothing to send has `silence_s` from then on."""
+    reducer = rules(0, 1)
+    reducer.own(1, 0, 100.0)
+    give(reducer, 1, [1], 101.0)
+    reducer.own(2, 1, 150.0)
+    assert reducer.stalled(154.9) == []
+    assert reducer.stalled(155.0) == [1]
+
+
+# ------------------------------------------------------------------------------------------------------------------ lag
+
+
+def test_who_falls_far_behind_the_median_is_stalled_though_it_sends() -> None:
+    """The median was at its place after 10 s: another 10 s and `silence_s` later it is left out."""
+    reducer = rules(0, 1, 2, 3)
+    for part in range(10):
+        reducer.own(part, 0, 100.0)
+    for part in range(10):
+        give(reducer, 1, [part], 110.0 + part)
+        give(reducer, 2, [part], 110.0 + part)
+    # Sender 3 has nothing delivered; the median (of 1, 2, 3) had its first contribution at 110.
+    limit = 110.0 + 10.0 + 5.0
+    reducer.heard(3, 124.0)
+    assert reducer.deadline() == limit
+    assert reducer.stalled(124.9) == []
+    reducer.heard(3, 124.99)
+    assert reducer.stalled(limit) == [3]
+    # With two contributions its place is the third, which the median reached at 112.
+    give(reducer, 3, [0, 1], 124.99)
+    reducer.heard(3, 128.0)
+    assert reducer.stalled(128.9) == []
+    assert reducer.stalled(112.0 + 12.0 + 5.0) == [3]
+
+
+def test_who_needs_twice_as_long_is_not_left_out() -> None:
+    """Slow but steady, at half the speed of the others: it keeps its place to the end."""
+    reducer = rules(0, 1, 2, 3)
+    for part in range(20):
+        reducer.own(part, 0, 100.0)
+    deliveries = sorted(
+        [(100.0 + 1.0 * (part + 1), sender, part) for part in range(20) for sender in (1, 2)]
+        + [(100.0 + 2.0 * (part + 1), 3, part) for part in range(20)]
+    )
+    for now, sender, part in deliveries:
+        assert reducer.stalled(now) == []
+        give(reducer, sender, [part], now)
+
+
+def test_who_needs_three_times_as_long_is_left_out() -> None:
+    """Slower than that, with `silence_s` to spare: at some place it is."""
+    reducer = rules(0, 1, 2, 3, silence_s=2.0)
+    for part in range(20):
+        reducer.own(part, 0, 100.0)
+    deliveries = sorted(
+        [(100.0 + 1.0 * (part + 1), sender, part) for part in range(20) for sender in (1, 2)]
+        + [(100.0 + 3.0 * (part + 1), 3, part) for part in range(20)]
+    )
+    stalled_at = None
+    for now, sender, part in deliveries:
+        if 3 in reducer.stalled(now):
+            stalled_at = now
+            break
+        give(reducer, sender, [part], now)
+    assert stalled_at is not None
+    assert reducer.stalled(stalled_at) == [3]
+
+
+def test_one_fast_sender_makes_nobody_slow() -> None:
+    """The median of three: one that is far ahead does not count against the other two."""
+    reducer = rules(0, 1, 2, 3)
+    for part in range(10):
+        reducer.own(part, 0, 100.0)
+    give(reducer, 1, list(range(10)), 100.1)
+    for now in (104.0, 108.0, 112.0, 116.0, 120.0):
+        reducer.heard(2, now)
+        reducer.heard(3, now)
+        assert reducer.stalled(now + 4.9) == []
+
+
+def test_of_two_the_slower_one_sets_the_pace() -> None:
+    """The lower median of two senders is the slower one: it cannot be behind itself."""
+    reducer = rules(0, 1, 2)
+    for part in range(10):
+        reducer.own(part, 0, 100.0)
+    give(reducer, 1, list(range(10)), 101.0)
+    for step in range(100):
+        reducer.heard(2, 101.0 + step)
+        assert reducer.stalled(105.9 + step) == []
+    assert reducer.deadline() == 200.0 + 5.0
+
+
+def test_the_median_goes_on_without_the_excluded() -> None:
+    """Of the senders that are left."""
+    reducer = rules(0, 1, 2, 3)
+    for part in range(4):
+        reducer.own(part, 0, 100.0)
+    reducer.exclude(2)
+    reducer.exclude(3)
+    give(reducer, 1, [0, 1, 2], 101.0)
+    reducer.heard(1, 140.0)
+    assert reducer.deadline() == 145.0  # alone, it is its own median

@@ -141,7 +141,7 @@ def test_bootstrap_peer_that_cannot_start_says_why(tmp_path: Path) -> None:
 
 
 def test_status_shows_the_run() -> None:
-    """The table for people, JSON for programs, by the invite alone; a peer that is gone is said not to answer."""
+    """The table for people, JSON for programs, by the invite alone; a peer that is gone is said to be silent."""
     with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:
         publish(dht, "albert", epoch=7, samples=40, rate=30.0)
         gone = shoal.DHT([invite], start=True)
@@ -150,7 +150,7 @@ def test_status_shows_the_run() -> None:
         for_people, for_programs = shoal_command("status", str(invite)), shoal_command("status", str(invite), "--json")
     assert (for_people.returncode, for_people.stderr) == (0, "")
     assert f"{dht.peer_id.short()}      7  07070707       40       30.0    75%" in for_people.stdout
-    assert "does not answer" in for_people.stdout
+    assert "(silent)" in for_people.stdout
     assert "run 'albert': 2 peers at epoch 7, 1 of them at another state; 40 of 100 samples" in for_people.stdout
     assert (for_programs.returncode, for_programs.stderr) == (0, "")
     found = json.loads(for_programs.stdout)

@@ -194,12 +194,12 @@ def shown(found: RunStatus) -> str:
     console = Console(width=100, no_color=True, highlight=False)
     with console.capture() as captured:
         console.print(table_of(found))
-        console.print(summary_of(found), markup=False)
+        console.print(summary_of(found), markup=False, soft_wrap=True)
     return captured.get()
 
 
 def test_status_shows_peers_and_totals() -> None:
-    """Shares of the samples, who is elsewhere, who only dials, who does not answer."""
+    """Shares of the samples, who is elsewhere, who only dials, who is silent."""
     fast, slow = progress(b"a", rate=60.0), progress(b"b", samples=20, rate=30.0)
     client = progress(b"c", rate=float("nan"), contact=Contact(PeerID(b"c" * 32)), end_epoch=40)
     late = progress(b"d", epoch=11, digest=b"e" * 32, rate=10.0)
@@ -207,7 +207,7 @@ def test_status_shows_peers_and_totals() -> None:
     lines = [line.rstrip() for line in shown(found).splitlines()]
     assert lines[0].split() == ["peer", "epoch", "state", "samples", "samples/s", "share", "address"]
     assert lines[1].split() == [fast.contact.peer.short(), "12", "64646464", "60", "60.0", "60%", "10.0.0.1:4000"]
-    assert lines[2].endswith("30%  10.0.0.1:4000 (does not answer)")
+    assert lines[2].endswith("30%  10.0.0.1:4000 (silent)")
     assert lines[3].endswith("0%  none: it only dials")
     assert lines[4].split()[1:] == ["11", "65656565", "60", "10.0", "10%", "10.0.0.1:4000"]
     assert " ".join(lines[5:]).strip() == (

@@ -16,9 +16,7 @@ def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0
 
 def give(reducer: ReducerRules, sender: int, parts: list[int], now: float, *, attempt: int = 0) -> list[Work]:
     """Contributions of one sender to several parts; what is ready after each."""
-    return [
-        work for part in parts for work in reducer.contributed(part, attempt, sender, counts=True, now=now)
-    ]  # fmt: skip
+    return [work for part in parts for work in reducer.contributed(part, attempt, sender, counts=True, now=now)]
 
 
 # ------------------------------------------------------------------------------------------------------------ readiness

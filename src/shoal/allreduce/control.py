@@ -21,7 +21,7 @@ __all__ = ["Control", "DeciderControl", "FollowerControl"]
 
 _ASK_TIMEOUT_S = 2.0
 _ASK_PAUSE_S = 0.1
-_FAREWELL_S = 5.0
+_FAREWELL_S = 1.0
 
 
 class ControlledRound(Protocol):

@@ -213,8 +213,7 @@ class Round:
         self._unsubscribe()
         try:
             if orderly and self.rules.succeeded:
-                await self._control.finish()
-                await self._exchange.finish()
+                await asyncio.gather(self._control.finish(), self._exchange.finish())
         finally:
             self._exchange.stop()
             for task in list(self._tasks):

@@ -134,7 +134,7 @@ def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) ->
 
         console = Console(highlight=False)
         console.print(table_of(found))
-        console.print(summary_of(found), markup=False)
+        console.print(summary_of(found), markup=False, soft_wrap=True)
     return 0
 
 
@@ -216,7 +216,7 @@ def _reached_by(found: RunStatus, peer: Progress) -> str:
         return "none: it only dials"
     address = peer.contact.addresses[0]
     host = f"[{address.host}]" if address.kind == "ip6" else address.host
-    silent = "" if str(peer.contact.peer) in found.answering else " (does not answer)"
+    silent = "" if str(peer.contact.peer) in found.answering else " (silent)"
     return f"{host}:{address.port}{silent}"
 
 

@@ -21,7 +21,7 @@ import torch
 
 import shoal
 from shoal.errors import ClosedError, LocalError, PeerUnreachable, ShoalError
-from shoal.events import Event, PeerConnected, PeerLost
+from shoal.events import Event, GroupFormed, PeerConnected, PeerLost
 from shoal.peer import PeerID
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import LoopThread
@@ -325,6 +325,40 @@ def test_shared_state_may_be_read_under_the_lock() -> None:
     metadata, tensors = found
     assert metadata == {"epoch": 7}
     assert tensors[0].tolist() == [2, 2, 2]
+
+
+def test_shared_state_is_a_present_one() -> None:
+    """Newcomers get what `get_current_state` says now, also when no tensor has changed under the lock."""
+    calls = iter(range(10**6))
+
+    class Mine(shoal.DecentralizedAverager):
+        def get_current_state(self) -> Any:
+            return next(calls), self._tensors, None
+
+    with two_peers() as (first, second), Mine([torch.ones(3)], first, start=True, prefix="p"):
+        other = averager(second, torch.zeros(3))
+        until(lambda: (other.load_state_from_peers(timeout=10) or (0, None))[0] >= 2)
+
+
+def test_shutdown_in_mid_round_leaves_the_tensors_alone() -> None:
+    """The step ends with ClosedError; the other member is untouched or has an average, and can go on with others."""
+    with two_peers() as (first, second):
+        mine, other = torch.zeros(4_000_000), torch.ones(4_000_000)
+        one, two = (averager(*pair, part_size_bytes=1 << 16) for pair in ((first, mine), (second, other)))
+        formed = threading.Event()
+        first.events.subscribe(lambda event: formed.set() if isinstance(event, GroupFormed) else None)
+        steps = [each.step(timeout=LONG_S, wait=False, allow_retries=False) for each in (one, two)]
+        assert formed.wait(LONG_S)
+        one.shutdown()
+        with pytest.raises(ClosedError):
+            steps[0].result(LONG_S)
+        assert not mine.any()
+        with suppress(shoal.RoundFailed):
+            steps[1].result(LONG_S)
+        assert other.unique().tolist() in ([1.0], [0.5])
+        with averager(first, torch.zeros(4_000_000)) as three:
+            steps = [each.step(timeout=LONG_S, wait=False) for each in (three, two)]
+            assert [len(step.result(LONG_S)) for step in steps] == [2, 2]
 
 
 # ----------------------------------------------------------------------------------------------------------------- ends

@@ -165,6 +165,8 @@ class Averager:
         lock: of the tensors.
         compression: codec for averaging.
         state: gives the state to share; default the averaged tensors. Called under the lock.
+        fresh_s: the state may change without `changed` being called: a copy of it that is older than this, seconds, is
+            not given to newcomers; None if it never does.
         codecs: one codec for each tensor, in place of `compression`.
 
     Attributes:
@@ -187,6 +189,7 @@ class Averager:
         compression: CompressionBase | None = None,
         codecs: Sequence[CompressionBase] | None = None,
         state: Callable[[], SharedState] | None = None,
+        fresh_s: float | None = None,
     ) -> None:
         settings.check()
         if not isinstance(prefix, str) or not prefix or len(prefix) > 256:
@@ -204,11 +207,12 @@ class Averager:
         self.group_bits = settings.group_bits
         self.group_tag = ""
         self.looking = False
+        self._fresh_s = fresh_s
         self._state = state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         self._version = 0
         self._schema = layout.schema
         self._closed = False
-        self._stepping = False
+        self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._donor: StateDonor | None = None
@@ -271,14 +275,15 @@ class Averager:
             RoundFailed: no average; no tensor was touched.
             SchemaMismatch: only peers with other tensors or settings were met.
             ConfigError: `gather` or `weight` cannot be sent.
+            ClosedError: the averager was closed, also while the step went on.
         """
         if self._closed:
             raise ClosedError("the averager was shut down")
-        if self._stepping:
+        if self._stepping is not None:
             raise LocalError("step() is running already: wait for it, or make another averager")
         gathered = _pack(gather)
         _check_weight(weight)
-        self._stepping = True
+        self._stepping = asyncio.current_task()
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         backoff = Backoff(self.core.env.rng, first_s=0.05, max_s=2.0)
@@ -295,8 +300,12 @@ class Averager:
                     if not allow_retries or loop.time() + pause_s >= deadline:
                         raise
                     await asyncio.sleep(pause_s)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise ClosedError("the averager was shut down") from None
+            raise
         finally:
-            self._stepping = False
+            self._stepping = None
 
     def _aborted(self, error: RoundFailed) -> None:
         event = RoundAborted(prefix=self.prefix, round_id=None, reason=error.reason, peers=error.peers)
@@ -421,12 +430,16 @@ class Averager:
                 self.core.env,
                 self.prefix,
                 self._hold_state,
-                lambda: (self._version, self.lock.generation),
+                self._state_version,
             )
             self._spawn(self._declare_loop(self._donor))
         elif not enabled and self._donor is not None:
             self._donor.stop()
             self._donor = None
+
+    def _state_version(self) -> tuple[int, int, int]:
+        age = int(asyncio.get_running_loop().time() / self._fresh_s) if self._fresh_s is not None else 0
+        return self._version, self.lock.generation, age
 
     @property
     def shares_state(self) -> bool:
@@ -495,7 +508,10 @@ class Averager:
             return
         self._closed = True
         self.share_state(enabled=False)
-        # The last round first: it still uses the streams of its group.
+        # The round first: it still uses the streams of its group.
+        if self._stepping is not None:
+            self._stepping.cancel()
+            await asyncio.wait({self._stepping}, timeout=2.0)
         if self._closing is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(2.0):

@@ -32,6 +32,9 @@ DEFAULT_STATE_TIMEOUT_S = 600.0
 _LOCK_TIMEOUT_S = 300.0
 """Far longer than copying any state takes: somebody has forgotten that he holds the tensors."""
 
+_FRESH_S = 2.0
+"""Newcomers get a state that is not older than this, also where it changes without the lock of the tensors."""
+
 
 class DecentralizedAverager:
     """Averages a list of tensors with the other peers of the same `prefix`, in groups, whoever comes and goes.
@@ -163,6 +166,7 @@ class DecentralizedAverager:
                 lock=self._shared_lock,
                 compression=self._compression,
                 state=self._shared_state,
+                fresh_s=_FRESH_S,
             )
             averager.share_state(enabled=self._shares_at_start)
             return averager
@@ -310,7 +314,8 @@ class DecentralizedAverager:
     def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo] | None]:
         """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
 
-        `get_tensors` may be used within it; nothing of this averager may be waited for.
+        `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
+        seconds may be given the same copy.
 
         Returns:
             (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).

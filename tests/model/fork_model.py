@@ -2,173 +2,229 @@
 
 This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.progress` follows it.
 
-A peer is at a *state*: epoch, samples, digest, and what the parameters really are (`history`, which no peer can see).
-What can happen, in any order:
+A peer is at a *state*: epoch, samples, digest, and what its parameters are really made of (`history`, which no peer can
+see). What can happen, in any order:
 
 - a *round* of any peers at the same state: it commits, but only some of them learn the verdict and move on together, by
   a step (one epoch more, as many samples as members) or by an averaging of states (same epoch, one sample more);
 - a peer *hears* where another one stands now, or *loses* it from view; what it heard before may be long stale;
 - a peer that sees a better key than its own *adopts* the present state of one of those that it believes to be best.
 
-Checked in every reachable state: equal digests are equal histories; an adoption makes the adopter's key larger, so
-nothing goes in circles; and when everybody sees everybody and nobody has anything to adopt, all are at one state, which
-is as good as the best one before.
+Checked in every reachable world: equal digests are equal histories; no peer's key goes down, and an adoption makes it
+larger, so nothing goes in circles; no adoption loses the best state; and when all see each other and nobody has
+anything to adopt, all are at one state.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.progress import StateKey
 
 PEERS = (0, 1, 2)
 STEP, MIX = "step", "mix"
 
+History = tuple[Any, ...]
+
 
 class Broken(AssertionError):
-    """A reachable state breaks the rule."""
+    """A reachable world breaks the rule."""
 
 
-class State(NamedTuple):
-    """What one peer has. `history` is what its parameters are made of; the rest is what others are told."""
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """What one peer has: `epoch`, `samples` and `digest` are told to others. Equal states are one object."""
 
     epoch: int
     samples: int
     digest: bytes
-    history: tuple[object, ...]
+    history: History
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def of(epoch: int, samples: int, digest: bytes, history: History) -> State:
+        """The one object with these values."""
+        return State(epoch, samples, digest, history)
 
 
 View = tuple[State | None, State | None, State | None]
 
 
 class World(NamedTuple):
-    """Everybody: where each peer is, and what each has heard of the others last."""
+    """Everybody: where each peer is, and what each has heard of the others last (None: nothing that matters)."""
 
     states: tuple[State, State, State]
     views: tuple[View, View, View]
 
 
-# ------------------------------------------------------------------------------------- the rule, in replaceable pieces
+# ----------------------------------------------------------------------------------------------------------- the rule
 
 
-def key(state: State) -> tuple[object, ...]:
-    """What makes a state better than another."""
+@dataclass(frozen=True)
+class Rule:
+    """The rule in pieces; a mutant replaces one of them.
+
+    Attributes:
+        key: makes states comparable: the larger is the better one.
+        name: the digest of the state that a round of these members gives.
+        leaders: whose states a peer would adopt, given its own and what it sees of the others.
+        adopted: what the adopter has afterwards, given its own state, the donor's as it was seen, and as it is.
+    """
+
+    key: Callable[[State], Any]
+    name: Callable[[State, tuple[int, ...], str], bytes]
+    leaders: Callable[[Rule, int, State, View], tuple[int, ...]]
+    adopted: Callable[[State, State, State], State]
+
+
+def key(state: State) -> Any:
+    """The real order of states."""
     return StateKey.of(state.epoch, state.samples, state.digest)
 
 
-def name(parent: State, members: tuple[int, ...], kind: str, salt: str) -> bytes:
-    """The digest of the state that a round gives."""
-    return hashlib.sha256(f"{salt}{members}{kind}".encode() + parent.digest).digest()
+def name(parent: State, members: tuple[int, ...], kind: str) -> bytes:
+    """A hash over the parent, the members and the kind of round."""
+    return hashlib.sha256(f"{members}{kind}".encode() + parent.digest).digest()
 
 
-def leaders(me: int, own: State, view: View) -> tuple[int, ...]:
-    """Whose state this peer would adopt: those with the best key in its view, if that is better than its own."""
-    seen = [(peer, key(state)) for peer, state in enumerate(view) if state is not None and peer != me]
-    best = max([key(own), *(each for _, each in seen)])  # type: ignore[type-var]
-    return tuple(peer for peer, each in seen if each == best and each != key(own))
+def leaders(rule: Rule, me: int, own: State, view: View) -> tuple[int, ...]:
+    """Those with the best key in view, if that is better than ours."""
+    seen = [(rule.key(state), peer) for peer, state in enumerate(view) if state is not None]
+    best = max([rule.key(own), *(each for each, _ in seen)])
+    return tuple(peer for each, peer in seen if each == best and each != rule.key(own))
 
 
 def adopted(own: State, seen: State, present: State) -> State:
-    """What the adopter has afterwards, given the donor's state as it was seen and as it is."""
+    """The donor's state as it is by then."""
     return present
 
 
+RULE = Rule(key, name, leaders, adopted)
+
+
 # ----------------------------------------------------------------------------------------------------------- the search
-
-
-def start() -> World:
-    """All at the same genesis, nothing heard."""
-    genesis = State(0, 0, bytes(32), ())
-    return World((genesis,) * 3, ((None,) * 3,) * 3)
 
 
 def _subsets(items: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     return chain.from_iterable(combinations(items, size) for size in range(1, len(items) + 1))
 
 
-def _rounds(world: World, epochs: int, salt: str) -> Iterator[World]:
-    for members in _subsets(PEERS):
-        parent = world.states[members[0]]
-        if any(world.states[peer].digest != parent.digest for peer in members):
-            continue
-        for kind in (STEP, MIX):
-            mixed = bool(parent.history) and parent.history[-1] == (MIX,)
-            if (kind == STEP and parent.epoch == epochs) or (kind == MIX and (mixed or len(members) == 1)):
-                continue
-            after = State(
-                parent.epoch + (kind == STEP),
-                parent.samples + (len(members) if kind == STEP else 1),
-                name(parent, members, kind, salt),
-                (parent.history, members, (kind,)),
-            )
-            for learned in _subsets(members):
-                states = tuple(after if peer in learned else world.states[peer] for peer in PEERS)
-                yield world._replace(states=states)  # type: ignore[arg-type]
+class Search:
+    """Visits every reachable world.
 
-
-def _see(world: World, me: int, other: int, state: State | None) -> World:
-    view = tuple(state if peer == other else seen for peer, seen in enumerate(world.views[me]))
-    return world._replace(views=tuple(view if peer == me else v for peer, v in enumerate(world.views)))  # type: ignore[arg-type]
-
-
-def _adoptions(world: World) -> Iterator[tuple[int, World]]:
-    for me in PEERS:
-        for other in leaders(me, world.states[me], world.views[me]):
-            seen = world.views[me][other]
-            assert seen is not None
-            mine = adopted(world.states[me], seen, world.states[other])
-            yield me, world._replace(states=tuple(mine if p == me else s for p, s in enumerate(world.states)))  # type: ignore[arg-type]
-
-
-def moves(world: World, epochs: int, salt: str) -> Iterator[World]:
-    """Every next state of the world."""
-    yield from _rounds(world, epochs, salt)
-    for me in PEERS:
-        for other in PEERS:
-            if me != other:
-                yield _see(world, me, other, world.states[other])
-                yield _see(world, me, other, None)
-    yield from (after for _, after in _adoptions(world))
-
-
-def check(world: World) -> None:
-    """What holds in every reachable state."""
-    for one, other in combinations(world.states, 2):
-        if one.digest == other.digest and one.history != other.history:
-            raise Broken(f"one digest for two histories: {one.history} and {other.history}")
-    present = all(world.views[a][b] == world.states[b] for a in PEERS for b in PEERS if a != b)
-    adoptions = list(_adoptions(world))
-    for me, after in adoptions:
-        if not key(after.states[me]) > key(world.states[me]):  # type: ignore[operator]
-            raise Broken(f"peer {me} adopts a state that is no better than its own")
-        if max(map(key, after.states)) < max(map(key, world.states)):  # type: ignore[type-var]
-            raise Broken("the best state got lost")
-    if present and not adoptions and len({state.digest for state in world.states}) > 1:
-        raise Broken("all see each other, nobody moves, and they are not at one state")
-
-
-def explore(*, epochs: int, salt: str = "", limit: int = 10**6) -> int:
-    """Visit every reachable world; returns how many there are.
-
-    Raises:
-        Broken: one of them breaks the rule.
+    Args:
+        rule: the rule, or a mutant.
+        epochs: no peer steps further.
+        mixes: states are averaged too, once after each step.
+        limit: more worlds than this are a mistake of the model.
     """
-    first = start()
-    seen = {first}
-    frontier = [first]
-    while frontier:
-        world = frontier.pop()
-        check(world)
-        for after in moves(world, epochs, salt):
-            for peer in PEERS:
-                if key(after.states[peer]) < key(world.states[peer]):  # type: ignore[operator]
-                    raise Broken(f"the key of peer {peer} went down")
-            if after not in seen:
-                seen.add(after)
-                frontier.append(after)
-                if len(seen) > limit:
-                    raise RuntimeError(f"more than {limit} states: make the model smaller")
-    return len(seen)
+
+    def __init__(self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, limit: int = 500_000) -> None:
+        self.rule, self.epochs, self.mixes, self.limit = rule, epochs, mixes, limit
+        self._key = lru_cache(maxsize=None)(rule.key)
+        self._after = lru_cache(maxsize=None)(self._after_round)
+        self._leaders = lru_cache(maxsize=None)(lambda me, own, view: rule.leaders(rule, me, own, view))
+        self._matters = lru_cache(maxsize=None)(self._would_move)
+        self._news = lru_cache(maxsize=None)(self._that_matter)
+
+    def run(self) -> int:
+        """How many worlds there are.
+
+        Raises:
+            Broken: one of them breaks the rule.
+        """
+        genesis = State.of(0, 0, bytes(32), ())
+        first = World((genesis,) * 3, ((None,) * 3,) * 3)
+        seen, frontier = {first}, [first]
+        while frontier:
+            world = frontier.pop()
+            self._check(world)
+            for after in self._moves(world):
+                if after not in seen:
+                    self._check_step(world, after)
+                    seen.add(after)
+                    frontier.append(after)
+            if len(seen) > self.limit:
+                raise RuntimeError(f"more than {self.limit} worlds: make the model smaller")
+        return len(seen)
+
+    def _after_round(self, parent: State, members: tuple[int, ...], kind: str) -> State | None:
+        """The state that a round gives; None where the model does not go."""
+        mixed = parent.history[-1:] == (MIX,)
+        if kind == MIX and (not self.mixes or mixed or len(members) < 2 or not parent.epoch):
+            return None
+        if kind == STEP and parent.epoch == self.epochs:
+            return None
+        epoch, samples = (1, len(members)) if kind == STEP else (0, 1)
+        digest = self.rule.name(parent, members, kind)
+        return State.of(parent.epoch + epoch, parent.samples + samples, digest, (parent.history, members, kind))
+
+    def _moves(self, world: World) -> Iterator[World]:
+        states = world.states
+        for members in _subsets(PEERS):
+            parent = states[members[0]]
+            if any(states[peer] is not parent for peer in members):
+                continue
+            for kind in (STEP, MIX):
+                if (after := self._after(parent, members, kind)) is not None:
+                    for learned in _subsets(members):
+                        yield self._world([after if p in learned else states[p] for p in PEERS], world.views)
+        for me in PEERS:
+            for other in PEERS:
+                if me != other:
+                    for news in (states[other], None):
+                        if world.views[me][other] is not news:
+                            view = tuple(news if peer == other else seen for peer, seen in enumerate(world.views[me]))
+                            yield self._world(states, [view if p == me else v for p, v in enumerate(world.views)])
+        for _, after_adoption in self._adoptions(world):
+            yield after_adoption
+
+    def _world(self, states: Any, views: Any) -> World:
+        """As given, without what can make no difference: news that alone would not make its hearer move."""
+        return World(tuple(states), tuple(self._news(me, states[me], view) for me, view in enumerate(views)))  # type: ignore[arg-type]
+
+    def _that_matter(self, me: int, own: State, view: View) -> View:
+        return tuple(  # type: ignore[return-value]
+            seen if seen is not None and self._matters(me, own, other, seen) else None for other, seen in enumerate(view)
+        )
+
+    def _would_move(self, me: int, own: State, other: int, seen: State) -> bool:
+        return bool(self._leaders(me, own, tuple(seen if peer == other else None for peer in PEERS)))
+
+    def _adoptions(self, world: World) -> Iterator[tuple[int, World]]:
+        for me in PEERS:
+            for other in self._leaders(me, world.states[me], world.views[me]):
+                seen = world.views[me][other]
+                assert seen is not None
+                states = list(world.states)
+                states[me] = self.rule.adopted(world.states[me], seen, world.states[other])
+                yield me, self._world(states, world.views)
+
+    # -- what must hold ------------------------------------------------------------------------------------------
+
+    def _check(self, world: World) -> None:
+        states = world.states
+        for one, other in combinations(states, 2):
+            if one.digest == other.digest and one is not other:
+                raise Broken(f"one digest for two states: {one} and {other}")
+        adoptions = list(self._adoptions(world))
+        for me, after in adoptions:
+            if not self._key(after.states[me]) > self._key(states[me]):
+                raise Broken(f"peer {me} adopts a state that is no better than its own")
+            if max(map(self._key, after.states)) < max(map(self._key, states)):
+                raise Broken("the best state got lost")
+        if adoptions or len(set(states)) == 1:
+            return
+        pairs = [(me, other) for me in PEERS for other in PEERS if me != other]
+        if not any(self._matters(me, states[me], other, states[other]) for me, other in pairs):
+            raise Broken("all see each other, nobody moves, and they are not at one state")
+
+    def _check_step(self, world: World, after: World) -> None:
+        for peer in PEERS:
+            if self._key(after.states[peer]) < self._key(world.states[peer]):
+                raise Broken(f"the key of peer {peer} went down")

@@ -90,6 +90,8 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         client_mode: this peer cannot be dialed.
         group_bits: which of several groups; `0` and `1`.
         declare_state_period_s: how often a donor declares itself.
+        fresh_state_s: the state may change without `Averager.changed` being called: a copy of it that is older than this
+            is not given to newcomers; None if it never does.
         settings: named values that must be equal on all peers; a difference is refused by name.
     """
 
@@ -105,6 +107,7 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
     client_mode: bool = False
     group_bits: str = ""
     declare_state_period_s: float = 30.0
+    fresh_state_s: float | None = None
     settings: Mapping[str, str] = {}
 
     def check(self) -> None:
@@ -165,8 +168,6 @@ class Averager:
         lock: of the tensors.
         compression: codec for averaging.
         state: gives the state to share; default the averaged tensors. Called under the lock.
-        fresh_s: the state may change without `changed` being called: a copy of it that is older than this, seconds, is
-            not given to newcomers; None if it never does.
         codecs: one codec for each tensor, in place of `compression`.
 
     Attributes:
@@ -189,7 +190,6 @@ class Averager:
         compression: CompressionBase | None = None,
         codecs: Sequence[CompressionBase] | None = None,
         state: Callable[[], SharedState] | None = None,
-        fresh_s: float | None = None,
     ) -> None:
         settings.check()
         if not isinstance(prefix, str) or not prefix or len(prefix) > 256:
@@ -207,7 +207,6 @@ class Averager:
         self.group_bits = settings.group_bits
         self.group_tag = ""
         self.looking = False
-        self._fresh_s = fresh_s
         self._state = state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         self._version = 0
         self._schema = layout.schema
@@ -438,7 +437,8 @@ class Averager:
             self._donor = None
 
     def _state_version(self) -> tuple[int, int, int]:
-        age = int(asyncio.get_running_loop().time() / self._fresh_s) if self._fresh_s is not None else 0
+        fresh_s = self.settings.fresh_state_s
+        age = 0 if fresh_s is None else int(asyncio.get_running_loop().time() / fresh_s)
         return self._version, self.lock.generation, age
 
     @property

@@ -123,6 +123,7 @@ class DecentralizedAverager:
             client_mode=self.client_mode,
             group_bits=initial_group_bits,
             declare_state_period_s=declare_state_period,
+            fresh_state_s=_FRESH_S,
         )
         self._settings.check()
         self._shutdown_timeout_s = _seconds("shutdown_timeout", shutdown_timeout, 5.0)
@@ -166,7 +167,6 @@ class DecentralizedAverager:
                 lock=self._shared_lock,
                 compression=self._compression,
                 state=self._shared_state,
-                fresh_s=_FRESH_S,
             )
             averager.share_state(enabled=self._shares_at_start)
             return averager

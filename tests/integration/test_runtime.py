@@ -22,6 +22,7 @@ import torch
 import shoal
 from shoal.errors import ClosedError, LocalError, PeerUnreachable, ShoalError
 from shoal.events import Event, GroupFormed, PeerConnected, PeerLost
+from shoal.optim.collaboration import Phase
 from shoal.peer import PeerID
 from shoal.runtime.pool import DaemonPool
 from shoal.runtime.thread import LoopThread
@@ -75,6 +76,18 @@ def optimizer(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.O
             **options,
         }
     )
+
+
+def small_run(dht: shoal.DHT, model: torch.nn.Module) -> dict[str, Any]:
+    """The optimizer's arguments for the run of the script `train`."""
+    return {
+        "dht": dht,
+        "run_id": "small",
+        "target_batch_size": 64,
+        "batch_size_per_step": 8,
+        "params": model.parameters(),
+        "optimizer": partial(torch.optim.SGD, lr=0.01),
+    }
 
 
 def looking(averager: shoal.DecentralizedAverager) -> bool:
@@ -132,6 +145,40 @@ def test_ctrl_c_interrupts_a_step_that_waits() -> None:
         one.step(timeout=LONG_S)
         coming.result(LONG_S)
         assert mine.tolist() == other.tolist() == [0.5] * 4
+
+
+def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
+    """An optimizer's step waits for a peer that is frozen: Ctrl+C ends the wait, and training can go on."""
+    with shoal.DHT(start=True) as dht, Worker() as worker:
+        worker.start("train", initial_peers=[str(dht.invite())], epochs=10**6, seed=1)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1)
+        with shoal.Optimizer(**small_run(dht, model), matchmaking_time=60.0) as swarm:
+            together = threading.Event()
+            dht.events.subscribe(lambda event: together.set() if getattr(event, "peers", 0) == 2 else None)
+
+            def train(over: Callable[[], bool]) -> None:
+                while not over():
+                    model(torch.ones(8, 8)).square().mean().backward()
+                    swarm.step()
+                    swarm.zero_grad()
+
+            train(together.is_set)
+            worker.signal(signal.SIGSTOP)
+
+            def interrupt() -> None:
+                until(lambda: swarm.collaboration.phase is Phase.AVERAGING and swarm.collaboration._gradients.looking)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=interrupt)
+            thread.start()
+            with pytest.raises(KeyboardInterrupt):
+                train(lambda: False)
+            assert swarm.collaboration.phase is Phase.AVERAGING, "the step had ended by itself"
+            thread.join(LONG_S)
+            worker.signal(signal.SIGKILL)
+            reached = swarm.local_epoch
+            train(lambda: swarm.local_epoch >= reached + 2)
 
 
 def test_creating_an_optimizer_changes_nothing() -> None:

@@ -1,13 +1,15 @@
 """The fork rule as a pure model: three peers, every order of rounds, lost verdicts, stale news and adoptions.
 
-This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.progress` follows it.
+This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.progress` follows
+it.
 
 A peer is at a *state*: epoch, samples, digest, and what its parameters are really made of (`history`, which no peer can
 see). What can happen, in any order:
 
 - a *round* of any peers at the same state: it commits, but only some of them learn the verdict and move on together, by
   a step (one epoch more, as many samples as members) or by an averaging of states (same epoch, one sample more);
-- a peer *hears* where another one stands now, or *loses* it from view; what it heard before may be long stale;
+- a peer *hears* where another one stands now; what it heard before may be long stale. (It may also *lose* it from
+  view, but that leads nowhere new: a test counts.)
 - a peer that sees a better key than its own *adopts* the present state of one of those that it believes to be best.
 
 Checked in every reachable world: equal digests are equal histories; no peer's key goes down, and an adoption makes it
@@ -20,7 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
@@ -28,6 +30,7 @@ from shoal.progress import StateKey
 
 PEERS = (0, 1, 2)
 STEP, MIX = "step", "mix"
+_LIMIT = 200_000
 
 History = tuple[Any, ...]
 
@@ -46,7 +49,7 @@ class State:
     history: History
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def of(epoch: int, samples: int, digest: bytes, history: History) -> State:
         """The one object with these values."""
         return State(epoch, samples, digest, history)
@@ -121,16 +124,16 @@ class Search:
         rule: the rule, or a mutant.
         epochs: no peer steps further.
         mixes: states are averaged too, once after each step.
-        limit: more worlds than this are a mistake of the model.
+        losses: peers are lost from view, and seen again.
     """
 
-    def __init__(self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, limit: int = 500_000) -> None:
-        self.rule, self.epochs, self.mixes, self.limit = rule, epochs, mixes, limit
-        self._key = lru_cache(maxsize=None)(rule.key)
-        self._after = lru_cache(maxsize=None)(self._after_round)
-        self._leaders = lru_cache(maxsize=None)(lambda me, own, view: rule.leaders(rule, me, own, view))
-        self._matters = lru_cache(maxsize=None)(self._would_move)
-        self._news = lru_cache(maxsize=None)(self._that_matter)
+    def __init__(self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, losses: bool = False) -> None:
+        self.rule, self.epochs, self.mixes, self.losses = rule, epochs, mixes, losses
+        self._key = cache(rule.key)
+        self._after = cache(self._after_round)
+        self._leaders = cache(lambda me, own, view: rule.leaders(rule, me, own, view))
+        self._matters = cache(self._would_move)
+        self._news = cache(self._that_matter)
 
     def run(self) -> int:
         """How many worlds there are.
@@ -149,8 +152,8 @@ class Search:
                     self._check_step(world, after)
                     seen.add(after)
                     frontier.append(after)
-            if len(seen) > self.limit:
-                raise RuntimeError(f"more than {self.limit} worlds: make the model smaller")
+            if len(seen) > _LIMIT:
+                raise RuntimeError(f"more than {_LIMIT} worlds: make the model smaller")
         return len(seen)
 
     def _after_round(self, parent: State, members: tuple[int, ...], kind: str) -> State | None:
@@ -177,7 +180,7 @@ class Search:
         for me in PEERS:
             for other in PEERS:
                 if me != other:
-                    for news in (states[other], None):
+                    for news in (states[other], None) if self.losses else (states[other],):
                         if world.views[me][other] is not news:
                             view = tuple(news if peer == other else seen for peer, seen in enumerate(world.views[me]))
                             yield self._world(states, [view if p == me else v for p, v in enumerate(world.views)])
@@ -190,7 +193,8 @@ class Search:
 
     def _that_matter(self, me: int, own: State, view: View) -> View:
         return tuple(  # type: ignore[return-value]
-            seen if seen is not None and self._matters(me, own, other, seen) else None for other, seen in enumerate(view)
+            seen if seen is not None and self._matters(me, own, other, seen) else None
+            for other, seen in enumerate(view)
         )
 
     def _would_move(self, me: int, own: State, other: int, seen: State) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
@@ -90,8 +90,8 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         client_mode: this peer cannot be dialed.
         group_bits: which of several groups; `0` and `1`.
         declare_state_period_s: how often a donor declares itself.
-        fresh_state_s: the state may change without `Averager.changed` being called: a copy of it that is older than this
-            is not given to newcomers; None if it never does.
+        fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
+            without a call of `Averager.changed`; None if it never does.
         settings: named values that must be equal on all peers; a difference is refused by name.
     """
 
@@ -324,11 +324,7 @@ class Averager:
         formed = loop.time()
         peers = tuple(member.contact.peer for member in group.members)
         sent, received = self.core.endpoint.traffic
-        try:
-            outcome = await self._run_round(group, prepare, deadline, apply)
-        except BaseException:
-            group.release()
-            raise
+        outcome = await self._run_round(group, prepare, deadline, apply)
         now_sent, now_received = self.core.endpoint.traffic
         events.emit(
             RoundFinished(
@@ -371,12 +367,28 @@ class Averager:
         deadline: float,
         apply: Callable[[Vector], None] | None,
     ) -> Outcome:
+        try:
+            round_ = await self._begin_round(group, prepare, deadline)
+        except BaseException:
+            group.release()
+            raise
+        orderly = False
+        try:
+            outcome = await round_.run()
+            orderly = True
+            await _to_the_end(self._apply(apply))
+            return outcome
+        finally:
+            # Gives the group's streams back when nothing of the round reads them any more.
+            self._closing = self._spawn(_finish(round_, group, orderly=orderly))
+
+    async def _begin_round(self, group: Group, prepare: Callable[[], tuple[float, float]], deadline: float) -> Round:
         if self._closing is not None:
             await self._closing  # the last round may still be giving its averages to somebody
-        executor, settings = self.core.env.executor, self.settings
+        settings = self.settings
         async with self.lock.held():
             mine, scale = prepare()
-            bad = await executor.run(self.vector.copy_in, scale)
+            bad = await self.core.env.executor.run(self.vector.copy_in, scale)
         if bad is not None and mine > 0:
             reason = "values that are not finite"
             event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -388,24 +400,19 @@ class Averager:
             silence_s=settings.silence_s,
         )
         try:
-            round_ = Round(self.core.rounds(), group, self.vector, weight=mine, options=options)
+            return Round(self.core.rounds(), group, self.vector, weight=mine, options=options)
         except ConfigError as error:
-            raise RoundFailed(
-                f"the group's plan does not fit: {error}", [group.members[group.decider].contact.peer]
-            ) from error
-        orderly = False
-        try:
-            outcome = await round_.run()
-            orderly = True
-            async with self.lock.held():
-                if apply is not None:
-                    await executor.run(apply, self.vector)
-                else:
-                    await executor.run(self.vector.apply, settings.averaging_alpha)
-                self.changed()
-            return outcome
-        finally:
-            self._closing = self._spawn(_finish(round_, group, orderly=orderly))
+            leader = group.members[group.decider].contact.peer
+            raise RoundFailed(f"the group's plan does not fit: {error}", [leader]) from error
+
+    async def _apply(self, apply: Callable[[Vector], None] | None) -> None:
+        executor = self.core.env.executor
+        async with self.lock.held():
+            if apply is not None:
+                await executor.run(apply, self.vector)
+            else:
+                await executor.run(self.vector.apply, self.settings.averaging_alpha)
+            self.changed()
 
     def changed(self) -> None:
         """The tensors changed: the next donor snapshot is a new one."""
@@ -520,6 +527,16 @@ class Averager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._matchmaker.close()
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Wait for something that must not be left half done, also when the waiting is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DaemonPool"]
+__all__ = ["DaemonPool", "take_one_core"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class DaemonPool(concurrent.futures.Executor):
     def _work(self) -> None:
         alone = False
         while (work := self._next()) is not None:
-            alone = alone or _take_one_core()
+            alone = alone or take_one_core()
             _run(*work)
             del work  # nothing of it is held while this thread waits
 
@@ -108,8 +108,8 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
         future.set_result(result)
 
 
-def _take_one_core() -> bool:
-    """Make torch use one thread for what this thread does. False if torch is not there yet."""
+def take_one_core() -> bool:
+    """Make torch use one core for what the calling thread does, and for no other. False if torch is not there yet."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from shoal.clock import ThreadExecutor
 from shoal.errors import ClosedError, LocalError
-from shoal.runtime.pool import DaemonPool
+from shoal.runtime.pool import DaemonPool, take_one_core
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
 
@@ -64,10 +64,13 @@ class _Loop(asyncio.SelectorEventLoop):
     def __init__(self, pool: DaemonPool) -> None:
         super().__init__()
         self._shoal_pool = pool
+        self._alone = False
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
+        # Small tensor work is done in the loop itself; it begins with work for the pool (to copy the tensors).
+        self._alone = self._alone or take_one_core()
         return super().run_in_executor(executor or self._shoal_pool, func, *args)
 
 

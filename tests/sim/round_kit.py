@@ -1,0 +1,131 @@
+"""Rounds without matchmaking: a group is made by hand, so that every member, message and moment is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.allreduce.round import Outcome, Round, RoundOptions, RoundTable
+from shoal.allreduce.vector import Vector, describe
+from shoal.compression import CompressionBase, NoCompression
+from shoal.peer import PeerID
+from shoal.rpc import Stream
+from shoal.wire import Abort, Assign, Commit, Leave, Member, Opening, Report
+from tests.sim.rpc_kit import Peer, SimNet
+
+ROUND = b"round of a test!"
+OPTIONS = RoundOptions(silence_s=2.0, timeout_s=60.0)
+
+
+class OpenControl(Opening[Report | Leave, Assign | Commit | Abort], frozen=True):
+    """Stands for the stream of a join."""
+
+
+@dataclass(frozen=True)
+class HandMade:
+    """A group as matchmaking would hand it over."""
+
+    round_id: bytes
+    members: Sequence[Member]
+    my_index: int
+    decider: int
+    slices: Sequence[int]
+    part_bytes: int
+    controls: Mapping[PeerID, Stream[Any, Any]]
+
+
+@dataclass
+class RoundPeer:
+    """One member: its endpoint, its numbers, and the group that it was given."""
+
+    peer: Peer
+    table: RoundTable
+    vector: Vector
+    controls: dict[PeerID, Stream[Any, Any]] = field(default_factory=dict)
+    _joined: asyncio.Event = field(default_factory=asyncio.Event)
+    _released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    async def make(
+        cls, net: SimNet, name: str, tensor: torch.Tensor, codec: CompressionBase | None = None
+    ) -> RoundPeer:
+        """Start one."""
+        peer = await net.peer(name)
+        vector = Vector([tensor], describe([tensor], [codec or NoCompression()]))
+        made = cls(peer, RoundTable(peer.endpoint), vector)
+        peer.endpoint.serve_stream(OpenControl, made._take)
+        return made
+
+    async def _take(self, stream: Stream[Any, Any], opening: OpenControl) -> None:
+        self.controls[stream.peer_id] = stream
+        self._joined.set()
+        await self._released.wait()
+
+    async def gathered(self, followers: int) -> None:
+        """Wait for the control streams of so many."""
+        while len(self.controls) < followers:
+            self._joined.clear()
+            await self._joined.wait()
+
+    def member(self, *, reduces: bool = True) -> Member:
+        """As others see it."""
+        return Member(self.peer.contact, reduces, None, b"\xc0")
+
+    async def follow(self, leader: RoundPeer) -> None:
+        """Open the control stream to the decider."""
+        stream = await self.peer.endpoint.open(leader.peer.contact, OpenControl(), timeout_s=5.0)
+        self.controls[leader.peer.peer_id] = stream
+
+    def round(
+        self,
+        group: Sequence[RoundPeer],
+        slices: Sequence[int],
+        *,
+        weight: float = 1.0,
+        options: RoundOptions = OPTIONS,
+        round_id: bytes = ROUND,
+        part_bytes: int = 1024,
+    ) -> Round:
+        """Its round; the first of the group decides."""
+        assert self.vector.copy_in() is None
+        formed = HandMade(
+            round_id=round_id,
+            members=[each.member() for each in group],
+            my_index=group.index(self),
+            decider=0,
+            slices=slices,
+            part_bytes=part_bytes,
+            controls=self.controls,
+        )
+        return Round(self.table, formed, self.vector, weight=weight, options=options)
+
+    def release(self) -> None:
+        """The round is over: control streams may end."""
+        self._released.set()
+        self._released = asyncio.Event()
+        self.controls = {}
+
+
+async def gather_group(group: Sequence[RoundPeer]) -> None:
+    """Open the control streams of all to the first."""
+    for each in group[1:]:
+        await each.follow(group[0])
+    async with asyncio.timeout(5.0):
+        await group[0].gathered(len(group) - 1)
+
+
+async def run_round(group: Sequence[RoundPeer], slices: Sequence[int], **options: Any) -> list[Outcome]:
+    """One whole round of all, applied and closed."""
+    await gather_group(group)
+    rounds = [each.round(group, slices, **options) for each in group]
+    outcomes = await asyncio.gather(*(round_.run() for round_ in rounds))
+    for each in group:
+        each.vector.overwrite()
+    await asyncio.gather(*(round_.close() for round_ in rounds))
+    for each in group:
+        each.release()
+    return list(outcomes)

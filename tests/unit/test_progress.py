@@ -1,0 +1,282 @@
+"""Where the swarm stands: the order of states, who counts, who is behind, when the run ends."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+
+from shoal.peer import PeerID
+from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
+from shoal.wire import Contact, Progress
+
+ME, ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4))
+DIGESTS = [bytes([number]) * 32 for number in range(4)]
+
+
+def said(peer: PeerID, **changes: Any) -> Progress:
+    """What a peer says of itself; at epoch 5 with digest 0 unless changed."""
+    values: dict[str, Any] = {
+        "epoch": 5,
+        "digest": DIGESTS[0],
+        "branch_samples": 1000,
+        "samples": 10,
+        "rate": 2.0,
+        "time": 100.0,
+        "settings": {},
+        "end_epoch": None,
+    }
+    return Progress(Contact(peer), **(values | changes))
+
+
+def swarm(ttl_s: float = 20.0, **settings: str) -> SwarmProgress:
+    """As `ME` knows it: nobody yet."""
+    return SwarmProgress(ME, settings, ttl_s=ttl_s)
+
+
+def view(known: SwarmProgress, now: float = 0.0, **changes: Any) -> SwarmView:
+    """Seen by `ME`."""
+    return known.view(said(ME, **changes), now)
+
+
+# ------------------------------------------------------------------------------------------------------------ StateKey
+
+
+def test_states_are_ordered_by_epoch_then_samples_then_lower_digest() -> None:
+    """All pairs of a grid, against the order as it is written in the documentation."""
+    grid = list(itertools.product((0, 1, 2), (0, 7, 10**15), (b"\x00" * 32, b"\x00" * 31 + b"\x01", b"\xff" * 32)))
+    in_words = sorted(grid, key=lambda state: (state[0], state[1], [-byte for byte in state[2]]))
+    assert sorted(grid, key=lambda state: StateKey.of(*state)) == in_words
+    assert len({StateKey.of(*state) for state in grid}) == len(grid)
+
+
+# ----------------------------------------------------------------------------------------------------- together, behind
+
+
+def test_alone_the_swarm_is_this_peer() -> None:
+    """Nobody else: own samples, own rate, nobody to learn from."""
+    seen = view(swarm(), samples=30, rate=1.5, end_epoch=9)
+    assert seen == SwarmView(
+        peers=(ME,),
+        together=frozenset({ME}),
+        samples=30,
+        rate=1.5,
+        epoch=5,
+        behind=False,
+        leaders=(),
+        end_epoch=9,
+    )
+
+
+def test_samples_and_rates_of_one_state_add_up() -> None:
+    """Those at other states of the same epoch do not count; negative rates are none."""
+    known = swarm()
+    known.heard(said(ANN, samples=100, rate=5.0), 0.0)
+    known.heard(said(BEN, samples=1000, rate=50.0, digest=DIGESTS[3], branch_samples=1), 0.0)
+    known.heard(said(CAT, samples=7, rate=-3.0), 0.0)
+    seen = view(known)
+    assert seen.peers == (ME, ANN, BEN, CAT)
+    assert seen.together == {ME, ANN, CAT}
+    assert (seen.samples, seen.rate) == (117, 7.0)
+    assert not seen.behind
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({"epoch": 6, "branch_samples": 0, "digest": DIGESTS[3]}, {"epoch": 5, "branch_samples": 10**9}),
+        ({"branch_samples": 1001, "digest": DIGESTS[3]}, {"branch_samples": 1000, "digest": DIGESTS[0]}),
+        ({"digest": DIGESTS[1]}, {"digest": DIGESTS[2]}),
+    ],
+)
+def test_of_two_states_one_is_behind(better: dict[str, Any], worse: dict[str, Any]) -> None:
+    """A later epoch, else more samples, else the lower digest; whoever looks finds the same."""
+    known = swarm()
+    known.heard(said(ANN, **better), 0.0)
+    seen = view(known, **worse)
+    assert (seen.behind, seen.leaders) == (True, (ANN,))
+    assert seen.epoch == better.get("epoch", 5)
+    assert seen.together == {ME}
+    known = swarm()
+    known.heard(said(ANN, **worse), 0.0)
+    seen = view(known, **better)
+    assert (seen.behind, seen.leaders) == (False, ())
+    assert seen.epoch == better.get("epoch", 5)
+
+
+def test_leaders_are_those_at_the_best_state_only() -> None:
+    """Better than ours is not enough."""
+    known = swarm()
+    known.heard(said(CAT, epoch=7), 0.0)
+    known.heard(said(ANN, epoch=6), 0.0)
+    known.heard(said(BEN, epoch=7), 0.0)
+    assert view(known).leaders == (BEN, CAT)
+    known.lost(CAT)
+    known.lost(BEN)
+    assert view(known).leaders == (ANN,)
+    assert view(known, epoch=6).leaders == (ANN,)  # at our own state now
+    assert not view(known, epoch=6).behind
+
+
+def test_samples_of_the_future_do_not_count_here() -> None:
+    """A peer one epoch ahead accumulates for another step."""
+    known = swarm()
+    known.heard(said(ANN, epoch=6, digest=DIGESTS[1], samples=500), 0.0)
+    seen = view(known, samples=3)
+    assert seen.samples == 3
+    assert seen.behind
+
+
+def test_the_time_to_the_target() -> None:
+    """Missing samples over the rate; none missing takes none; with nobody at work it never comes."""
+    known = swarm()
+    known.heard(said(ANN, samples=20, rate=8.0), 0.0)
+    seen = view(known, samples=10, rate=2.0)
+    assert seen.eta_s(130) == 10.0
+    assert seen.eta_s(30) == seen.eta_s(0) == 0.0
+    assert view(swarm(), rate=0.0).eta_s(1000) == math.inf
+
+
+def test_the_earliest_end_holds() -> None:
+    """Of all that were announced, our own included; none if none was."""
+    known = swarm()
+    assert view(known).end_epoch is None
+    known.heard(said(ANN, end_epoch=30), 0.0)
+    assert view(known).end_epoch == 30
+    known.heard(said(BEN, end_epoch=20), 0.0)
+    assert view(known).end_epoch == 20
+    assert view(known, end_epoch=10).end_epoch == 10
+    assert view(known, end_epoch=99).end_epoch == 20
+    known.lost(BEN)
+    assert view(known).end_epoch == 30
+
+
+# ------------------------------------------------------------------------------------------------- who counts, and when
+
+
+def test_only_what_is_newer_is_news() -> None:
+    """By the speaker's own clock: repeats and latecomers through the DHT change nothing."""
+    known = swarm()
+    assert known.heard(said(ANN, time=100.0, samples=1), 0.0)
+    assert not known.heard(said(ANN, time=100.0, samples=2), 1.0)
+    assert not known.heard(said(ANN, time=99.0, samples=3), 1.0)
+    assert known.heard(said(ANN, time=100.5, samples=4), 1.0)
+    found = known.progress_of(ANN)
+    assert found is not None
+    assert found.samples == 4
+    assert known.progress_of(BEN) is None
+
+
+def test_what_we_said_ourselves_is_no_news() -> None:
+    """Our own record comes back from the DHT."""
+    known = swarm()
+    assert not known.heard(said(ME, epoch=99), 0.0)
+    assert view(known).peers == (ME,)
+
+
+@pytest.mark.parametrize("changes", [{"time": math.nan}, {"time": math.inf}, {"rate": math.nan}, {"rate": math.inf}])
+def test_numbers_that_are_none_are_not_heard(changes: dict[str, float]) -> None:
+    """They would block what the peer says later, or spoil the sum."""
+    known = swarm()
+    assert not known.heard(said(ANN, **changes), 0.0)
+    assert known.heard(said(ANN), 0.0)
+    assert math.isfinite(view(known).rate)
+
+
+def test_silence_ends_a_peer() -> None:
+    """After `ttl_s` without news; news, not repeats, keep it."""
+    known = swarm(ttl_s=20.0)
+    assert known.next_expiry() is None
+    known.heard(said(ANN, time=1.0), 100.0)
+    known.heard(said(BEN, time=1.0), 110.0)
+    assert known.next_expiry() == 120.0
+    known.heard(said(ANN, time=1.0), 119.0)
+    assert view(known, now=120.0).peers == (ME, ANN, BEN)
+    assert view(known, now=120.1).peers == (ME, BEN)
+    assert known.next_expiry() == 130.0
+    assert view(known, now=131.0).peers == (ME,)
+
+
+def test_a_lost_peer_is_gone_at_once() -> None:
+    """With its samples and its better state."""
+    known = swarm()
+    known.heard(said(ANN, epoch=6, samples=50), 0.0)
+    assert known.lost(ANN)
+    assert not known.lost(ANN)
+    assert not known.lost(BEN)
+    seen = view(known)
+    assert (seen.peers, seen.behind, seen.samples) == ((ME,), False, 10)
+
+
+def test_a_lost_peer_returns_with_news_only() -> None:
+    """What it said before it was lost may still lie in the DHT."""
+    known = swarm()
+    known.heard(said(ANN, time=100.0), 0.0)
+    known.lost(ANN)
+    assert not known.heard(said(ANN, time=100.0), 1.0)
+    assert not known.heard(said(ANN, time=99.0), 1.0)
+    assert known.heard(said(ANN, time=100.1), 1.0)
+    assert view(known, now=1.0).peers == (ME, ANN)
+
+
+def test_an_expired_peer_returns_with_news_only() -> None:
+    """As one that was lost."""
+    known = swarm(ttl_s=20.0)
+    known.heard(said(ANN, time=100.0), 0.0)
+    assert view(known, now=21.0).peers == (ME,)
+    assert not known.heard(said(ANN, time=100.0), 22.0)
+    assert known.heard(said(ANN, time=120.0), 23.0)
+
+
+def test_a_peer_whose_clock_was_set_back_returns() -> None:
+    """An hour back: it counts again once nothing of its old news can be left, not an hour later."""
+    known = swarm(ttl_s=20.0)
+    known.heard(said(ANN, time=3700.0), 0.0)
+    assert not known.heard(said(ANN, time=100.0), 5.0)
+    assert view(known, now=20.1).peers == (ME,)
+    assert not known.heard(said(ANN, time=120.0), 40.0)
+    assert known.heard(said(ANN, time=121.0), 40.2)
+    assert view(known, now=41.0).peers == (ME, ANN)
+
+
+def test_the_memory_of_the_lost_is_bounded() -> None:
+    """Thousands come and go."""
+    known = swarm()
+    for number in range(5000):
+        peer = PeerID(number.to_bytes(32, "big"))
+        known.heard(said(peer), 0.0)
+        known.lost(peer)
+    assert len(known._lost) == 4096
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def test_the_first_setting_that_differs_is_named() -> None:
+    """In the order of the names; a missing one differs too."""
+    assert settings_difference({}, {}) is None
+    assert settings_difference({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) is None
+    assert settings_difference({"lr": "0.1", "batch": "8"}, {"lr": "0.2", "batch": "9"}) == (
+        "batch is 8 here and 9 at another peer of the run"
+    )
+    assert settings_difference({"lr": "0.1"}, {}) == "lr is 0.1 here and not set at another peer of the run"
+    assert settings_difference({}, {"lr": "0.1"}) == "lr is not set here and 0.1 at another peer of the run"
+
+
+def test_a_long_setting_is_cut() -> None:
+    """A stranger does not fill our log."""
+    text = settings_difference({}, {"x" * 10_000: "y" * 10_000})
+    assert text is not None
+    assert len(text) < 400
+
+
+def test_peers_with_other_settings_do_not_count() -> None:
+    """They are not heard, and the difference can be shown."""
+    known = swarm(lr="0.1")
+    assert known.mismatch is None
+    assert not known.heard(said(ANN, settings={"lr": "0.2"}, epoch=9), 0.0)
+    assert known.mismatch == "lr is 0.1 here and 0.2 at another peer of the run"
+    assert view(known, settings={"lr": "0.1"}).peers == (ME,)
+    assert known.heard(said(BEN, settings={"lr": "0.1"}), 0.0)

@@ -45,6 +45,7 @@ class HivemindPeer(Contender):
             start=True,
             prefix="benchmark",
             target_group_size=self.options.peers,
+            min_group_size=self.options.peers,
             compression=codec(),
         )
 

@@ -41,6 +41,7 @@ class ShoalPeer(Contender):
             start=True,
             prefix="benchmark",
             target_group_size=self.options.peers,
+            min_group_size=self.options.peers,
             compression=CODECS[self.options.compression](),
             **part,
         )

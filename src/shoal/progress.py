@@ -5,9 +5,10 @@ been silent for `ttl_s`.
 
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
 higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
-live peers wins: whoever is at another one downloads it. Keys are totally ordered and a peer's own key only grows, so
-all who can see each other end at one state, whatever order they hear things in. See
-`docs/decisions/0001-commit-and-fork-rules.md`.
+live peers wins: whoever is at another one downloads it. A state that only clients hold does not count while there are
+others, because nobody can download it: a client that is alone with its state takes the best of the others. Keys are
+totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
+whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class SwarmView:
         samples: accumulated at this peer's state, by all of `together`.
         rate: samples per second of all of `together`.
         epoch: of the best state.
-        behind: somebody has a better state than this peer.
-        leaders: who has the best state, this peer left out; best donors first.
+        behind: the best state is another one than this peer's.
+        leaders: who has the best state, this peer left out; those that can be dialed first.
         end_epoch: where the run ends; None if that was not announced.
     """
 
@@ -131,14 +132,25 @@ class SwarmProgress:
         """When the next peer would have been silent for too long."""
         return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)
 
-    def view(self, mine: Progress, now: float) -> SwarmView:
-        """The swarm, seen from a peer that stands at `mine`."""
+    def view(self, mine: Progress, now: float, *, shared: bool = True) -> SwarmView:
+        """The swarm, seen from a peer that stands at `mine`.
+
+        Args:
+            mine: what this peer says of itself.
+            now: local time, seconds.
+            shared: whether others should hold this peer's state too, whether they said so yet or not. Matters for a
+                client only: its state counts for itself if it is shared.
+        """
         self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
             self.lost(peer)
         own_key = _key(mine)
         others = {peer: progress for peer, (progress, _) in self._known.items()}
-        best = max([own_key, *map(_key, others.values())])
+        # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
+        offered = {_key(progress) for progress in (mine, *others.values()) if progress.contact.addresses}
+        if shared:
+            offered.add(own_key)
+        best = max(offered or {own_key, *map(_key, others.values())})
         together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
         ends = [p.end_epoch for p in (mine, *others.values()) if p.end_epoch is not None]
         return SwarmView(
@@ -147,8 +159,13 @@ class SwarmProgress:
             samples=mine.samples + sum(progress.samples for progress in together.values()),
             rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
             epoch=best.epoch,
-            behind=best > own_key,
-            leaders=tuple(sorted(peer for peer, progress in others.items() if _key(progress) == best)),
+            behind=best != own_key,
+            leaders=tuple(
+                sorted(
+                    (peer for peer, progress in others.items() if _key(progress) == best),
+                    key=lambda peer: (not others[peer].contact.addresses, peer),
+                )
+            ),
             end_epoch=min(ends, default=None),
         )
 

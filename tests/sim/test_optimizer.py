@@ -238,6 +238,37 @@ def test_clients_train_too() -> None:
     sim.run(main, seed=6)
 
 
+def test_a_fast_client_does_not_run_away() -> None:
+    """A state that only a client holds, which nobody can download, does not count: nodes and client end together."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        loop = asyncio.get_running_loop()
+        await run.add("p0")
+        await run.add("p1")
+        await run.add("c2", client_mode=True, seed=5)
+        names, durations = ["p0", "p1", "c2"], (1.0, 1.0, 0.1)
+        # The client has gone far alone before the others begin.
+        run.swarm.partition([["c2"], ["p0", "p1"]])
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=s, until=lambda: loop.time() > 150))
+            for name, s in zip(names, durations, strict=True)
+        ]
+        await sim.sleep(40)
+        assert run.swarm.peer("c2").collaboration.epoch > run.swarm.peer("p0").collaboration.epoch
+        run.swarm.heal()
+        await sim.sleep(50)
+        run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 4)
+        await asyncio.wait(tasks)
+        states = {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert run.agree(names), {n: (state.epoch, state.samples) for n, state in states.items()}
+        assert run.swarm.peer("p0").collaboration.finished
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=8)
+
+
 def test_a_run_with_other_settings_is_refused_by_name() -> None:
     """A newcomer with another target batch learns which setting differs; the run goes on without it."""
 

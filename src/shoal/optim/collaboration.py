@@ -40,7 +40,7 @@ from shoal.errors import ConfigError, PeerError, RoundFailed, SchemaMismatch, Sh
 from shoal.events import EpochAdvanced, Warned
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
-from shoal.progress import SwarmProgress, SwarmView
+from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.state import Donor, Manifest, SharedState, download_state
 from shoal.wire import Contact, Progress, TellProgress, decode, encode
 
@@ -159,6 +159,7 @@ class Collaboration:
         self._processed = 0
         self._counted = (0, 0.0)
         self._update: tuple[StateName, int, int] | None = None
+        self._shared = False
         self._closed = False
         self._undo: list[Callable[[], None]] = []
 
@@ -233,7 +234,7 @@ class Collaboration:
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
-        view = self._known.view(self.mine(), self._now())
+        view = self._known.view(self.mine(), self._now(), shared=self._shared)
         self.others_samples = view.samples - self.training.samples
         if view.end_epoch is not None and (self.end_epoch is None or view.end_epoch < self.end_epoch):
             self.end_epoch = view.end_epoch
@@ -397,6 +398,7 @@ class Collaboration:
         )
         if result is not None:
             self.last_round = result
+            self._shared = True
             self._ready(_history(result), int(result.outcome.weight), len(result.outcome.members))
 
     async def _round(
@@ -446,6 +448,7 @@ class Collaboration:
         async with self.lock.held():
             samples = self.training.samples
             self.training.use_own_mean()
+        self._shared = False
         self._ready(self.core.env.rng.randbytes(16) + self.core.peer_id.raw, samples, 1)
 
     def _ready(self, what: bytes, samples: int, peers: int) -> None:
@@ -550,6 +553,7 @@ class Collaboration:
         view = self.view()
         if not view.behind:
             return False
+        mine = self.mine()
         donors = [Donor(self._contact(peer), float(view.epoch)) for peer in view.leaders]
         state = await download_state(
             self.core.endpoint,
@@ -557,23 +561,30 @@ class Collaboration:
             self._states.prefix,
             donors,
             timeout_s=timeout_s,
-            accept=self._accept,
+            accept=lambda manifest: self._accept(manifest, view.epoch),
         )
         try:
             name = msgspec.convert(state.metadata["state"], StateName)
         except (msgspec.ValidationError, KeyError, TypeError) as error:
             raise StateUnavailable(f"the state that was downloaded has no name: {error}") from error
+        if mine.contact.addresses and _key(self.state) >= _key(name):
+            raise StateUnavailable(
+                "the donor's copy is of a state that is no better than ours: it will have a newer one"
+            )
         async with self.lock.held():
             await self.core.env.executor.run(self.training.load, state.metadata["training"], state.tensors)
             self.state = name
             self._update = None
+            self._shared = True
         self.downloads.append((state.bytes_received, state.duration_s))
         self._renewed()
         self._move(Phase.COLLECTING)
         return True
 
-    def _accept(self, manifest: Manifest) -> str | None:
+    def _accept(self, manifest: Manifest, epoch: int) -> str | None:
         """Why this state cannot be ours. Of the optimizer's tensors there may be more than here, or none yet."""
+        if manifest.epoch < epoch:
+            return f"its copy is of epoch {manifest.epoch}, wanted is {epoch}"
         own = self.training.describe()
         offered = manifest.tensors
         for index, tensor in enumerate(own):
@@ -584,6 +595,10 @@ class Collaboration:
     def _contact(self, peer: PeerID) -> Contact:
         progress = self._known.progress_of(peer)
         return progress.contact if progress is not None else self.core.endpoint.contact_of(peer)
+
+
+def _key(name: StateName) -> StateKey:
+    return StateKey.of(name.epoch, name.samples, name.digest)
 
 
 def _history(result: StepResult) -> bytes:

@@ -10,6 +10,7 @@ optimizer, and plain values for the rest.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -63,6 +64,7 @@ class TrainingState:
         self.samples = 0
         self.epoch = 0
         self._scheduled = 0
+        self._first_schedule = copy.deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
         self._has_average = False
 
     # ---------------------------------------------------------------------------------------------------- gradients
@@ -186,6 +188,12 @@ class TrainingState:
         self.epoch = epoch
         # Schedulers compute from their own count: bring it to the epoch, then keep the downloaded learning rates.
         rates = [group["lr"] for group in self.optimizer.param_groups]
+        if epoch < self._scheduled and self.scheduler is not None and self._first_schedule is not None:
+            # A client that ran ahead alone goes back: its schedule begins anew.
+            self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
+            self._scheduled = 0
+            for group in self.optimizer.param_groups:
+                group["lr"] = group.get("initial_lr", group["lr"])
         self._follow_schedule()
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate

@@ -139,13 +139,11 @@ class Contender:
         return self
 
     async def ask_all(self, do: str, timeout_s: float, **more: Any) -> list[dict[str, Any]]:
-        answers = await asyncio.gather(
-            *(peer.ask(do, timeout_s, **more) for peer in self.peers), return_exceptions=True
-        )
-        for answer in answers:
-            if isinstance(answer, BaseException):
-                raise answer
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        asked = (peer.ask(do, timeout_s, **more) for peer in self.peers)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if failures := [str(answer) for answer in answers if isinstance(answer, ContenderFailed)]:
+            raise ContenderFailed("; ".join(dict.fromkeys(failures)))
+        return [answer for answer in answers if isinstance(answer, dict)]
 
     async def measure(self, number: int) -> Round:
         """One round."""

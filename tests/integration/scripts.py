@@ -138,7 +138,7 @@ def train(*, initial_peers: Sequence[str], epochs: int, seed: int) -> None:
         swarm = shoal.Optimizer(
             dht=dht,
             run_id="small",
-            target_batch_size=64,
+            target_batch_size=1024,
             batch_size_per_step=8,
             params=model.parameters(),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.01),

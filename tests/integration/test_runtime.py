@@ -83,7 +83,7 @@ def small_run(dht: shoal.DHT, model: torch.nn.Module) -> dict[str, Any]:
     return {
         "dht": dht,
         "run_id": "small",
-        "target_batch_size": 64,
+        "target_batch_size": 1024,
         "batch_size_per_step": 8,
         "params": model.parameters(),
         "optimizer": partial(torch.optim.SGD, lr=0.01),

@@ -449,6 +449,7 @@ class Collaboration:
             samples = self.training.samples
             self.training.use_own_mean()
         self._shared = False
+        self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._ready(self.core.env.rng.randbytes(16) + self.core.peer_id.raw, samples, 1)
 
     def _ready(self, what: bytes, samples: int, peers: int) -> None:

@@ -64,7 +64,9 @@ class TrainingState:
         self.samples = 0
         self.epoch = 0
         self._scheduled = 0
-        self._first_schedule = copy.deepcopy(scheduler.state_dict()) if hasattr(scheduler, "state_dict") else None
+        self._first_schedule: dict[str, Any] | None = None
+        if scheduler is not None and hasattr(scheduler, "state_dict"):
+            self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._has_average = False
 
     # ---------------------------------------------------------------------------------------------------- gradients

@@ -148,9 +148,11 @@ class SwarmProgress:
         others = {peer: progress for peer, (progress, _) in self._known.items()}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
         offered = {_key(progress) for progress in (mine, *others.values()) if progress.contact.addresses}
-        if shared:
+        if not offered:
+            offered = {_key(progress) for progress in others.values()}
+        if shared or not offered:
             offered.add(own_key)
-        best = max(offered or {own_key, *map(_key, others.values())})
+        best = max(offered)
         together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
         ends = [p.end_epoch for p in (mine, *others.values()) if p.end_epoch is not None]
         return SwarmView(

@@ -184,7 +184,7 @@ class Exchange:
             total = self._weights[number, attempt]
             digest = bytes(32)
             if any(contributors):
-                digest = await self.light(part, round_.vector.finish, part, total)
+                digest = await self.compute(part, round_.vector.finish, part, total)
             held = Held(number, attempt, contributors, total, digest)
             news = round_.rules.averaged(held)
         if news:

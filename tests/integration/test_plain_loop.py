@@ -22,7 +22,10 @@ runpy.run_path({example!r}, run_name="__main__")
 def test_two_terminals_end_with_the_same_weights() -> None:
     """One prints an invite, the other joins by it; both end by themselves, at one epoch, with one hash."""
     joining = [sys.executable, "-W", "error", "-c", JOINING.format(example=str(EXAMPLE))]
-    with Talk(joining, EPOCHS="60") as second, Talk([sys.executable, "-W", "error", str(EXAMPLE)], EPOCHS="60") as first:
+    with (
+        Talk(joining, EPOCHS="60") as second,
+        Talk([sys.executable, "-W", "error", str(EXAMPLE)], EPOCHS="60") as first,
+    ):
         assert second.line() == "ready\n"
         second.write(first.line().strip())
         said = [talk.rest() for talk in (first, second)]

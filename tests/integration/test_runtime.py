@@ -155,8 +155,9 @@ def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
         torch.manual_seed(0)
         model = torch.nn.Linear(8, 1)
         with shoal.Optimizer(**small_run(dht, model), matchmaking_time=60.0) as swarm:
-            together = threading.Event()
-            dht.events.subscribe(lambda event: together.set() if getattr(event, "peers", 0) == 2 else None)
+
+            async def peers_at_this_epoch() -> int:
+                return len(swarm.collaboration.view().together)
 
             def train(over: Callable[[], bool]) -> None:
                 while not over():
@@ -164,7 +165,8 @@ def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
                     swarm.step()
                     swarm.zero_grad()
 
-            train(together.is_set)
+            # Frozen while it is counted on: the next step must wait for it.
+            train(lambda: dht.loop_thread.run(peers_at_this_epoch(), LONG_S) == 2)
             worker.signal(signal.SIGSTOP)
 
             def interrupt() -> None:

@@ -15,6 +15,10 @@ see). What can happen, in any order:
 Checked in every reachable world: equal digests are equal histories; no peer's key goes down, and an adoption makes it
 larger, so nothing goes in circles; no adoption loses the best state; and when all see each other and nobody has
 anything to adopt, all are at one state.
+
+One of the peers may be a *client*, which nobody can download from. Then all this holds for the others among themselves;
+the client's key may go down once after each round that it was alone in, and in the end it is at the state of the others
+or at one that it made together with some of them, which they did not learn of.
 """
 
 from __future__ import annotations
@@ -125,10 +129,14 @@ class Search:
         epochs: no peer steps further.
         mixes: states are averaged too, once after each step.
         losses: peers are lost from view, and seen again.
+        client: a peer that gives its state to nobody.
     """
 
-    def __init__(self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, losses: bool = False) -> None:
-        self.rule, self.epochs, self.mixes, self.losses = rule, epochs, mixes, losses
+    def __init__(
+        self, rule: Rule = RULE, *, epochs: int, mixes: bool = False, losses: bool = False, client: int | None = None
+    ) -> None:
+        self.rule, self.epochs, self.mixes, self.losses, self.client = rule, epochs, mixes, losses, client
+        self._donors = [peer for peer in PEERS if peer != client]
         self._key = cache(rule.key)
         self._after = cache(self._after_round)
         self._leaders = cache(lambda me, own, view: rule.leaders(rule, me, own, view))
@@ -204,6 +212,8 @@ class Search:
         for me in PEERS:
             for other in self._leaders(me, world.states[me], world.views[me]):
                 seen = world.views[me][other]
+                if other == self.client:
+                    continue
                 assert seen is not None
                 states = list(world.states)
                 states[me] = self.rule.adopted(world.states[me], seen, world.states[other])
@@ -218,17 +228,23 @@ class Search:
                 raise Broken(f"one digest for two states: {one} and {other}")
         adoptions = list(self._adoptions(world))
         for me, after in adoptions:
-            if not self._key(after.states[me]) > self._key(states[me]):
+            if not self._key(after.states[me]) > self._key(states[me]) and not self._was_alone(me, states[me]):
                 raise Broken(f"peer {me} adopts a state that is no better than its own")
-            if max(map(self._key, after.states)) < max(map(self._key, states)):
+            if max(self._key(after.states[p]) for p in self._donors) < max(self._key(states[p]) for p in self._donors):
                 raise Broken("the best state got lost")
-        if adoptions or len(set(states)) == 1:
+        settled = [state for peer, state in enumerate(states) if peer != self.client or self._was_alone(peer, state)]
+        if adoptions or len(set(settled)) == 1:
             return
-        pairs = [(me, other) for me in PEERS for other in PEERS if me != other]
-        if not any(self._matters(me, states[me], other, states[other]) for me, other in pairs):
+        everything = [[state if other != me else None for other, state in enumerate(states)] for me in PEERS]
+        if self._world(states, [tuple(view) for view in everything]) == world:
             raise Broken("all see each other, nobody moves, and they are not at one state")
+
+    def _was_alone(self, peer: int, state: State) -> bool:
+        """Whether this is the client's own: a state that nobody else can have."""
+        return peer == self.client and bool(state.history) and state.history[1] == (peer,)
 
     def _check_step(self, world: World, after: World) -> None:
         for peer in PEERS:
-            if self._key(after.states[peer]) < self._key(world.states[peer]):
+            before = world.states[peer]
+            if self._key(after.states[peer]) < self._key(before) and not self._was_alone(peer, before):
                 raise Broken(f"the key of peer {peer} went down")

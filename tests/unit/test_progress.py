@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
 from shoal.wire import Contact, Progress
 
@@ -16,8 +16,8 @@ ME, ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4))
 DIGESTS = [bytes([number]) * 32 for number in range(4)]
 
 
-def said(peer: PeerID, **changes: Any) -> Progress:
-    """What a peer says of itself; at epoch 5 with digest 0 unless changed."""
+def said(peer: PeerID, *, client: bool = False, **changes: Any) -> Progress:
+    """What a peer says of itself; at epoch 5 with digest 0 unless changed. A client cannot be dialed."""
     values: dict[str, Any] = {
         "epoch": 5,
         "digest": DIGESTS[0],
@@ -28,7 +28,8 @@ def said(peer: PeerID, **changes: Any) -> Progress:
         "settings": {},
         "end_epoch": None,
     }
-    return Progress(Contact(peer), **(values | changes))
+    addresses = () if client else (Address("10.0.0.1", 4000, peer),)
+    return Progress(Contact(peer, addresses), **(values | changes))
 
 
 def swarm(ttl_s: float = 20.0, **settings: str) -> SwarmProgress:
@@ -120,6 +121,30 @@ def test_leaders_are_those_at_the_best_state_only() -> None:
     assert not view(known, epoch=6).behind
 
 
+def test_a_state_that_only_clients_hold_holds_nobody_up() -> None:
+    """Nobody can download it: the others go on with theirs, and count the samples that are there for it."""
+    known = swarm()
+    known.heard(said(ANN, client=True, epoch=6, digest=DIGESTS[1]), 0.0)
+    known.heard(said(BEN, samples=5), 0.0)
+    seen = view(known)
+    assert (seen.behind, seen.epoch, set(seen.together)) == (False, 5, {ME, BEN})
+    known.heard(said(BEN, epoch=6, digest=DIGESTS[1], time=101.0), 0.0)
+    seen = view(known)
+    assert (seen.behind, seen.epoch, seen.leaders) == (True, 6, (BEN, ANN))  # who can be dialed comes first
+
+
+def test_a_client_that_went_on_alone_comes_back() -> None:
+    """Its own state is better, and nobody else will ever have it; unless it was made together with others."""
+    known = swarm()
+    known.heard(said(ANN), 0.0)
+    mine = said(ME, client=True, epoch=6, digest=DIGESTS[1])
+    alone, together = known.view(mine, 0.0, shared=False), known.view(mine, 0.0, shared=True)
+    assert (alone.behind, alone.epoch, alone.leaders) == (True, 5, (ANN,))
+    assert (together.behind, together.epoch) == (False, 6)
+    node = said(ME, epoch=6, digest=DIGESTS[1])
+    assert not known.view(node, 0.0, shared=False).behind
+
+
 def test_samples_of_the_future_do_not_count_here() -> None:
     """A peer one epoch ahead accumulates for another step."""
     known = swarm()
@@ -177,7 +202,7 @@ def test_what_we_said_ourselves_is_no_news() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"time": math.nan}, {"time": math.inf}, {"rate": math.nan}, {"rate": math.inf}])
-def test_numbers_that_are_none_are_not_heard(changes: dict[str, float]) -> None:
+def test_numbers_that_are_none_are_not_heard(changes: dict[str, Any]) -> None:
     """They would block what the peer says later, or spoil the sum."""
     known = swarm()
     assert not known.heard(said(ANN, **changes), 0.0)

@@ -1,0 +1,64 @@
+"""Pauses between tries, and the two ways to run functions."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor
+from shoal.events import EventBus
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pauses_grow_with_jitter_to_a_limit(seed: int) -> None:
+    """Each is between half of its step and all of it; the steps double up to the limit, and begin again at `reset`."""
+    backoff = Backoff(random.Random(seed), first_s=0.1, max_s=1.0, factor=2.0)
+    for _ in range(2):
+        for step_s in (0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0):
+            assert step_s / 2 <= backoff.next_s() <= step_s
+        backoff.reset()
+
+
+def test_equal_seeds_pause_equally() -> None:
+    """Chance comes from the given source alone."""
+    one, other = (Backoff(random.Random(3)) for _ in range(2))
+    assert [one.next_s() for _ in range(9)] == [other.next_s() for _ in range(9)]
+
+
+def _divide(a: int, *, by: int) -> tuple[float, int]:
+    return a / by, threading.get_ident()
+
+
+def test_executors_return_and_raise_what_the_function_does() -> None:
+    """Inline in the loop's thread, or in the pool's."""
+
+    async def main(executor: Executor) -> int:
+        result, thread = await executor.run(_divide, 6, by=4)
+        assert result == 1.5
+        with pytest.raises(ZeroDivisionError):
+            await executor.run(_divide, 1, by=0)
+        return thread
+
+    assert asyncio.run(main(InlineExecutor())) == threading.get_ident()
+    with ThreadPoolExecutor(1) as pool:
+        assert asyncio.run(main(ThreadExecutor(pool))) != threading.get_ident()
+
+
+def test_the_system_clock_goes_forward() -> None:
+    """Both readings; the monotonic one never back."""
+    clock = SystemClock()
+    readings = [clock.monotonic() for _ in range(100)]
+    assert readings == sorted(readings)
+    assert clock.time() > 1.7e9
+
+
+def test_each_environment_has_its_own_bus_and_chance() -> None:
+    """Nothing is shared by default."""
+    one, other = Env(), Env()
+    assert one.events is not other.events
+    assert one.rng is not other.rng
+    assert isinstance(one.events, EventBus)

@@ -43,7 +43,7 @@ format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(DEV_READY)  ## speed of averaging (ARGS="--against hivemind,gloo")
+bench: $(DEV_READY)  ## speed of averaging (ARGS="--against hivemind,gloo"); more of them: docs/performance.md
 	@$(BIN)/python -m benchmarks.allreduce --peers 4 --numel 10_000_000 --rounds 10 $(ARGS)
 
 clean:  ## remove caches and build products; .venv stays

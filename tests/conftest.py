@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, hypothesis from fixed seeds, and the size of the long tests.
+"""What holds for every test: one thread per process, hypothesis from fixed seeds, a working Ctrl+C, the long tests' size.
 
 Tests marked `long` are left out by default. `pytest -m long --soak=sample` (the default size) runs them at a size for
 every commit, `--soak=full` at their own; how many that is, each test says itself, through the `soak` fixture.
@@ -7,6 +7,7 @@ every commit, `--soak=full` at their own; how many that is, each test says itsel
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the hypothesis profile; `--hypothesis-profile` comes later and wins."""
+    """Choose the hypothesis profile (`--hypothesis-profile` comes later and wins); see to it that Ctrl+C works."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell sets it for what it runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.load_profile("long" if config.getoption("--soak") == "full" else "default")
 
 

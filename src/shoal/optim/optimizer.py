@@ -109,7 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
         self._shutdown_timeout = shutdown_timeout
-        self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors)
+        self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors, unit=target_batch_size)
         self._lock = threading.Lock()
         averager = AveragerSettings(
             averaging_expiration_s=matchmaking_time,

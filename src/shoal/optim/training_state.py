@@ -1,7 +1,7 @@
 """What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
 
-No network here. Gradients are summed, weighted by samples, into `accumulators`; what is averaged with the swarm is
-their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no
+No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators`; what is averaged with the swarm
+is their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no
 parameter and no optimizer state.
 
 The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
@@ -34,11 +34,12 @@ class TrainingState:
         optimizer: over the parameters that are trained.
         scheduler: stepped once for each swarm epoch; None for none.
         extra_tensors: part of the state and of state averaging, beside the parameters (batch norm statistics).
+        unit: samples whose gradients count as one: about as many as are accumulated, so that sums do not overflow.
 
     Attributes:
         samples: accumulated since the last step.
         epoch: swarm steps that went into the parameters.
-        accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples.
+        accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class TrainingState:
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
+        *,
+        unit: int = 1,
     ) -> None:
+        self._unit = unit
         self.optimizer, self.scheduler = optimizer, scheduler
         self.extra_tensors = tuple(extra_tensors)
         self.parameters: tuple[torch.Tensor, ...] = tuple(
@@ -68,6 +72,7 @@ class TrainingState:
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._has_average = False
+        self._stale = False  # what the accumulators hold is over: the next gradients take its place
 
     # ---------------------------------------------------------------------------------------------------- gradients
 
@@ -80,21 +85,35 @@ class TrainingState:
         if self._has_average:
             return False
         pairs = [(a, p.grad) for a, p in zip(self.accumulators, self._trained, strict=True) if p.grad is not None]
-        if pairs:
-            with torch.no_grad():
-                accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
-                torch._foreach_add_(accumulators, gradients, alpha=float(batch_size))
+        with torch.no_grad():
+            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
+                self._clear()
+            accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
+            share = batch_size / self._unit
+            if self._stale:
+                for accumulator, gradient in zip(accumulators, gradients, strict=True):
+                    torch.mul(gradient, share, out=accumulator)
+            elif pairs:
+                torch._foreach_add_(accumulators, gradients, alpha=share)
+        self._stale = False
         self.samples += batch_size
         return True
 
+    def _clear(self) -> None:
+        torch._foreach_zero_(self.accumulators)
+        self._stale = False
+
     def contribution(self) -> tuple[float, float]:
         """Weight of this peer's mean gradient, and the factor that makes it from the sum."""
-        return float(self.samples), 1.0 / self.samples if self.samples else 0.0
+        if self._stale:  # nothing to contribute, but what is copied must be numbers
+            self._clear()
+        return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
-        with torch.no_grad():
-            torch._foreach_mul_(self.accumulators, 1.0 / max(1, self.samples))
+        if self.samples not in (0, self._unit):
+            with torch.no_grad():
+                torch._foreach_mul_(self.accumulators, self._unit / self.samples)
         self.use_accumulators()
 
     def use_accumulators(self) -> None:
@@ -103,20 +122,19 @@ class TrainingState:
 
     def discard(self) -> None:
         """Forget what was accumulated."""
-        with torch.no_grad():
-            torch._foreach_zero_(self.accumulators)
-        self.samples, self._has_average = 0, False
+        self.samples, self._has_average, self._stale = 0, False, True
 
     def step(self) -> None:
-        """Take the optimizer step from the average that is held, and move the schedule."""
+        """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's."""
         assert self._has_average
-        with torch.no_grad():
+        own = [parameter.grad for parameter in self._trained]
+        try:
             for parameter, average in zip(self._trained, self.accumulators, strict=True):
-                if parameter.grad is None:
-                    parameter.grad = average.clone()
-                else:
-                    parameter.grad.copy_(average)
-        self.optimizer.step()
+                parameter.grad = average
+            self.optimizer.step()
+        finally:
+            for parameter, gradient in zip(self._trained, own, strict=True):
+                parameter.grad = gradient
         self.epoch += 1
         self._follow_schedule()
         self.discard()

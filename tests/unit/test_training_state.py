@@ -1,0 +1,124 @@
+"""Gradients between two steps: what is summed, what is contributed, and whose `.grad` is whose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shoal.optim.training_state import TrainingState
+
+
+def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[torch.nn.Parameter]]:
+    """One with SGD at learning rate 1 over parameters of zeros: after a step they are minus the gradient."""
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    return TrainingState(torch.optim.SGD(parameters, lr=1.0), unit=unit), parameters
+
+
+def accumulate(training: TrainingState, parameters: list[torch.nn.Parameter], value: float, samples: int) -> None:
+    """One batch whose gradient is `value` everywhere."""
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, value)
+    assert training.accumulate(samples)
+
+
+@pytest.mark.parametrize("unit", [1, 4, 10])
+def test_the_mean_counts_samples(unit: int) -> None:
+    """Batches of 1 and 3 samples: the larger one has three times the weight; in the second step as in the first."""
+    training, parameters = state((2, 3), (), unit=unit)
+    for _ in range(2):
+        accumulate(training, parameters, 1.0, 1)
+        accumulate(training, parameters, 5.0, 3)
+        weight, factor = training.contribution()
+        assert weight == 4
+        torch.testing.assert_close(training.accumulators[0] * factor, torch.full((2, 3), 4.0))
+        training.use_own_mean()
+        training.step()
+    assert training.epoch == 2
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.detach(), torch.full_like(parameter, -8.0))
+
+
+def test_half_precision_sums_do_not_overflow() -> None:
+    """A gradient of 100 from 1,024 samples is no more than that, though 100 x 1,024 is more than float16 can hold."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0), unit=2048)
+    for _ in range(2):
+        accumulate(training, [parameter], 100.0, 1024)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [-100.0] * 3
+
+
+def test_gradients_of_the_user_stay_the_users() -> None:
+    """The step is taken from the average; `.grad` is afterwards what and where it was."""
+    training, parameters = state((3,), (2,))
+    accumulate(training, parameters, 1.0, 4)
+    mine = [parameter.grad for parameter in parameters]
+    parameters[1].grad = None
+    training.use_own_mean()
+    training.step()
+    assert mine[0] is not None
+    assert parameters[0].grad is mine[0]
+    assert parameters[1].grad is None
+    assert mine[0].tolist() == [1.0] * 3
+    assert parameters[1].tolist() == [-1.0] * 2
+
+
+def test_a_step_that_fails_gives_the_gradients_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the torch optimizer raises."""
+    training, parameters = state((3,))
+    accumulate(training, parameters, 1.0, 4)
+    mine = parameters[0].grad
+    training.use_own_mean()
+
+    def broken() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(training.optimizer, "step", broken)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        training.step()
+    assert parameters[0].grad is mine
+
+
+def test_what_was_stepped_from_is_forgotten() -> None:
+    """A parameter without a gradient counts as zero, and a peer without samples contributes numbers, with weight 0."""
+    training, parameters = state((3,), (2,))
+    accumulate(training, parameters, float("nan"), 4)
+    training.use_own_mean()
+    training.step()
+    assert training.contribution() == (0.0, 0.0)
+    assert [accumulator.tolist() for accumulator in training.accumulators] == [[0.0] * 3, [0.0] * 2]
+    accumulate(training, parameters, 1.0, 4)
+    training.discard()
+    parameters[1].grad = None
+    parameters[0].grad = torch.full((3,), 2.0)
+    training.accumulate(4)
+    assert [accumulator.tolist() for accumulator in training.accumulators] == [[2.0] * 3, [0.0] * 2]
+
+
+def test_sparse_gradients_are_summed() -> None:
+    """Of an embedding, say: twice, as the first sum of a step goes another way than the second."""
+    table = torch.nn.Embedding(5, 2, sparse=True)
+    before = table.weight.detach().clone()
+    training = TrainingState(torch.optim.SGD(table.parameters(), lr=1.0), unit=4)
+    for _ in range(2):
+        for _ in range(2):
+            table(torch.tensor([1, 3])).sum().backward()
+            training.accumulate(2)
+            table.zero_grad()
+        training.use_own_mean()
+        training.step()
+    moved = torch.zeros(5, 2)
+    moved[[1, 3]] = -2.0
+    torch.testing.assert_close(table.weight.detach(), before + moved)
+
+
+def test_gradients_that_come_after_the_average_are_dropped() -> None:
+    """The round is over: they were computed from parameters that are about to change."""
+    training, parameters = state((3,))
+    accumulate(training, parameters, 1.0, 4)
+    training.use_own_mean()
+    parameters[0].grad = torch.full((3,), 7.0)
+    assert not training.accumulate(4)
+    training.step()
+    assert parameters[0].tolist() == [-1.0] * 3

@@ -1,4 +1,4 @@
-"""What holds for every test: one thread per process, hypothesis from fixed seeds, a working Ctrl+C, the long tests' size.
+"""What holds for every test: one thread per process, hypothesis from fixed seeds, Ctrl+C, and the size of long tests.
 
 Tests marked `long` are left out by default. `pytest -m long --soak=sample` (the default size) runs them at a size for
 every commit, `--soak=full` at their own; how many that is, each test says itself, through the `soak` fixture.

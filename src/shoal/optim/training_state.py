@@ -1,8 +1,8 @@
 """What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
 
-No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators`; what is averaged with the swarm
-is their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object changes no
-parameter and no optimizer state.
+No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators`; what is averaged with the
+swarm is their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object
+changes no parameter and no optimizer state.
 
 The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
 optimizer, and plain values for the rest.

@@ -238,6 +238,32 @@ print(*counts)
     assert (main, fresh) == (before, before)
 
 
+def test_threads_that_take_one_core_at_once_leave_the_users_alone() -> None:
+    """None of them takes another's one core for what the user wants."""
+    done = run_python(
+        """
+import threading, torch
+from shoal.runtime.pool import take_one_core
+
+def together():
+    barrier.wait(60)
+    take_one_core()
+
+torch.set_num_threads(3)
+for _ in range(200):
+    barrier = threading.Barrier(4)
+    threads = [threading.Thread(target=together) for _ in range(4)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+counts = []
+thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+thread.start(), thread.join()
+print(*counts)
+"""
+    )
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 def test_any_thread() -> None:
     """Objects are made, stepped and shut down in different threads, none of them the main thread."""
     first = in_thread(lambda: shoal.DHT(start=True))

@@ -23,6 +23,9 @@ __all__ = ["DaemonPool", "take_one_core"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
+# A second thread between `set_num_threads` and its undoing would take the 1 for what the user wants.
+_one_by_one = threading.Lock()
+
 _Work = tuple["concurrent.futures.Future[object]", Callable[[], object]]
 
 
@@ -113,10 +116,11 @@ def take_one_core() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False
-    others = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
-    restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
-    restore.start()
-    restore.join()
+    with _one_by_one:
+        others = torch.get_num_threads()
+        torch.set_num_threads(1)
+        # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
+        restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+        restore.start()
+        restore.join()
     return True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal import compression, sim
+    from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import Optimizer
     from shoal.peer import Address, Invite, PeerID
@@ -29,6 +30,7 @@ else:
         "ShoalError": "shoal.errors",
         "StateUnavailable": "shoal.errors",
         "compression": "shoal",
+        "get_dht_time": "shoal.clock",
         "sim": "shoal",
     }
 
@@ -63,5 +65,6 @@ __all__ = [
     "StateUnavailable",
     "__version__",
     "compression",
+    "get_dht_time",
     "sim",
 ]

@@ -18,7 +18,7 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.events import EventBus
 
-__all__ = ["Backoff", "Clock", "Env", "Executor", "InlineExecutor", "SystemClock", "ThreadExecutor"]
+__all__ = ["Backoff", "Clock", "Env", "Executor", "InlineExecutor", "SystemClock", "ThreadExecutor", "get_dht_time"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,6 +44,11 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+
+def get_dht_time() -> float:
+    """Wall-clock seconds, in which expirations of DHT records and scheduled times are given."""
+    return time.time()
 
 
 class Executor(Protocol):

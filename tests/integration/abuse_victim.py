@@ -31,7 +31,7 @@ PART_BYTES = 65_536
 SETTINGS = AveragerSettings(
     averaging_expiration_s=4.0,
     request_timeout_s=2.0,
-    silence_s=2.0,
+    sender_timeout_s=2.0,
     part_size_bytes=PART_BYTES,
     allreduce_timeout_s=20.0,
 )
@@ -60,7 +60,7 @@ async def main(rank: int, addresses: list[str]) -> None:
         core = await PeerCore.start(identity, TcpTransport(identity), env, peers)
         tensor = torch.zeros(NUMEL)
         averager = Averager(core, [tensor], PREFIX, SETTINGS, lock=TensorLock(threading.Lock()))
-        averager.share_state(enabled=True)
+        averager.sharing.enable()
         say("joined", [str(address) for address in core.endpoint.contact.addresses])
         generator = torch.Generator().manual_seed(rank)
         while True:

@@ -413,7 +413,8 @@ def test_shared_state_is_a_present_one() -> None:
 
     class Mine(shoal.DecentralizedAverager):
         def get_current_state(self) -> Any:
-            return next(calls), self._tensors, None
+            with self.get_tensors() as tensors:
+                return next(calls), tensors, None
 
     with two_peers() as (first, second), Mine([torch.ones(3)], first, start=True, prefix="p"):
         other = averager(second, torch.zeros(3))

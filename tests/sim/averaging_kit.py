@@ -18,12 +18,16 @@ from shoal.events import Event, Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.transport.base import Transport
 
-SETTINGS = AveragerSettings(averaging_expiration_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, silence_s=2.0)
+SETTINGS = AveragerSettings(
+    averaging_expiration_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, sender_timeout_s=2.0
+)
 
 
-async def start_core(host: SimHost, first: SimHost | None, *, client_mode: bool = False) -> PeerCore:
+async def start_core(
+    host: SimHost, first: SimHost | None, *, client_mode: bool = False, transport: Transport | None = None
+) -> PeerCore:
     """One peer, joined to the network of the first."""
-    transport: Transport = host.transport
+    transport = transport or host.transport
     peers = [] if first is None or first.name == host.name else [first.address]
     return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode)
 
@@ -37,6 +41,12 @@ def note_internal_error(notes: list[str], name: str, event: Event) -> None:
 class Trial:
     """A swarm of averagers, each with its own tensors.
 
+    Args:
+        settings: of every averager.
+        compression: codec for averaging.
+        bandwidth_bytes_s: of every host.
+        transport_of: what a host's peer stands on, if not on the host's own transport.
+
     Attributes:
         warnings: internal errors that any peer reported: there must be none.
     """
@@ -47,12 +57,14 @@ class Trial:
         settings: AveragerSettings = SETTINGS,
         compression: CompressionBase | None = None,
         bandwidth_bytes_s: float | None = None,
+        transport_of: Callable[[SimHost], Transport] = lambda host: host.transport,
     ) -> None:
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Averager] = Swarm(network=SimNetwork(seed, bandwidth_bytes_s=bandwidth_bytes_s))
         self.settings, self.compression = settings, compression
         self.warnings: list[str] = []
         self._first: SimHost | None = None
+        self._transport_of = transport_of
 
     async def add(
         self, name: str, tensors: Sequence[torch.Tensor], *, client_mode: bool = False, **changes: Any
@@ -63,7 +75,8 @@ class Trial:
             host.env.events.subscribe(lambda event: note_internal_error(self.warnings, name, event))
             if self._first is None:
                 self._first = host
-            core = await start_core(host, self._first, client_mode=client_mode)
+            transport = self._transport_of(host)
+            core = await start_core(host, self._first, client_mode=client_mode, transport=transport)
             settings = msgspec.structs.replace(self.settings, client_mode=client_mode, **changes)
             return Averager(
                 core, tensors, "trial", settings, lock=TensorLock(threading.Lock()), compression=self.compression

@@ -26,6 +26,7 @@ PUBLIC = {
     "StateUnavailable",
     "__version__",
     "compression",
+    "get_dht_time",
     "sim",
 }
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "torch"}

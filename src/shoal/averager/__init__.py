@@ -1,17 +1,26 @@
 """The async core of an averager: matchmaking, then the all-reduce, then the commit; and the state that it shares.
 
-`Averager` is the core, `directory` how groups and donors find each other in the DHT. The synchronous class that users
-hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
+`Averager` is the core; `settings` its numbers, `plan` what one step is to do, `lock` that of the tensors, `sharing` the
+state for newcomers, `directory` how groups and donors find each other in the DHT. The synchronous class that users hold
+is `shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
-from shoal.averager.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averager.averager import Averager
 from shoal.averager.directory import DhtDirectory, find_donors
+from shoal.averager.lock import TensorLock
+from shoal.averager.plan import AveragingStage, StepPlan, StepResult
+from shoal.averager.settings import AveragerSettings, check_group_bits
+from shoal.averager.sharing import StateSharing
 
 __all__ = [
     "Averager",
     "AveragerSettings",
+    "AveragingStage",
     "DhtDirectory",
+    "StateSharing",
+    "StepPlan",
     "StepResult",
     "TensorLock",
+    "check_group_bits",
     "find_donors",
 ]

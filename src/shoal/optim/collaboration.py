@@ -172,7 +172,7 @@ class Collaboration:
             self.core.endpoint.on_lost(self._peer_lost),
         ]
         if not self.settings.averager.client_mode:
-            self._states.share_state(enabled=True)
+            self._states.sharing.enable()
         self._counted = (0, self._now())
         for work in (self._publish_loop(), self._look_loop(), self._drive()):
             task = asyncio.get_running_loop().create_task(work)
@@ -502,8 +502,8 @@ class Collaboration:
 
     def _renewed(self) -> None:
         """The state has another name: donors offer the new one, the others are told now."""
-        self._states.changed()
-        self._states.state_priority = float(self.state.epoch)
+        self._states.sharing.changed()
+        self._states.sharing.priority = float(self.state.epoch)
         self._renamed.set()
         self._tell(self.view(), now=True)
         self._news.set()
@@ -563,6 +563,7 @@ class Collaboration:
             donors,
             timeout_s=timeout_s,
             accept=lambda manifest: self._accept(manifest, view.epoch),
+            limits=self._states.sharing.limits,
         )
         try:
             name = msgspec.convert(state.metadata["state"], StateName)

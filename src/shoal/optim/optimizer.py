@@ -115,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
             averaging_expiration_s=matchmaking_time,
             request_timeout_s=min(3.0, matchmaking_time / 2),
             allreduce_timeout_s=allreduce_timeout or averaging_timeout,
-            silence_s=sender_timeout,
+            sender_timeout_s=sender_timeout,
             bandwidth=bandwidth,
             client_mode=dht.client_mode if client_mode is None else client_mode,
         )

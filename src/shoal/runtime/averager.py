@@ -6,41 +6,39 @@ milliseconds of copying in and applying. It is never held while anything is wait
 
 from __future__ import annotations
 
-import math
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 
-from shoal.averager import Averager, AveragerSettings, TensorLock
-from shoal.compression import CompressionBase, CompressionInfo, NoCompression
-from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
+from shoal.averager import Averager, AveragerSettings, StepPlan, check_group_bits
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
+from shoal.runtime.arguments import check_tensors, choose_codecs, codec_argument, first, seconds
+from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
+from shoal.runtime.sharing import SharesState
+from shoal.runtime.tensors import HeldTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
-from shoal.state import SharedState
 
 __all__ = ["DecentralizedAverager"]
 
-T = TypeVar("T")
-
 DEFAULT_STEP_TIMEOUT_S = 300.0
-DEFAULT_STATE_TIMEOUT_S = 600.0
 
-_LOCK_TIMEOUT_S = 300.0
-"""Far longer than copying any state takes: somebody has forgotten that he holds the tensors."""
-
+_DEFAULT_EXPIRATION_S = 15.0
 _FRESH_S = 2.0
 """Newcomers get a state that is not older than this, also where it changes without the lock of the tensors."""
 
 
-class DecentralizedAverager:
+class DecentralizedAverager(SharesState):
     """Averages a list of tensors with the other peers of the same `prefix`, in groups, whoever comes and goes.
 
     A round that fails raises `RoundFailed` and touches no tensor. A round that succeeds leaves the same bits on every
-    member of the group. All methods can be called from any thread.
+    member of the group. All methods can be called from any thread. Seconds and bytes throughout; `docs/averaging.md`
+    has every argument beside that of hivemind 1.1.12.
 
     Args:
         averaged_tensors: floating-point tensors, averaged in place; shapes and dtypes must be equal on all peers.
@@ -49,25 +47,33 @@ class DecentralizedAverager:
         prefix: peers with the same prefix meet.
         target_group_size: a group starts at once when it has this many members; None: when nobody else looks for one.
         min_group_size: no group is smaller, and a round that loses more members fails.
-        initial_group_bits: which of several groups, as a text of 0 and 1.
-        averaging_expiration: seconds that one search for a group lasts; a step begins another until its timeout.
-        request_timeout: seconds to wait for another peer's answer while looking for a group.
+        initial_group_bits: which of several groups to begin with, as a text of 0 and 1; drawn anew after each round.
+        averaging_expiration: how long one search for a group lasts; a step begins another until its timeout. None: 15.
+        min_matchmaking_time: another name of `averaging_expiration`.
+        request_timeout: how long to wait for another peer's answer while looking for a group; less than
+            `averaging_expiration`.
         averaging_alpha: move this fraction of the way to the average, above 0 and at most 1.
         part_size_bytes: the tensors are sent in parts of at most this size.
-        allreduce_timeout: longest time of a round once the group is formed, seconds; None: 120.
+        allreduce_timeout: longest time of a round once the group is formed; None: 120.
+        next_chunk_timeout: silence after which a donor of state is left, and the default of `sender_timeout`; None: 5.
+        sender_timeout: silence after which a member that owes values is left out of a round; None: 5.
+        reducer_timeout: lack of progress after which a member that owes averages is replaced; None: 2 x sender_timeout.
         compression: codec for averaging.
         state_compression: codec for `load_state_from_peers`.
+        tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position.
         bandwidth: of this peer, bytes per second: who has more reduces more; 0 reduces nothing; None is taken as
             average.
+        min_vector_size: who would reduce fewer elements than this reduces none.
+        auxiliary: only reduce for others: the tensors here are neither read nor changed.
+        allow_state_sharing: whether others can download the state from here; None: yes, unless in client mode or
+            auxiliary.
+        declare_state_period: how often this peer tells that it shares its state.
         client_mode: this peer only dials; None takes it from `dht`.
-        allow_state_sharing: whether others can download the state from here; None: yes, unless in client mode.
-        sender_timeout: seconds of silence after which a member is left out of a round; None: 5.
-        declare_state_period: how often this peer tells that it shares its state, seconds.
         daemon: kept for compatibility; there is no process.
-        shutdown_timeout: seconds that `shutdown` may take.
+        shutdown_timeout: how long `shutdown` may take.
 
     Raises:
-        ConfigError: an argument is wrong; it is named.
+        ConfigError: an argument is wrong, or does not fit another one; both are named.
     """
 
     def __init__(  # noqa: PLR0913 (documented names that users of hivemind know)
@@ -80,57 +86,60 @@ class DecentralizedAverager:
         target_group_size: int | None = None,
         min_group_size: int = 2,
         initial_group_bits: str = "",
-        averaging_expiration: float = 15.0,
+        averaging_expiration: float | None = None,
+        min_matchmaking_time: float | None = None,
         request_timeout: float = 3.0,
         averaging_alpha: float = 1.0,
         part_size_bytes: int = 1 << 20,
         allreduce_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        sender_timeout: float | None = None,
+        reducer_timeout: float | None = None,
         compression: CompressionBase | None = None,
         state_compression: CompressionBase | None = None,
+        tensor_infos: Sequence[CompressionInfo] | None = None,
         bandwidth: float | None = None,
-        client_mode: bool | None = None,
+        min_vector_size: int = 0,
+        auxiliary: bool = False,
         allow_state_sharing: bool | None = None,
-        sender_timeout: float | None = None,
         declare_state_period: float = 30.0,
+        client_mode: bool | None = None,
         daemon: bool = True,
         shutdown_timeout: float = 5.0,
     ) -> None:
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
-        if isinstance(averaged_tensors, torch.Tensor) or not isinstance(averaged_tensors, Sequence):
-            raise ConfigError("averaged_tensors must be a sequence of tensors: put it in a list")
-        for name, codec in (("compression", compression), ("state_compression", state_compression)):
-            if codec is not None and not isinstance(codec, CompressionBase):
-                raise ConfigError(
-                    f"{name} must be a codec such as shoal.compression.Float16Compression(), got {codec!r}"
-                )
+        if averaging_expiration is not None and min_matchmaking_time is not None:
+            raise ConfigError("averaging_expiration and min_matchmaking_time are two names of one thing: give only one")
+        check_tensors(averaged_tensors)
         self.dht, self.prefix = dht, prefix
         self.client_mode = dht.client_mode if client_mode is None else client_mode
-        self._shares_at_start = not self.client_mode if allow_state_sharing is None else bool(allow_state_sharing)
-        self._tensors = tuple(averaged_tensors)
-        self._compression = compression or NoCompression()
-        self._state_compression = state_compression or NoCompression()
         self._settings = AveragerSettings(
             target_group_size=target_group_size,
             min_group_size=min_group_size,
-            averaging_expiration_s=averaging_expiration,
+            averaging_expiration_s=first(averaging_expiration, min_matchmaking_time, _DEFAULT_EXPIRATION_S),
             request_timeout_s=request_timeout,
             averaging_alpha=averaging_alpha,
             part_size_bytes=part_size_bytes,
-            allreduce_timeout_s=120.0 if allreduce_timeout is None else allreduce_timeout,
-            silence_s=5.0 if sender_timeout is None else sender_timeout,
+            allreduce_timeout_s=first(allreduce_timeout, 120.0),
+            sender_timeout_s=first(sender_timeout, next_chunk_timeout, 5.0),
+            reducer_timeout_s=reducer_timeout,
+            next_chunk_timeout_s=first(next_chunk_timeout, 5.0),
             bandwidth=bandwidth,
+            min_vector_size=min_vector_size,
+            auxiliary=auxiliary,
             client_mode=self.client_mode,
             group_bits=initial_group_bits,
             declare_state_period_s=declare_state_period,
             fresh_state_s=_FRESH_S,
         )
         self._settings.check()
-        self._shutdown_timeout_s = _seconds("shutdown_timeout", shutdown_timeout, 5.0)
-        self._lock = threading.Lock()
-        self._shared_lock = TensorLock(self._lock)
-        self._holder: int | None = None  # the thread within get_tensors()
-        self._exporter: int | None = None  # the thread that calls get_current_state, while shoal holds the lock
+        shares = not (self.client_mode or auxiliary)
+        self._shares_at_start = shares if allow_state_sharing is None else bool(allow_state_sharing)
+        self._codecs = choose_codecs(averaged_tensors, codec_argument("compression", compression), tensor_infos)
+        self._state_compression = codec_argument("state_compression", state_compression)
+        self._shutdown_timeout_s = seconds("shutdown_timeout", shutdown_timeout, 5.0)
+        self._held = HeldTensors(averaged_tensors)
         self._averager: Averager | None = None
         self._forget_closer: Callable[[], None] = lambda: None
         self._closed = False
@@ -161,14 +170,15 @@ class DecentralizedAverager:
         async def begin() -> Averager:
             averager = Averager(
                 core,
-                self._tensors,
+                self._held.tensors,
                 self.prefix,
                 self._settings,
-                lock=self._shared_lock,
-                compression=self._compression,
+                lock=self._held.lock,
+                codecs=self._codecs,
                 state=self._shared_state,
             )
-            averager.share_state(enabled=self._shares_at_start)
+            if self._shares_at_start:
+                averager.sharing.enable()
             return averager
 
         self._averager = self._run(begin(), GRACE_S)
@@ -194,7 +204,7 @@ class DecentralizedAverager:
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive() else "not running"
-        return f"DecentralizedAverager({len(self._tensors)} tensors, prefix={self.prefix!r}, {state})"
+        return f"DecentralizedAverager({len(self._held.tensors)} tensors, prefix={self.prefix!r}, {state})"
 
     def _core(self) -> Averager:
         if self._averager is None:
@@ -204,10 +214,7 @@ class DecentralizedAverager:
         self.dht.loop_thread.check_alive()
         return self._averager
 
-    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
-
-    # ---------------------------------------------------------------------------------------------------------- tensors
+    # ------------------------------------------------------------------------------------------------------ averaging
 
     @property
     def peer_id(self) -> PeerID:
@@ -227,59 +234,55 @@ class DecentralizedAverager:
         """
         if self._averager is not None and self.dht.loop_thread.forked:
             self.dht.loop_thread.check_alive()
-        if self._exporter == threading.get_ident():
-            yield self._tensors
-            return
-        if self._holder == threading.get_ident():
-            raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
-        if not self._lock.acquire(timeout=_LOCK_TIMEOUT_S):
-            raise LocalError(f"no access to the tensors within {_LOCK_TIMEOUT_S:g} s: who else is in get_tensors()?")
-        self._holder = threading.get_ident()
-        try:
-            yield self._tensors
-        finally:
-            self._shared_lock.generation += 1
-            self._holder = None
-            self._lock.release()
+        with self._held.held() as tensors:
+            yield tensors
 
     @overload
     def step(
         self,
         gather: object = None,
+        scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,  # noqa: FBT002
+        require_trigger: bool = False,  # noqa: FBT002
         wait: Literal[True] = True,  # noqa: FBT002
     ) -> dict[PeerID, Any]: ...
     @overload
     def step(
         self,
         gather: object = None,
+        scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,  # noqa: FBT002
+        require_trigger: bool = False,  # noqa: FBT002
         *,
         wait: Literal[False],
-    ) -> LoopFuture[dict[PeerID, Any]]: ...
+    ) -> StepControl: ...
     def step(
         self,
         gather: object = None,
+        scheduled_time: float | None = None,
         weight: float | None = None,
         timeout: float | None = None,
         allow_retries: bool = True,  # noqa: FBT002
+        require_trigger: bool = False,  # noqa: FBT002
         wait: bool = True,  # noqa: FBT002
-    ) -> dict[PeerID, Any] | LoopFuture[dict[PeerID, Any]]:
+    ) -> dict[PeerID, Any] | StepControl:
         """Find a group and average once, in place.
 
         Args:
             gather: a small value (numbers, text, bytes, lists, dictionaries) that every member of the group gets.
+            scheduled_time: look for a group only from this time on, wall-clock seconds (`time.time()`); None: now.
             weight: of this peer's tensors, finite and at least 0; None: 1. With 0 it takes part without counting.
             timeout: seconds for everything, retries included; None: 300.
             allow_retries: after a failed round look for another group until the timeout.
-            wait: False returns a future at once; cancelling it gives the step up.
+            require_trigger: begin only when `allow_allreduce()` of what is returned is called; needs `wait=False`.
+            wait: False returns at once, what is returned steers the step.
 
         Returns:
-            `{peer id: what it gathered}` of the group.
+            `{peer id: what it gathered}` of the group; with `wait=False` a `StepControl`, a future of it.
 
         Raises:
             RoundFailed: no average; no tensor was touched.
@@ -288,137 +291,65 @@ class DecentralizedAverager:
             LocalError: a step goes on already; or the caller holds the tensors (`get_tensors`), or is shoal's thread.
             ClosedError: the averager or its DHT was shut down, also while the step went on.
         """
-        timeout_s = _seconds("timeout", timeout, DEFAULT_STEP_TIMEOUT_S)
+        timeout_s = seconds("timeout", timeout, DEFAULT_STEP_TIMEOUT_S)
+        deadline = time.time() + timeout_s
+        if require_trigger and wait:
+            raise ConfigError("require_trigger=True with wait=True would wait for ever: pass wait=False")
+        check_schedule(scheduled_time, deadline)
+        plan = StepPlan(
+            weight=1.0 if weight is None else weight,
+            gather=gather,
+            scheduled_time=scheduled_time,
+            triggered=not require_trigger,
+        )
         averager = self._core()
 
         async def work() -> dict[PeerID, Any]:
-            result = await averager.step(
-                weight=1.0 if weight is None else weight,
-                gather=gather,
-                timeout_s=timeout_s,
-                allow_retries=allow_retries,
-            )
-            return result.gathered
+            return (await averager.step(plan, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
 
         if not wait:
-            return self.dht.loop_thread.submit(work())
-        self._check_not_holding()
+            control = StepControl(self.dht.loop_thread, plan, deadline=deadline, allow_retries=allow_retries)
+            self.dht.loop_thread.answer(control, work())
+            return control
+        self._held.check_not_held()
         return self._run(work(), timeout_s)
-
-    def _check_not_holding(self) -> None:
-        if self._holder == threading.get_ident():
-            raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
-
-    # ------------------------------------------------------------------------------------------------------------ state
-
-    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo] | None]:
-        """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
-
-        `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
-        seconds may be given the same copy.
-
-        Returns:
-            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).
-        """
-        return None, self._tensors, None
-
-    def _shared_state(self) -> SharedState:
-        self._exporter = threading.get_ident()
-        try:
-            metadata, tensors, infos = self.get_current_state()
-        finally:
-            self._exporter = None
-        chosen = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
-        codecs = [self._state_compression.choose(info) for info in chosen]
-        return SharedState(metadata=metadata, tensors=tensors, codecs=codecs, epoch=int(self.state_sharing_priority))
-
-    @property
-    def allow_state_sharing(self) -> bool:
-        """Whether others can download the state from here; can be set."""
-        return self._core().shares_state
-
-    @allow_state_sharing.setter
-    def allow_state_sharing(self, value: bool) -> None:
-        averager = self._core()
-
-        async def change() -> None:
-            averager.share_state(enabled=bool(value))
-
-        self._run(change(), GRACE_S)
-
-    @property
-    def state_sharing_priority(self) -> float:
-        """Donors with a higher priority are asked first; 0 as long as it is not set."""
-        return self._averager.state_priority if self._averager is not None else 0.0
-
-    @state_sharing_priority.setter
-    def state_sharing_priority(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"state_sharing_priority must be a finite number, got {value!r}")
-        averager = self._core()
-        averager.state_priority = float(value)
-        self.dht.loop_thread.submit(averager.declare_state())
-
-    @overload
-    def load_state_from_peers(
-        self,
-        wait: Literal[True] = True,  # noqa: FBT002
-        timeout: float | None = None,
-    ) -> tuple[Any, Sequence[torch.Tensor]] | None: ...
-    @overload
-    def load_state_from_peers(
-        self, wait: Literal[False], timeout: float | None = None
-    ) -> LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None]: ...
-    def load_state_from_peers(
-        self,
-        wait: bool = True,  # noqa: FBT002
-        timeout: float | None = None,
-    ) -> tuple[Any, Sequence[torch.Tensor]] | LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None] | None:
-        """Download the state of another peer: one that was consistent there, verified here. Nothing is applied.
-
-        Args:
-            wait: False returns a future at once.
-            timeout: seconds; None: 600.
-
-        Returns:
-            (metadata, tensors) as the donor's `get_current_state` gave them, or None if no donor gave a state in time.
-
-        Raises:
-            ConfigError: `timeout` is wrong.
-            ClosedError: the averager or its DHT was shut down.
-        """
-        timeout_s = _seconds("timeout", timeout, DEFAULT_STATE_TIMEOUT_S)
-        averager = self._core()
-
-        async def work() -> tuple[Any, Sequence[torch.Tensor]] | None:
-            try:
-                state = await averager.load_state(timeout_s=timeout_s)
-            except StateUnavailable:
-                return None
-            return state.metadata, state.tensors
-
-        return self._run(work(), timeout_s) if wait else self.dht.loop_thread.submit(work())
 
     # ----------------------------------------------------------------------------------------------------------- groups
 
-    def get_group_bits(self) -> str:
-        """Which of several groups this averager looks for."""
-        return self._core().group_bits
+    @overload
+    def get_group_bits(self, wait: Literal[True] = True) -> str: ...  # noqa: FBT002
+    @overload
+    def get_group_bits(self, wait: Literal[False]) -> LoopFuture[str]: ...
+    def get_group_bits(self, wait: bool = True) -> str | LoopFuture[str]:  # noqa: FBT002
+        """Which of several groups the next step looks for.
 
-    def set_group_bits(self, group_bits: str) -> None:
-        """Look for this group from the next step on.
+        Args:
+            wait: False returns a future of it.
+        """
+        averager = self._core()
+
+        async def get() -> str:
+            return averager.group_bits
+
+        return averager.group_bits if wait else self.dht.loop_thread.submit(get())
+
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[True] = True) -> None: ...  # noqa: FBT002
+    @overload
+    def set_group_bits(self, group_bits: str, wait: Literal[False]) -> LoopFuture[None]: ...
+    def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:  # noqa: FBT002
+        """Look for this group from the next search on.
+
+        Args:
+            group_bits: a text of 0 and 1; empty: one group for all, and none is drawn after a round.
+            wait: until it is set; False returns a future.
 
         Raises:
             ConfigError: it is not a text of 0 and 1.
         """
-        if not isinstance(group_bits, str) or set(group_bits) - {"0", "1"}:
-            raise ConfigError(f"group_bits must be a text of 0 and 1, got {group_bits!r}")
-        self._core().group_bits = group_bits
+        averager, bits = self._core(), check_group_bits("group_bits", group_bits)
 
+        async def change() -> None:
+            averager.group_bits = bits
 
-def _seconds(name: str, value: object, default: float) -> float:
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-    return float(value)
+        return self._run(change(), GRACE_S) if wait else self.dht.loop_thread.submit(change())

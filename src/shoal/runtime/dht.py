@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
 from shoal.core import PeerCore
-from shoal.dht import RecordValidator, Subkey, ValueWithExpiration
+from shoal.dht import DhtNode, RecordValidator, Subkey, ValueWithExpiration
 from shoal.errors import ConfigError, LocalError, PeerTimeout
 from shoal.events import EventBus
 from shoal.identity import Identity
@@ -311,6 +311,42 @@ class DHT:
         """
         work = self.core().node.get(key, latest=latest)
         return self.loop_thread.submit(work) if return_future else self._wait(work)
+
+    @overload
+    def run_coroutine(
+        self,
+        function: Callable[[DHT, DhtNode], Coroutine[Any, Any, T]],
+        return_future: Literal[False] = False,  # noqa: FBT002
+        timeout: float | None = None,
+    ) -> T: ...
+    @overload
+    def run_coroutine(
+        self, function: Callable[[DHT, DhtNode], Coroutine[Any, Any, T]], return_future: Literal[True]
+    ) -> LoopFuture[T]: ...
+    def run_coroutine(
+        self,
+        function: Callable[[DHT, DhtNode], Coroutine[Any, Any, T]],
+        return_future: bool = False,  # noqa: FBT002
+        timeout: float | None = None,
+    ) -> T | LoopFuture[T]:
+        """Await `function(dht, node)` in shoal's own thread: for several operations on the node in a row.
+
+        Args:
+            function: a coroutine function. It must not block: nothing else of this peer goes on meanwhile.
+            return_future: once the network is joined, return at once.
+            timeout: seconds to wait for it; None: 300.
+
+        Returns:
+            What it returns; raises what it raises. Interrupting the wait, or cancelling the future, cancels it.
+
+        Raises:
+            ClosedError: the DHT was shut down, also while it ran.
+            LocalError: called in shoal's own thread, which would wait for itself; or it took longer than `timeout`.
+        """
+        limit_s = 300.0 if timeout is None else timeout
+        _check_seconds("timeout", limit_s)
+        work = function(self, self.core().node)
+        return self.loop_thread.submit(work) if return_future else self.loop_thread.run(work, limit_s)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop_thread.run(work, self.core().node.settings.timeout_s + GRACE_S)

@@ -143,6 +143,11 @@ class LoopThread:
             ClosedError: the thread was stopped, or belongs to the process that this one is a fork of.
         """
         future: LoopFuture[T] = LoopFuture(self)
+        self.answer(future, work)
+        return future
+
+    def answer(self, future: LoopFuture[T], work: Coroutine[Any, Any, T]) -> None:
+        """As `submit`, for a future that is there already."""
 
         def start() -> None:
             if future.cancelled():
@@ -159,7 +164,6 @@ class LoopThread:
         except ClosedError:
             work.close()
             raise
-        return future
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call `function` in the loop, soon; does nothing after `stop`."""

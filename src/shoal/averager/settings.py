@@ -1,0 +1,166 @@
+"""How an averager finds groups and averages: every number, and every relation between them, checked in one place.
+
+Messages use the names that users of `DecentralizedAverager` give (`request_timeout`), fields the house's (`_s`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from shoal.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
+from shoal.errors import ConfigError
+
+__all__ = ["AveragerSettings", "check_group_bits"]
+
+_MAX_GROUP = 256
+_MAX_BITS = 64
+_SECONDS = (
+    "averaging_expiration",
+    "request_timeout",
+    "allreduce_timeout",
+    "sender_timeout",
+    "reducer_timeout",
+    "next_chunk_timeout",
+    "declare_state_period",
+)
+
+
+class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How an averager finds groups and averages. Checked by `Averager`.
+
+    Attributes:
+        target_group_size: a group starts at once when it has this many members; None for no limit.
+        min_group_size: no group is smaller, and a round that loses more members fails.
+        averaging_expiration_s: how long one search for a group lasts before it starts again.
+        request_timeout_s: longest wait for another peer's answer while searching.
+        averaging_alpha: tensors move this fraction of the way to the average, 0 < alpha <= 1.
+        part_size_bytes: the vector is sent in parts of at most this size, as encoded.
+        allreduce_timeout_s: longest time from the group to the verdict.
+        sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
+        reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
+            decider; None: twice `sender_timeout_s`. It must be more than that: an owner may be waiting for a sender.
+        next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one.
+        bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
+        min_vector_size: who would reduce fewer elements than this reduces none.
+        auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
+        client_mode: this peer cannot be dialed.
+        group_bits: which of several groups, `0` and `1`; drawn anew after each round, unless empty.
+        declare_state_period_s: how often a donor declares itself.
+        fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
+            without a call of `StateSharing.changed`; None if it never does.
+        settings: named values that must be equal on all peers; a difference is refused by name.
+    """
+
+    target_group_size: int | None = None
+    min_group_size: int = 2
+    averaging_expiration_s: float = 15.0
+    request_timeout_s: float = 3.0
+    averaging_alpha: float = 1.0
+    part_size_bytes: int = 1 << 20
+    allreduce_timeout_s: float = 120.0
+    sender_timeout_s: float = 5.0
+    reducer_timeout_s: float | None = None
+    next_chunk_timeout_s: float = 5.0
+    bandwidth: float | None = None
+    min_vector_size: int = 0
+    auxiliary: bool = False
+    client_mode: bool = False
+    group_bits: str = ""
+    declare_state_period_s: float = 30.0
+    fresh_state_s: float | None = None
+    settings: Mapping[str, str] = {}
+
+    def check(self) -> None:
+        """Raise `ConfigError` for the first value that cannot be, or the first two that do not fit each other."""
+        for name in _SECONDS:
+            value = getattr(self, f"{name}_s")
+            if value is None and name == "reducer_timeout":
+                continue
+            _need(_number(value) and 0 < value < math.inf, name, value, "a number of seconds above 0")
+        alpha, part, width, vector = self.averaging_alpha, self.part_size_bytes, self.bandwidth, self.min_vector_size
+        _need(_number(alpha) and 0 < alpha <= 1, "averaging_alpha", alpha, "above 0 and at most 1")
+        _need(
+            _whole(part) and MIN_PART_BYTES <= part <= MAX_PART_BYTES,
+            "part_size_bytes",
+            part,
+            f"a whole number from {MIN_PART_BYTES} to {MAX_PART_BYTES}",
+        )
+        _need(
+            width is None or (_number(width) and 0 <= width < math.inf),
+            "bandwidth",
+            width,
+            "None (not known), or bytes per second from 0",
+        )
+        _need(_whole(vector) and vector >= 0, "min_vector_size", vector, "a whole number of elements from 0")
+        for name in ("auxiliary", "client_mode"):
+            _need(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        check_group_bits("initial_group_bits", self.group_bits)
+        self._check_sizes()
+        self._check_relations()
+
+    def _check_sizes(self) -> None:
+        size, least = self.target_group_size, self.min_group_size
+        _need(_whole(least) and 1 <= least <= _MAX_GROUP, "min_group_size", least, f"a whole number, 1 to {_MAX_GROUP}")
+        if size is not None:
+            _need(
+                _whole(size) and 1 <= size <= _MAX_GROUP,
+                "target_group_size",
+                size,
+                f"None (no limit), or a whole number up to {_MAX_GROUP}",
+            )
+            _relate(least <= size, "min_group_size", least, "at most", "target_group_size", size)
+
+    def _check_relations(self) -> None:
+        _relate(
+            self.request_timeout_s < self.averaging_expiration_s,
+            "request_timeout",
+            self.request_timeout_s,
+            "less than",
+            "averaging_expiration (min_matchmaking_time)",
+            self.averaging_expiration_s,
+        )
+        _need(self.sender_timeout_s >= 1, "sender_timeout", self.sender_timeout_s, "at least 1 second")
+        sender = self.sender_timeout_s
+        for name, limit in (
+            ("reducer_timeout", self.reducer_timeout_s),
+            ("allreduce_timeout", self.allreduce_timeout_s),
+        ):
+            _relate(limit is None or sender < limit, "sender_timeout", sender, "less than", name, limit or 0.0)
+        if self.auxiliary and self.client_mode:
+            raise ConfigError(
+                "auxiliary=True needs a peer that can be dialed, to reduce for others: set client_mode=False"
+            )
+        if self.auxiliary and self.bandwidth == 0:
+            raise ConfigError("auxiliary=True with bandwidth=0 would do nothing at all: give it a bandwidth, or None")
+
+
+def check_group_bits(name: str, bits: object) -> str:
+    """The bits, if they are some.
+
+    Raises:
+        ConfigError: they are not; names the argument `name`.
+    """
+    if not isinstance(bits, str) or set(bits) - {"0", "1"} or len(bits) > _MAX_BITS:
+        raise ConfigError(f"{name} must be a text of 0 and 1, at most {_MAX_BITS} of them, got {bits!r}")
+    return bits
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _need(holds: bool, name: str, value: object, what: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} must be {what}, got {value!r}")
+
+
+def _relate(holds: bool, smaller: str, low: float, how: str, larger: str, high: float) -> None:
+    if not holds:
+        raise ConfigError(f"{smaller}={low:g} must be {how} {larger}={high:g}: lower {smaller} or raise {larger}")

@@ -1,0 +1,130 @@
+"""The state that an averager shares with newcomers, and how it gets that of another peer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import msgspec
+
+from shoal.averager.directory import declare_donor, find_donors
+from shoal.averager.lock import TensorLock
+from shoal.averager.settings import AveragerSettings
+from shoal.core import PeerCore
+from shoal.errors import ShoalError, StateUnavailable
+from shoal.events import Warned
+from shoal.state import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
+
+__all__ = ["StateSharing"]
+
+_FIND_DONORS_S = 10.0
+
+
+class StateSharing:
+    """Gives this peer's state to whoever asks, once it is `enabled`; loop only.
+
+    Args:
+        core: this peer.
+        prefix: which state: donors and receivers give the same.
+        settings: how often a donor declares itself, how old a copy may be, when a silent donor is left.
+        lock: of the state's tensors.
+        state: gives the state, called under the lock.
+
+    Attributes:
+        priority: donors with a higher one are asked first; `declare` tells a new one at once.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        prefix: str,
+        settings: AveragerSettings,
+        *,
+        lock: TensorLock,
+        state: Callable[[], SharedState],
+    ) -> None:
+        self._core, self._prefix, self._settings, self._lock, self._state = core, prefix, settings, lock, state
+        self.priority = 0.0
+        self._version = 0
+        self._donor: StateDonor | None = None
+        self._declaring: asyncio.Task[None] | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether others can download the state from here."""
+        return self._donor is not None
+
+    def enable(self) -> None:
+        """Begin to give the state to whoever asks. Without effect if it goes on already."""
+        if self._donor is None:
+            self._donor = StateDonor(
+                self._core.endpoint, self._core.env, self._prefix, self._hold_state, self._state_version
+            )
+            self._declaring = asyncio.get_running_loop().create_task(self._declare_loop())
+            self._declaring.add_done_callback(self._declaring_ended)
+
+    def disable(self) -> None:
+        """Stop giving it, at once."""
+        if self._donor is not None and self._declaring is not None:
+            self._donor.stop()
+            self._declaring.cancel()
+            self._donor = self._declaring = None
+
+    def _declaring_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            message = f"{type(error).__name__}: {error}"
+            self._core.env.events.emit(Warned(where=f"state of {self._prefix}", message=message))
+
+    def changed(self) -> None:
+        """The state is another one: who asks from now on gets a new copy."""
+        self._version += 1
+
+    def _state_version(self) -> tuple[int, int, int]:
+        fresh_s = self._settings.fresh_state_s
+        age = 0 if fresh_s is None else int(asyncio.get_running_loop().time() / fresh_s)
+        return self._version, self._lock.generation, age
+
+    @asynccontextmanager
+    async def _hold_state(self) -> AsyncIterator[SharedState]:
+        async with self._lock.held():
+            yield await self._core.env.executor.run(self._state)
+
+    async def _declare_loop(self) -> None:
+        while True:
+            with suppress(ShoalError):  # the next time, then
+                await self.declare()
+            await asyncio.sleep(self._settings.declare_state_period_s)
+
+    async def declare(self) -> None:
+        """Tell the DHT now that this peer shares its state, with the present priority."""
+        if self._donor is not None:
+            expiration = self._core.env.clock.time() + 2 * self._settings.declare_state_period_s
+            await declare_donor(self._core.node, self._core.endpoint, self._prefix, self.priority, expiration)
+
+    async def load(self, *, timeout_s: float, **options: Any) -> DownloadedState:
+        """Download the state of another peer; nothing is applied.
+
+        Args:
+            timeout_s: longest time, seconds.
+            options: for `download_state`.
+
+        Raises:
+            StateUnavailable: there is no donor, or none gave it.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        found = await find_donors(self._core.node, self._prefix, timeout_s=min(timeout_s, _FIND_DONORS_S))
+        if not found:
+            raise StateUnavailable(f"no peer shares a state under {self._prefix!r}")
+        donors = [Donor(contact, priority) for contact, priority in found]
+        left_s = max(0.001, deadline - loop.time())
+        options.setdefault("limits", self.limits)
+        endpoint, env = self._core.endpoint, self._core.env
+        return await download_state(endpoint, env, self._prefix, donors, timeout_s=left_s, **options)
+
+    @property
+    def limits(self) -> DownloadLimits:
+        """What a donor may cost us."""
+        return msgspec.structs.replace(DownloadLimits(), stall_s=self._settings.next_chunk_timeout_s)

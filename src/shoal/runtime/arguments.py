@@ -1,0 +1,72 @@
+"""What users give, checked: each message names the argument and says what to do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+
+from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor
+from shoal.errors import ConfigError
+
+__all__ = ["check_tensors", "choose_codecs", "codec_argument", "first", "seconds"]
+
+T = TypeVar("T")
+
+
+def check_tensors(tensors: object) -> None:
+    """Raise `ConfigError` for what is no sequence of tensors."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
+        raise ConfigError("averaged_tensors must be a sequence of tensors: put it in a list")
+
+
+def codec_argument(name: str, codec: CompressionBase | None) -> CompressionBase:
+    """The codec, `NoCompression` for None; raises `ConfigError` for what is none."""
+    if codec is not None and not isinstance(codec, CompressionBase):
+        raise ConfigError(f"{name} must be a codec such as shoal.compression.Float16Compression(), got {codec!r}")
+    return codec or NoCompression()
+
+
+def choose_codecs(
+    tensors: Sequence[torch.Tensor], codec: CompressionBase, infos: Sequence[CompressionInfo] | None
+) -> list[CompressionBase]:
+    """One codec for each tensor; what is no tensor is refused later.
+
+    Raises:
+        ConfigError: `infos` do not describe these tensors.
+    """
+    if infos is None:
+        return [
+            codec.choose(CompressionInfo.from_tensor(tensor, key=i)) if isinstance(tensor, torch.Tensor) else codec
+            for i, tensor in enumerate(tensors)
+        ]
+    if len(infos) != len(tensors):
+        raise ConfigError(
+            f"tensor_infos has {len(infos)} entries for {len(tensors)} averaged tensors: give one for each"
+        )
+    for i, (info, tensor) in enumerate(zip(infos, tensors, strict=True)):
+        if not isinstance(info, CompressionInfo):
+            raise ConfigError(f"tensor_infos[{i}] must be a CompressionInfo, got {type(info).__name__}")
+        if isinstance(tensor, torch.Tensor) and info.descriptor != TensorDescriptor.from_tensor(tensor):
+            described = info.descriptor
+            raise ConfigError(
+                f"tensor_infos[{i}] describes {described.shape} {described.dtype}, "
+                f"averaged_tensors[{i}] is {tuple(tensor.shape)} {tensor.dtype}"
+            )
+    return [codec.choose(info) for info in infos]
+
+
+def first(*values: T | None) -> T:
+    """The first that was given; the last one always is."""
+    return next(value for value in values if value is not None)
+
+
+def seconds(name: str, value: object, default: float) -> float:
+    """A number of seconds, or the default for None; raises `ConfigError` for anything else."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+    return float(value)

@@ -1,0 +1,109 @@
+"""What `DecentralizedAverager.step(wait=False)` returns: a future that also steers the step."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from shoal.averager import AveragingStage, StepPlan
+from shoal.errors import ConfigError, LocalError
+from shoal.peer import PeerID
+from shoal.runtime.thread import LoopFuture, LoopThread
+
+__all__ = ["StepControl"]
+
+
+class StepControl(LoopFuture[dict[PeerID, Any]]):
+    """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: what it gathered}`.
+
+    Weight and scheduled time can be changed until the values are averaged, from any thread. `cancel` gives the step up;
+    others are told at once.
+
+    Args:
+        thread: where the step runs.
+        plan: what the step is to do.
+        deadline: wall-clock seconds at which the step ends in any case.
+        allow_retries: whether it looks for another group after a failed round.
+    """
+
+    def __init__(self, thread: LoopThread, plan: StepPlan, *, deadline: float, allow_retries: bool) -> None:
+        super().__init__(thread)
+        self._plan, self._deadline, self._allow_retries = plan, deadline, allow_retries
+
+    @property
+    def stage(self) -> AveragingStage:
+        """Where the step stands."""
+        return AveragingStage.FINISHED if self.done() else self._plan.stage
+
+    @property
+    def began_allreduce(self) -> bool:
+        """Whether this peer's values were taken: changes of the step have no effect any more, unless it is retried."""
+        return self._plan.began
+
+    @property
+    def triggered(self) -> bool:
+        """Whether averaging was allowed; always, unless the step was begun with `require_trigger`."""
+        return self._plan.triggered
+
+    def allow_allreduce(self) -> None:
+        """Let the step look for a group and average. Without effect the second time."""
+        self._thread.call_soon(self._plan.allow_allreduce)
+
+    @property
+    def weight(self) -> float:
+        """Weight of this peer's values; can be set until they are taken.
+
+        Raises:
+            ConfigError: what it is set to is not a finite number of at least 0.
+            LocalError: it is set too late: the values were taken.
+        """
+        return self._plan.weight
+
+    @weight.setter
+    def weight(self, value: float) -> None:
+        self._check_changeable("weight")
+        self._plan.weight = value
+
+    @property
+    def scheduled_time(self) -> float | None:
+        """No search for a group before this, wall-clock seconds; None: at once. Can be set until there is a group.
+
+        Raises:
+            ConfigError: what it is set to is not a time before the step's deadline.
+            LocalError: it is set too late: the values were taken.
+        """
+        return self._plan.scheduled_time
+
+    @scheduled_time.setter
+    def scheduled_time(self, value: float | None) -> None:
+        self._check_changeable("scheduled_time")
+        check_schedule(value, self._deadline)
+        self._plan.scheduled_time = value
+        self._thread.call_soon(self._plan.changed)
+
+    def _check_changeable(self, name: str) -> None:
+        if self.done() or self._plan.began:
+            raise LocalError(f"{name} cannot be changed any more: the values of this step were taken already")
+
+    @property
+    def deadline(self) -> float:
+        """When the step ends in any case, wall-clock seconds."""
+        return self._deadline
+
+    def get_timeout(self) -> float:
+        """Seconds until the deadline; 0 after it."""
+        return max(0.0, self._deadline - time.time())
+
+    @property
+    def allow_retries(self) -> bool:
+        """Whether the step looks for another group after a failed round."""
+        return self._allow_retries
+
+
+def check_schedule(scheduled_time: float | None, deadline: float) -> None:
+    """Raise `ConfigError` for a step that would begin after its end."""
+    if isinstance(scheduled_time, int | float) and scheduled_time >= deadline:
+        raise ConfigError(
+            f"scheduled_time={scheduled_time:.3f} must be before the step's end at {deadline:.3f}: "
+            "give an earlier one, or a longer timeout"
+        )

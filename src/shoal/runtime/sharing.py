@@ -1,0 +1,126 @@
+"""The state that a `DecentralizedAverager` shares with newcomers, and how it gets that of another peer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Coroutine, Sequence
+from typing import Any, Literal, TypeVar, overload
+
+import torch
+
+from shoal.averager import Averager
+from shoal.compression import CompressionBase, CompressionInfo
+from shoal.errors import ConfigError, StateUnavailable
+from shoal.runtime.arguments import seconds
+from shoal.runtime.dht import DHT
+from shoal.runtime.tensors import HeldTensors
+from shoal.runtime.thread import GRACE_S, LoopFuture
+from shoal.state import SharedState
+
+__all__ = ["SharesState"]
+
+T = TypeVar("T")
+
+DEFAULT_STATE_TIMEOUT_S = 600.0
+
+
+class SharesState:
+    """The part of `DecentralizedAverager` that is about state."""
+
+    dht: DHT
+    _held: HeldTensors
+    _averager: Averager | None
+    _state_compression: CompressionBase
+
+    def _core(self) -> Averager:
+        raise NotImplementedError
+
+    def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
+        return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
+
+    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo] | None]:
+        """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
+
+        `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
+        seconds may be given the same copy.
+
+        Returns:
+            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).
+        """
+        return None, self._held.tensors, None
+
+    def _shared_state(self) -> SharedState:
+        metadata, tensors, infos = self._held.export(self.get_current_state)
+        chosen = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
+        codecs = [self._state_compression.choose(info) for info in chosen]
+        return SharedState(metadata=metadata, tensors=tensors, codecs=codecs, epoch=int(self.state_sharing_priority))
+
+    @property
+    def allow_state_sharing(self) -> bool:
+        """Whether others can download the state from here; can be set."""
+        return self._core().sharing.enabled
+
+    @allow_state_sharing.setter
+    def allow_state_sharing(self, value: bool) -> None:
+        averager = self._core()
+
+        async def change() -> None:
+            if value:
+                averager.sharing.enable()
+            else:
+                averager.sharing.disable()
+
+        self._run(change(), GRACE_S)
+
+    @property
+    def state_sharing_priority(self) -> float:
+        """Donors with a higher priority are asked first; 0 as long as it is not set."""
+        return self._averager.sharing.priority if self._averager is not None else 0.0
+
+    @state_sharing_priority.setter
+    def state_sharing_priority(self, value: float) -> None:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"state_sharing_priority must be a finite number, got {value!r}")
+        averager = self._core()
+        averager.sharing.priority = float(value)
+        self.dht.loop_thread.submit(averager.sharing.declare())
+
+    @overload
+    def load_state_from_peers(
+        self,
+        wait: Literal[True] = True,  # noqa: FBT002
+        timeout: float | None = None,
+    ) -> tuple[Any, Sequence[torch.Tensor]] | None: ...
+    @overload
+    def load_state_from_peers(
+        self, wait: Literal[False], timeout: float | None = None
+    ) -> LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None]: ...
+    def load_state_from_peers(
+        self,
+        wait: bool = True,  # noqa: FBT002
+        timeout: float | None = None,
+    ) -> tuple[Any, Sequence[torch.Tensor]] | LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None] | None:
+        """Download the state of another peer: one that was consistent there, verified here. Nothing is applied.
+
+        Args:
+            wait: False returns a future at once.
+            timeout: seconds; None: 600.
+
+        Returns:
+            (metadata, tensors) as the donor's `get_current_state` gave them, or None if no donor gave a state in time.
+
+        Raises:
+            ConfigError: `timeout` is wrong.
+            ClosedError: the averager or its DHT was shut down.
+        """
+        timeout_s = seconds("timeout", timeout, DEFAULT_STATE_TIMEOUT_S)
+        averager = self._core()
+
+        async def work() -> tuple[Any, Sequence[torch.Tensor]] | None:
+            try:
+                state = await averager.sharing.load(timeout_s=timeout_s)
+            except StateUnavailable:
+                return None
+            return state.metadata, state.tensors
+
+        return self._run(work(), timeout_s) if wait else self.dht.loop_thread.submit(work())

@@ -1,0 +1,70 @@
+"""The averaged tensors between the user's threads and shoal's: who holds them, and who would wait for himself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from shoal.averager import TensorLock
+from shoal.errors import LocalError
+
+__all__ = ["HeldTensors"]
+
+T = TypeVar("T")
+
+_LOCK_TIMEOUT_S = 300.0
+"""Far longer than copying any state takes: somebody has forgotten that he holds the tensors."""
+
+
+class HeldTensors:
+    """Tensors and their lock.
+
+    Args:
+        tensors: what the lock is for.
+
+    Attributes:
+        lock: as the async core takes it.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tuple(tensors)
+        self._raw = threading.Lock()
+        self.lock = TensorLock(self._raw)
+        self._holder: int | None = None  # the thread within `held`
+        self._exporter: int | None = None  # the thread that exports the state, while shoal holds the lock
+
+    @contextmanager
+    def held(self) -> Iterator[Sequence[torch.Tensor]]:
+        """Hold the tensors; raises `LocalError` where that would wait for ever."""
+        me = threading.get_ident()
+        if self._exporter == me:
+            yield self.tensors
+            return
+        if self._holder == me:
+            raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
+        if not self._raw.acquire(timeout=_LOCK_TIMEOUT_S):
+            raise LocalError(f"no access to the tensors within {_LOCK_TIMEOUT_S:g} s: who else is in get_tensors()?")
+        self._holder = me
+        try:
+            yield self.tensors
+        finally:
+            self.lock.generation += 1
+            self._holder = None
+            self._raw.release()
+
+    def check_not_held(self) -> None:
+        """Raise `LocalError` if the calling thread holds them: it is about to wait for somebody who needs them."""
+        if self._holder == threading.get_ident():
+            raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
+
+    def export(self, get_state: Callable[[], T]) -> T:
+        """Call what exports the state, while shoal holds the lock: it may use `held`."""
+        self._exporter = threading.get_ident()
+        try:
+            return get_state()
+        finally:
+            self._exporter = None

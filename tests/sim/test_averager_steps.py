@@ -1,0 +1,206 @@
+"""Steps that are steered while they go on: scheduled, triggered, reweighted, cancelled; and group bits."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.averager import AveragingStage, StepPlan
+from shoal.errors import RoundFailed
+from tests.sim.averaging_kit import Trial, same_bits
+
+
+async def _pair(trial: Trial) -> list[list[torch.Tensor]]:
+    values = [[torch.zeros(3)], [torch.full((3,), 4.0)]]
+    for peer in range(2):
+        await trial.add(f"p{peer}", values[peer], target_group_size=2)
+    return values
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _wall(trial: Trial, name: str) -> float:
+    return trial.swarm.peer(name).core.env.clock.time()
+
+
+def test_a_scheduled_step_waits_for_its_time() -> None:
+    """No search for a group before it, and none of the timeout is lost."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plans = [StepPlan(scheduled_time=_wall(trial, f"p{peer}") + 30.0) for peer in range(2)]
+        began = _now()
+        steps = [asyncio.ensure_future(trial.step(f"p{peer}", plan=plans[peer])) for peer in range(2)]
+        await sim.sleep(29.0)
+        assert [plan.stage for plan in plans] == [AveragingStage.IDLE] * 2
+        await asyncio.gather(*steps)
+        assert 30.0 <= _now() - began < 31.0
+        assert [plan.stage for plan in plans] == [AveragingStage.FINISHED] * 2
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+
+    sim.run(main, seed=1)
+
+
+def test_a_schedule_can_be_moved() -> None:
+    """Earlier, while the step waits: it begins then."""
+
+    async def main() -> None:
+        trial = Trial()
+        await _pair(trial)
+        plans = [StepPlan(scheduled_time=_wall(trial, f"p{peer}") + 200.0) for peer in range(2)]
+        began = _now()
+        steps = [asyncio.ensure_future(trial.step(f"p{peer}", plan=plans[peer])) for peer in range(2)]
+        await sim.sleep(1.0)
+        for peer, plan in enumerate(plans):
+            plan.scheduled_time = _wall(trial, f"p{peer}") + 5.0
+            plan.changed()
+        await asyncio.gather(*steps)
+        assert 6.0 <= _now() - began < 7.0
+        await trial.close()
+
+    sim.run(main, seed=2)
+
+
+def test_a_schedule_after_the_timeout_fails_with_the_reason() -> None:
+    """Also when it was moved there."""
+
+    async def main() -> None:
+        trial = Trial()
+        await _pair(trial)
+        plan = StepPlan(scheduled_time=_wall(trial, "p0") + 200.0)
+        with pytest.raises(RoundFailed, match="scheduled_time lies after its timeout"):
+            await trial.step("p0", plan=plan, timeout_s=10.0)
+        await trial.close()
+
+    sim.run(main, seed=3)
+
+
+def test_a_step_waits_for_its_trigger() -> None:
+    """Values and weight are those of the moment it was allowed."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan = StepPlan(triggered=False)
+        steps = [
+            asyncio.ensure_future(trial.step("p0", plan=plan)),
+            asyncio.ensure_future(trial.step("p1", weight=1.0)),
+        ]
+        while plan.stage is not AveragingStage.AWAITING_TRIGGER:
+            await sim.sleep(0.1)
+        assert not plan.began
+        values[0][0].fill_(8.0)
+        plan.weight = 3.0
+        plan.allow_allreduce()
+        results = await asyncio.gather(*steps)
+        assert plan.began
+        assert results[0].outcome.weight == 4.0
+        assert values[0][0].tolist() == values[1][0].tolist() == [7.0] * 3
+        await trial.close()
+
+    sim.run(main, seed=4)
+
+
+def test_a_trigger_that_comes_late_holds_nobody_up() -> None:
+    """Two peers average without the third, which joins them in the next round."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = [[torch.full((3,), float(peer))] for peer in range(3)]
+        for peer in range(3):
+            await trial.add(f"p{peer}", values[peer])
+        plan = StepPlan(triggered=False)
+        late = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=100.0))
+        began = _now()
+        await asyncio.gather(trial.step("p1"), trial.step("p2"))
+        assert _now() - began < 1.0
+        assert values[1][0].tolist() == values[2][0].tolist() == [1.5] * 3
+        plan.allow_allreduce()
+        await asyncio.gather(late, trial.step("p1"), trial.step("p2"))
+        assert same_bits(values)
+        assert values[0][0].tolist() == [1.0] * 3
+        await trial.close()
+
+    sim.run(main, seed=5)
+
+
+def test_a_trigger_that_never_comes_fails_at_the_timeout() -> None:
+    """With the reason, and untouched."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        other = asyncio.ensure_future(trial.step("p1", timeout_s=20.0))
+        with pytest.raises(RoundFailed, match=r"allow_allreduce\(\) was not called"):
+            await trial.step("p0", plan=StepPlan(triggered=False), timeout_s=20.0)
+        assert values[0][0].tolist() == [0.0] * 3
+        await asyncio.gather(other, return_exceptions=True)
+        await trial.close()
+
+    sim.run(main, seed=6)
+
+
+@pytest.mark.parametrize(
+    "stage", [AveragingStage.IDLE, AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER]
+)
+def test_a_step_can_be_given_up_in_every_stage(stage: AveragingStage) -> None:
+    """Nothing is touched, and the next step works."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        averager = trial.swarm.peer("p0")
+        scheduled = _wall(trial, "p0") + 100.0 if stage is AveragingStage.IDLE else None
+        plan = StepPlan(scheduled_time=scheduled, triggered=stage is not AveragingStage.AWAITING_TRIGGER)
+        step = trial.swarm.spawn("p0", averager.step(plan))
+        waiting = [asyncio.ensure_future(trial.step("p1"))] if stage is AveragingStage.AWAITING_TRIGGER else []
+        await sim.sleep(0.01)
+        while plan.stage is not stage:
+            await sim.sleep(0.01)
+        step.cancel()
+        await asyncio.wait([step])
+        assert plan.stage is AveragingStage.FINISHED
+        assert values[0][0].tolist() == [0.0] * 3
+        waiting = waiting or [asyncio.ensure_future(trial.step("p1"))]
+        await asyncio.gather(trial.step("p0"), *waiting)
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=7)
+
+
+def test_eight_peers_in_groups_of_two_reach_the_global_average_in_three_rounds() -> None:
+    """Three digits of a bit each: two of them are the key, and are drawn anew after every round."""
+
+    async def main() -> None:
+        trial = Trial()
+        values: list[list[torch.Tensor]] = [
+            [torch.full((5,), float(peer**2), dtype=torch.float64)] for peer in range(8)
+        ]
+        mean = sum(peer**2 for peer in range(8)) / 8
+        for peer in range(8):
+            bits = f"{peer // 2:02b}"
+            await trial.add(f"p{peer}", values[peer], target_group_size=2, group_bits=bits)
+        met: list[set[frozenset[Any]]] = []
+        for _ in range(3):
+            results = await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(8)))
+            met.append({frozenset(result.gathered) for result in results})
+            assert len(met[-1]) == 4
+        assert len(set().union(*met)) == 12, "some pair met twice"
+        for tensors in values:
+            torch.testing.assert_close(tensors[0], torch.full((5,), mean, dtype=torch.float64), rtol=1e-14, atol=0)
+        assert all(len(trial.swarm.peer(f"p{peer}").group_bits) == 2 for peer in range(8))
+        await trial.close()
+        assert not trial.warnings
+
+    for seed in range(5):
+        sim.run(main, seed=seed)

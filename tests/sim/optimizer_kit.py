@@ -98,7 +98,7 @@ class Trainer:
         if collaboration.finished:
             return
         training.accumulate(size)
-        collaboration.count(size)
+        collaboration.speed.count(size)
         self.batches_done += 1
         collaboration.accumulated()
         await self.take_turn()

@@ -24,32 +24,30 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
 from shoal.allreduce.vector import Vector
-from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averager import Averager, StepResult, TensorLock
 from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, PeerError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
+from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, StateUnavailable
 from shoal.events import EpochAdvanced, Warned
+from shoal.optim.gossip import ProgressGossip
+from shoal.optim.rate import RateMeter
+from shoal.optim.settings import CollaborationSettings
+from shoal.optim.shared_state import name_of, share, why_not_ours
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView
-from shoal.state import Donor, Manifest, SharedState, download_state
-from shoal.wire import Contact, Progress, TellProgress, decode, encode
+from shoal.progress import SwarmProgress, SwarmView
+from shoal.state import Donor, SharedState, download_state
+from shoal.wire import Progress
 
-__all__ = ["Collaboration", "CollaborationSettings", "Phase"]
-
-_TELL_LIMIT = 32
-"""With more peers than this, progress goes through the DHT only."""
-
-_CALL_TIMEOUT_S = 3.0
+__all__ = ["Collaboration", "Phase"]
 
 
 class Phase(enum.Enum):
@@ -59,45 +57,6 @@ class Phase(enum.Enum):
     AVERAGING = "averaging"
     STEPPING = "stepping"
     BEHIND = "behind"
-
-
-class StateName(NamedTuple):
-    """What the parameters of a peer are: swapped as one value whenever they change.
-
-    Attributes:
-        epoch: swarm steps that went into them.
-        digest: names their history.
-        samples: that went into them; and one for each averaging of states, so that the averaged state is the better
-            one.
-    """
-
-    epoch: int
-    digest: bytes
-    samples: int
-
-
-class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run is trained together.
-
-    Attributes:
-        run_id: names the run; all its peers give the same.
-        target_batch_size: samples of the whole swarm in one step.
-        averager: of gradients and of states.
-        average_state_every: epochs between two averagings of the parameters; 0 for never.
-        publish_period_s: how often progress is written to the DHT when nothing changes.
-        tell_period_s: the shortest time between two messages of progress to the other peers.
-        ttl_s: a peer that says nothing for this long is no longer counted.
-        fingerprint: named values that must be equal on all peers of the run.
-    """
-
-    run_id: str
-    target_batch_size: int
-    averager: AveragerSettings
-    average_state_every: int = 10
-    publish_period_s: float = 2.0
-    tell_period_s: float = 0.05
-    ttl_s: float = 20.0
-    fingerprint: Mapping[str, str] = {}
 
 
 class Collaboration:
@@ -128,10 +87,10 @@ class Collaboration:
             raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
         self.phase = Phase.COLLECTING
-        self.state = StateName(0, hashlib.sha256(b"shoal genesis" + training.fingerprint()).digest(), 0)
+        self.state = StateName.genesis(training.fingerprint())
         self.end_epoch: int | None = None
         self.last_round: StepResult | None = None
-        self.rate = 0.0
+        self.speed = RateMeter()
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
@@ -151,30 +110,29 @@ class Collaboration:
         )
         self._news = asyncio.Event()
         self._moved = asyncio.Event()
-        self._first_look = asyncio.Event()
-        self._renamed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._tell_at = float("-inf")
-        self._telling: dict[PeerID, asyncio.Task[None]] = {}
-        self._processed = 0
-        self._counted = (0, 0.0)
         self._update: tuple[StateName, int, int] | None = None
         self._shared = False
         self._closed = False
-        self._undo: list[Callable[[], None]] = []
+        self._gossip = ProgressGossip(
+            core,
+            settings.run_id,
+            self._known,
+            mine=self.mine,
+            on_news=self.accumulated,
+            publish_period_s=settings.publish_period_s,
+            tell_period_s=settings.tell_period_s,
+            ttl_s=settings.ttl_s,
+        )
 
     # ------------------------------------------------------------------------------------------------ life and death
 
     async def start(self) -> None:
         """Join the run: look where it stands, tell where we stand."""
-        self._undo = [
-            self.core.endpoint.serve(TellProgress, self._told, scope=self.settings.run_id),
-            self.core.endpoint.on_lost(self._peer_lost),
-        ]
         if not self.settings.averager.client_mode:
             self._states.sharing.enable()
-        self._counted = (0, self._now())
-        for work in (self._publish_loop(), self._look_loop(), self._drive()):
+        self.speed.measure(self._now())
+        for work in (*self._gossip.start(), self._drive()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
@@ -193,12 +151,10 @@ class Collaboration:
         if self._closed:
             return
         self._closed = True
-        for undo in self._undo:
-            undo()
-        tasks = [*self._tasks, *self._telling.values()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._gossip.close()
         await self._gradients.close()
         await self._states.close()
         self._move(self.phase)
@@ -226,7 +182,7 @@ class Collaboration:
             digest=self.state.digest,
             branch_samples=self.state.samples,
             samples=self.training.samples,
-            rate=self.rate,
+            rate=self.speed.rate,
             time=self.core.env.clock.time(),
             settings=dict(self.settings.fingerprint),
             end_epoch=self.end_epoch,
@@ -238,106 +194,19 @@ class Collaboration:
         self.others_samples = view.samples - self.training.samples
         if view.end_epoch is not None and (self.end_epoch is None or view.end_epoch < self.end_epoch):
             self.end_epoch = view.end_epoch
+            self._gossip.renamed()
         return view
 
     def announce_end(self, epoch: int) -> None:
         """Tell everybody that the run ends when it reaches this epoch. The earliest announcement holds."""
         if self.end_epoch is None or epoch < self.end_epoch:
             self.end_epoch = epoch
-            self._renamed.set()
+            self._gossip.renamed()
             self.accumulated()
 
     def accumulated(self) -> None:
         """The trainer has accumulated, or stepped: look again."""
         self._news.set()
-
-    async def _told(self, peer: PeerID, request: TellProgress) -> Progress:
-        if request.progress.contact.peer != peer:
-            raise PeerError("progress in another peer's name", peer)
-        self._hear(request.progress)
-        return self.mine()
-
-    def _hear(self, progress: Progress) -> None:
-        self.core.endpoint.learn(progress.contact)
-        if self._known.heard(progress, self._now()):
-            self._news.set()
-
-    def _peer_lost(self, peer: PeerID, reason: str) -> None:
-        if self._known.lost(peer):
-            self._news.set()
-
-    @property
-    def _key(self) -> str:
-        return f"{self.settings.run_id}_progress"
-
-    async def _publish_loop(self) -> None:
-        """Write our progress to the DHT: at once when the state changed, else from time to time."""
-        clock = self.core.env.clock
-        while True:
-            state = (self.state, self.end_epoch)
-            with suppress(ShoalError):
-                expiration = clock.time() + self.settings.ttl_s
-                await self.core.node.store(self._key, encode(self.mine()), expiration, self.core.peer_id.raw)
-            until = self._now() + self.settings.publish_period_s
-            while (left_s := until - self._now()) > 0 and state == (self.state, self.end_epoch):
-                self._renamed.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await self._renamed.wait()
-
-    async def _look_loop(self) -> None:
-        """Read everybody's progress from the DHT."""
-        while True:
-            with suppress(ShoalError):
-                found = await self.core.node.get(self._key, latest=True)
-                entries = found.value if found is not None and isinstance(found.value, dict) else {}
-                for subkey, entry in entries.items():
-                    with suppress(msgspec.MsgspecError, TypeError, ConfigError):
-                        progress = decode(entry.value, Progress)
-                        if progress.contact.peer.raw == subkey:
-                            self._hear(progress)
-            self._first_look.set()
-            self._news.set()
-            await asyncio.sleep(self.settings.publish_period_s / 2)
-
-    def _tell(self, view: SwarmView, *, now: bool = False) -> None:
-        """Tell the peers of the run directly where we stand: the DHT is too slow for the end of an epoch.
-
-        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
-        of the last message wait for its end, unless `now`.
-        """
-        loop = asyncio.get_running_loop()
-        if not now and loop.time() < self._tell_at:
-            loop.call_at(self._tell_at, self._news.set)
-            return
-        self._tell_at = loop.time() + self.settings.tell_period_s
-        others = [peer for peer in view.peers if peer != self.core.peer_id]
-        if len(others) <= _TELL_LIMIT:
-            for peer in others:
-                if peer not in self._telling and self.core.endpoint.reachable(peer):
-                    task = self._telling[peer] = loop.create_task(self._tell_one(peer))
-                    task.add_done_callback(partial(self._told_one, peer))
-
-    def _told_one(self, peer: PeerID, _: asyncio.Task[None]) -> None:
-        self._telling.pop(peer, None)
-
-    async def _tell_one(self, peer: PeerID) -> None:
-        request = TellProgress(self.settings.run_id, self.mine())
-        with suppress(PeerError):
-            self._hear(await self.core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S))
-
-    def count(self, samples: int) -> None:
-        """The trainer has processed this many samples, whether they counted or not."""
-        self._processed += samples
-
-    def _measure_rate(self) -> None:
-        """Samples per second of this peer, smoothed over the last seconds."""
-        processed, since = self._counted
-        elapsed_s = self._now() - since
-        if elapsed_s >= 0.5:
-            rate = (self._processed - processed) / elapsed_s
-            self.rate = 0.7 * self.rate + 0.3 * rate if self.rate else rate
-            self._counted = (self._processed, self._now())
 
     # ------------------------------------------------------------------------------------------------------- driving
 
@@ -347,18 +216,18 @@ class Collaboration:
         self._moved = asyncio.Event()
 
     async def _drive(self) -> None:
-        await self._first_look.wait()
+        await self._gossip.looked.wait()
         if self._known.mismatch is not None and self.view().peers == (self.core.peer_id,):
             self.failure = ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
             self._move(self.phase)
             return
         while True:
-            self._measure_rate()
+            self.speed.measure(self._now())
             self._news.clear()
             view = self.view()
             if self.phase in (Phase.COLLECTING, Phase.BEHIND):
                 self._judge(view)
-            self._tell(view, now=self.phase is Phase.AVERAGING)
+            self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
             if self.phase is Phase.AVERAGING:
                 await self._average()
                 continue
@@ -399,7 +268,7 @@ class Collaboration:
         if result is not None:
             self.last_round = result
             self._shared = True
-            self._ready(_history(result), int(result.outcome.weight), len(result.outcome.members))
+            self._ready(self.state.after_round(result), len(result.outcome.members))
 
     async def _round(
         self,
@@ -411,7 +280,7 @@ class Collaboration:
     ) -> StepResult | None:
         """One round with the peers at our state; None if it failed, or became hopeless before there was a group."""
         loop, settings = asyncio.get_running_loop(), self.settings.averager
-        averager.group_tag = f"@{self.state.epoch}-{self.state.digest.hex()[:16]}"
+        averager.group_tag = self.state.group_tag
         step = averager.step(
             timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
             allow_retries=False,
@@ -428,7 +297,7 @@ class Collaboration:
                 view = self.view()
                 if averager.looking and hopeless(view):
                     return None
-                self._tell(view)
+                self._gossip.tell(view)
             return round_.result()
         except SchemaMismatch as error:
             self.core.env.events.emit(Warned(where="optimizer", message=str(error)))
@@ -450,19 +319,18 @@ class Collaboration:
             self.training.use_own_mean()
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
-        self._ready(self.core.env.rng.randbytes(16) + self.core.peer_id.raw, samples, 1)
+        chance = self.core.env.rng.randbytes(16)
+        self._ready(self.state.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
 
-    def _ready(self, what: bytes, samples: int, peers: int) -> None:
-        epoch, digest, before = self.state
-        name = hashlib.sha256(b"shoal step" + digest + what).digest()
-        self._update = (StateName(epoch + 1, name, before + samples), samples, peers)
+    def _ready(self, name: StateName, peers: int) -> None:
+        self._update = (name, name.samples - self.state.samples, peers)
         self._move(Phase.STEPPING)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
 
     async def turn(self, timeout_s: float) -> Phase:
         """Wait while a round goes on, and say what is to be done: not AVERAGING, unless time ran out (trainer)."""
-        await self._first_look.wait()
+        await self._gossip.looked.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.phase is Phase.AVERAGING and not self._closed and self.failure is None:
@@ -473,7 +341,7 @@ class Collaboration:
 
     async def decide(self, timeout_s: float) -> Phase:
         """As `turn`, after looking at what was accumulated just now (trainer)."""
-        await self._first_look.wait()
+        await self._gossip.looked.wait()
         await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
         if self.phase in (Phase.COLLECTING, Phase.BEHIND):
             self._judge(self.view())
@@ -504,8 +372,8 @@ class Collaboration:
         """The state has another name: donors offer the new one, the others are told now."""
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)
-        self._renamed.set()
-        self._tell(self.view(), now=True)
+        self._gossip.renamed()
+        self._gossip.tell(self.view(), now=True)
         self._news.set()
 
     async def _average_state(self) -> None:
@@ -524,25 +392,13 @@ class Collaboration:
             expected=companions,
         )
         if result is not None:
-            name = hashlib.sha256(b"shoal state" + self.state.digest + _history(result)).digest()
-            self.state = StateName(self.state.epoch, name, self.state.samples + 1)
+            self.state = self.state.after_averaging(result)
             self._renewed()
 
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _share(self) -> SharedState:
-        values, tensors = self.training.export()
-        metadata = {
-            "state": list(self.state),
-            "end_epoch": self.end_epoch,
-            "training": values,
-        }
-        return SharedState(
-            metadata=metadata,
-            tensors=tensors,
-            codecs=[self._download_codec if t.dtype.is_floating_point else NoCompression() for t in tensors],
-            epoch=self.state.epoch,
-        )
+        return share(self.training, self.state, self.end_epoch, self._download_codec)
 
     async def download(self, timeout_s: float) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
@@ -550,26 +406,23 @@ class Collaboration:
         Raises:
             StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
         """
-        await self._first_look.wait()
+        await self._gossip.looked.wait()
         view = self.view()
         if not view.behind:
             return False
         mine = self.mine()
-        donors = [Donor(self._contact(peer), float(view.epoch)) for peer in view.leaders]
+        donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
         state = await download_state(
             self.core.endpoint,
             self.core.env,
             self._states.prefix,
             donors,
             timeout_s=timeout_s,
-            accept=lambda manifest: self._accept(manifest, view.epoch),
+            accept=lambda manifest: why_not_ours(self.training, manifest, view.epoch),
             limits=self._states.sharing.limits,
         )
-        try:
-            name = msgspec.convert(state.metadata["state"], StateName)
-        except (msgspec.ValidationError, KeyError, TypeError) as error:
-            raise StateUnavailable(f"the state that was downloaded has no name: {error}") from error
-        if mine.contact.addresses and _key(self.state) >= _key(name):
+        name = name_of(state.metadata)
+        if mine.contact.addresses and self.state.key >= name.key:
             raise StateUnavailable(
                 "the donor's copy is of a state that is no better than ours: it will have a newer one"
             )
@@ -582,27 +435,3 @@ class Collaboration:
         self._renewed()
         self._move(Phase.COLLECTING)
         return True
-
-    def _accept(self, manifest: Manifest, epoch: int) -> str | None:
-        """Why this state cannot be ours. Of the optimizer's tensors there may be more than here, or none yet."""
-        if manifest.epoch < epoch:
-            return f"its copy is of epoch {manifest.epoch}, wanted is {epoch}"
-        own = self.training.describe()
-        offered = manifest.tensors
-        for index, tensor in enumerate(own):
-            if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
-                return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
-        return None
-
-    def _contact(self, peer: PeerID) -> Contact:
-        progress = self._known.progress_of(peer)
-        return progress.contact if progress is not None else self.core.endpoint.contact_of(peer)
-
-
-def _key(name: StateName) -> StateKey:
-    return StateKey.of(name.epoch, name.samples, name.digest)
-
-
-def _history(result: StepResult) -> bytes:
-    """What a round adds to the history of a state: its id, and all of its verdict."""
-    return result.round_id + hashlib.sha256(encode(result.outcome.commit)).digest()

@@ -13,7 +13,8 @@ from shoal.averager import AveragerSettings, TensorLock
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
 from shoal.events import Warned
-from shoal.optim.collaboration import Collaboration, CollaborationSettings, Phase
+from shoal.optim.collaboration import Collaboration, Phase
+from shoal.optim.settings import CollaborationSettings
 from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
@@ -210,7 +211,7 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         with self._lock:
             self._training.accumulate(samples)
-        collaboration.count(samples)
+        collaboration.speed.count(samples)
         enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
         if collaboration.epoch == 0 or enough or collaboration.phase is not Phase.COLLECTING:
             self._take_turn()

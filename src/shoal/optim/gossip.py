@@ -1,0 +1,177 @@
+"""How the peers of a run tell each other where they stand: through the DHT, and directly.
+
+The DHT reaches everybody, also newcomers, and is slow; the direct way is for the end of an epoch, when every
+millisecond counts (`docs/decisions/0005-progress-told-directly.md`). What is heard goes to `SwarmProgress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from shoal.core import PeerCore
+from shoal.errors import ConfigError, PeerError, ShoalError
+from shoal.peer import PeerID
+from shoal.progress import SwarmProgress, SwarmView
+from shoal.wire import Contact, Progress, TellProgress, decode, encode
+
+__all__ = ["ProgressGossip"]
+
+_TELL_LIMIT = 32
+"""With more peers than this, progress goes through the DHT only."""
+
+_CALL_TIMEOUT_S = 3.0
+
+
+class ProgressGossip:
+    """Tells and hears the progress of one run. Loop only.
+
+    Args:
+        core: this peer.
+        run_id: names the run.
+        known: where it is noted what others said.
+        mine: where this peer stands now.
+        on_news: called when something was heard that changes the picture, or it is time to look again.
+        publish_period_s: how often progress is written to the DHT when nothing changes.
+        tell_period_s: the shortest time between two direct messages.
+        ttl_s: what is written to the DHT is valid for so long.
+
+    Attributes:
+        looked: set when the run's progress has been read from the DHT for the first time.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        run_id: str,
+        known: SwarmProgress,
+        *,
+        mine: Callable[[], Progress],
+        on_news: Callable[[], None],
+        publish_period_s: float,
+        tell_period_s: float,
+        ttl_s: float,
+    ) -> None:
+        self._core, self._run_id, self._known, self._mine, self._on_news = core, run_id, known, mine, on_news
+        self._publish_period_s, self._tell_period_s, self._ttl_s = publish_period_s, tell_period_s, ttl_s
+        self.looked = asyncio.Event()
+        self._renamed = asyncio.Event()
+        self._renames = 0
+        self._tell_at = float("-inf")
+        self._telling: dict[PeerID, asyncio.Task[None]] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    def start(self) -> list[Coroutine[Any, Any, None]]:
+        """Begin to answer; returns what its owner is to run until `close`."""
+        endpoint = self._core.endpoint
+        self._undo = [
+            endpoint.serve(TellProgress, self._told, scope=self._run_id),
+            endpoint.on_lost(self._peer_lost),
+        ]
+        return [self._publish_loop(), self._look_loop()]
+
+    async def close(self) -> None:
+        """Stop answering and telling. Safe to call twice."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        telling = list(self._telling.values())
+        for task in telling:
+            task.cancel()
+        await asyncio.gather(*telling, return_exceptions=True)
+
+    def contact(self, peer: PeerID) -> Contact:
+        """How a peer of the run is reached."""
+        progress = self._known.progress_of(peer)
+        return progress.contact if progress is not None else self._core.endpoint.contact_of(peer)
+
+    # ------------------------------------------------------------------------------------------------------- hearing
+
+    async def _told(self, peer: PeerID, request: TellProgress) -> Progress:
+        if request.progress.contact.peer != peer:
+            raise PeerError("progress in another peer's name", peer)
+        self._hear(request.progress)
+        return self._mine()
+
+    def _hear(self, progress: Progress) -> None:
+        self._core.endpoint.learn(progress.contact)
+        if self._known.heard(progress, asyncio.get_running_loop().time()):
+            self._on_news()
+
+    def _peer_lost(self, peer: PeerID, reason: str) -> None:
+        if self._known.lost(peer):
+            self._on_news()
+
+    # ------------------------------------------------------------------------------------------------ through the DHT
+
+    @property
+    def _key(self) -> str:
+        return f"{self._run_id}_progress"
+
+    def renamed(self) -> None:
+        """Our state has another name, or the end of the run another epoch: write it to the DHT at once."""
+        self._renames += 1
+        self._renamed.set()
+
+    async def _publish_loop(self) -> None:
+        """Write our progress to the DHT: at once when it was renamed, else from time to time."""
+        loop, core = asyncio.get_running_loop(), self._core
+        while True:
+            renames = self._renames
+            with suppress(ShoalError):
+                expiration = core.env.clock.time() + self._ttl_s
+                await core.node.store(self._key, encode(self._mine()), expiration, core.peer_id.raw)
+            until = loop.time() + self._publish_period_s
+            while (left_s := until - loop.time()) > 0 and renames == self._renames:
+                self._renamed.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(left_s):
+                        await self._renamed.wait()
+
+    async def _look_loop(self) -> None:
+        """Read everybody's progress from the DHT."""
+        while True:
+            with suppress(ShoalError):
+                found = await self._core.node.get(self._key, latest=True)
+                entries = found.value if found is not None and isinstance(found.value, dict) else {}
+                for subkey, entry in entries.items():
+                    with suppress(msgspec.MsgspecError, TypeError, ConfigError):
+                        progress = decode(entry.value, Progress)
+                        if progress.contact.peer.raw == subkey:
+                            self._hear(progress)
+            self.looked.set()
+            self._on_news()
+            await asyncio.sleep(self._publish_period_s / 2)
+
+    # ------------------------------------------------------------------------------------------------------- directly
+
+    def tell(self, view: SwarmView, *, now: bool = False) -> None:
+        """Tell the peers of the run directly where we stand.
+
+        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
+        of the last message wait for its end, unless `now`.
+        """
+        loop = asyncio.get_running_loop()
+        if not now and loop.time() < self._tell_at:
+            loop.call_at(self._tell_at, self._on_news)
+            return
+        self._tell_at = loop.time() + self._tell_period_s
+        others = [peer for peer in view.peers if peer != self._core.peer_id]
+        if len(others) <= _TELL_LIMIT:
+            for peer in others:
+                if peer not in self._telling and self._core.endpoint.reachable(peer):
+                    task = self._telling[peer] = loop.create_task(self._tell_one(peer))
+                    task.add_done_callback(partial(self._told_one, peer))
+
+    def _told_one(self, peer: PeerID, _: asyncio.Task[None]) -> None:
+        self._telling.pop(peer, None)
+
+    async def _tell_one(self, peer: PeerID) -> None:
+        request = TellProgress(self._run_id, self._mine())
+        with suppress(PeerError):
+            self._hear(await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S))

@@ -1,0 +1,35 @@
+"""How a run is trained together: what all its peers are told when they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from shoal.averager import AveragerSettings
+
+__all__ = ["CollaborationSettings"]
+
+
+class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run is trained together.
+
+    Attributes:
+        run_id: names the run; all its peers give the same.
+        target_batch_size: samples of the whole swarm in one step.
+        averager: of gradients and of states.
+        average_state_every: epochs between two averagings of the parameters; 0 for never.
+        publish_period_s: how often progress is written to the DHT when nothing changes.
+        tell_period_s: the shortest time between two messages of progress to the other peers.
+        ttl_s: a peer that says nothing for this long is no longer counted.
+        fingerprint: named values that must be equal on all peers of the run.
+    """
+
+    run_id: str
+    target_batch_size: int
+    averager: AveragerSettings
+    average_state_every: int = 10
+    publish_period_s: float = 2.0
+    tell_period_s: float = 0.05
+    ttl_s: float = 20.0
+    fingerprint: Mapping[str, str] = {}

@@ -1,0 +1,62 @@
+"""The state of a run as newcomers download it: the trained tensors, and the name of the state among the metadata."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from shoal.compression import CompressionBase, NoCompression
+from shoal.errors import StateUnavailable
+from shoal.optim.state_name import StateName
+from shoal.optim.training_state import TrainingState
+from shoal.state import Manifest, SharedState
+
+__all__ = ["name_of", "share", "why_not_ours"]
+
+
+def share(training: TrainingState, name: StateName, end_epoch: int | None, codec: CompressionBase) -> SharedState:
+    """What a donor gives, with the tensors by reference: hold their lock while it is read.
+
+    Args:
+        training: parameters, optimizer, schedule.
+        name: of the state that they are.
+        end_epoch: where the run ends, if that was announced.
+        codec: for tensors of floating point; all others travel as they are.
+    """
+    values, tensors = training.export()
+    return SharedState(
+        metadata={"state": list(name), "end_epoch": end_epoch, "training": values},
+        tensors=tensors,
+        codecs=[codec if t.dtype.is_floating_point else NoCompression() for t in tensors],
+        epoch=name.epoch,
+    )
+
+
+def name_of(metadata: Any) -> StateName:
+    """The name of a downloaded state.
+
+    Raises:
+        StateUnavailable: it has none.
+    """
+    try:
+        return msgspec.convert(metadata["state"], StateName)
+    except (msgspec.ValidationError, KeyError, TypeError) as error:
+        raise StateUnavailable(f"the state that was downloaded has no name: {error}") from error
+
+
+def why_not_ours(training: TrainingState, manifest: Manifest, epoch: int) -> str | None:
+    """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
+
+    Args:
+        training: what is trained here.
+        manifest: of the offered state.
+        epoch: an older state is not wanted.
+    """
+    if manifest.epoch < epoch:
+        return f"its copy is of epoch {manifest.epoch}, wanted is {epoch}"
+    offered = manifest.tensors
+    for index, tensor in enumerate(training.describe()):
+        if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
+            return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
+    return None

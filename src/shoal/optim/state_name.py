@@ -1,0 +1,68 @@
+"""The name of a state: which swarm steps and averagings went into the parameters, by a digest of their history.
+
+Each name follows from the one before it, so equal digests are equal histories. Peers meet under a key that holds the
+digest; of two names the one with the larger `key` is the better state (`docs/decisions/0001-commit-and-fork-rules.md`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import NamedTuple
+
+from shoal.averager import StepResult
+from shoal.progress import StateKey
+from shoal.wire import encode
+
+__all__ = ["StateName"]
+
+
+class StateName(NamedTuple):
+    """What the parameters of a peer are: swapped as one value whenever they change.
+
+    Attributes:
+        epoch: swarm steps that went into them.
+        digest: SHA-256, names their history.
+        samples: that went into them; and one for each averaging of states, so that the averaged state is the better
+            one.
+    """
+
+    epoch: int
+    digest: bytes
+    samples: int
+
+    @classmethod
+    def genesis(cls, fingerprint: bytes) -> StateName:
+        """Before any step; `fingerprint` is that of all parameters."""
+        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), 0)
+
+    def after_round(self, result: StepResult) -> StateName:
+        """After a swarm step from the average of a round."""
+        return self._after_step(_history(result), int(result.outcome.weight))
+
+    def after_step_alone(self, chance: bytes, peer: bytes, samples: int) -> StateName:
+        """After a step that a peer took alone; 16 random bytes tell it from every other."""
+        return self._after_step(chance + peer, samples)
+
+    def _after_step(self, what: bytes, samples: int) -> StateName:
+        digest = hashlib.sha256(b"shoal step" + self.digest + what).digest()
+        return StateName(self.epoch + 1, digest, self.samples + samples)
+
+    def after_averaging(self, result: StepResult) -> StateName:
+        """After the states were averaged in a round."""
+        digest = hashlib.sha256(b"shoal state" + self.digest + _history(result)).digest()
+        return StateName(self.epoch, digest, self.samples + 1)
+
+    @property
+    def key(self) -> StateKey:
+        """Orders states: the larger one is the better state."""
+        return StateKey.of(self.epoch, self.samples, self.digest)
+
+    @property
+    def group_tag(self) -> str:
+        """Keeps peers at other states out of the group."""
+        return f"@{self.epoch}-{self.digest.hex()[:16]}"
+
+
+def _history(result: StepResult) -> bytes:
+    """What a round adds to the history of a state: its id, and all of its verdict."""
+    return result.round_id + hashlib.sha256(encode(result.outcome.commit)).digest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,10 +25,12 @@ settings.register_profile("long", settings.get_profile("default"), derandomize=F
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--soak`."""
+    """Add `--soak`, `--shard` and `--plan`."""
     parser.addoption(
         "--soak", choices=("sample", "full"), default="sample", help="size of the tests marked long (-m long)"
     )
+    parser.addoption("--shard", default="1/1", help="I/N: every Nth of the numbered plans, from the Ith on")
+    parser.addoption("--plan", type=int, help="only the numbered plan of this number")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,3 +58,13 @@ def soak(request: pytest.FixtureRequest) -> Callable[[int, int], int]:
     """`soak(sample, full)` is how many plans, seeds or rounds a long test runs under the chosen `--soak`."""
     full_size = request.config.getoption("--soak") == "full"
     return lambda sample, full: full if full_size else sample
+
+
+@pytest.fixture
+def numbers(request: pytest.FixtureRequest) -> Callable[[int], Sequence[int]]:
+    """`numbers(count)` are those of the plans 0 to count - 1 that this run plays, by `--shard` and `--plan`."""
+    plan, shard = request.config.getoption("--plan"), str(request.config.getoption("--shard"))
+    number, _, of = shard.partition("/")
+    if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
+        raise pytest.UsageError(f"--shard must be I/N with I from 1 to N, got {shard!r}")
+    return lambda count: range(int(number) - 1, count, int(of)) if plan is None else [plan]

@@ -1,14 +1,16 @@
-"""Hypothesis strategies that several tests share."""
+"""Fault plans that several tests share: as a hypothesis strategy, and by number."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from shoal.sim import Crash, Fault, FaultPlan, Partition, Restart, Slow, Stall, Vanish
+from shoal.sim import Crash, Fault, FaultPlan, Partition, Restart, Slow, SlowLink, Stall, Throttle, Vanish
+from tests.corruption import KINDS, Corrupt
 
-__all__ = ["fault_plans"]
+__all__ = ["fault_plans", "numbered_plan"]
 
 
 def _instants(horizon_s: float) -> st.SearchStrategy[float]:
@@ -62,3 +64,49 @@ def fault_plans(
         if isinstance(fault, Crash | Vanish) and Restart in kinds and draw(st.booleans())
     ]
     return FaultPlan(tuple(sorted([*faults, *restarts], key=lambda fault: fault.at_s)))
+
+
+def numbered_plan(number: int, hosts: Sequence[str], horizon_s: float, *, bandwidth_bytes_s: float) -> FaultPlan:
+    """The plan of this number, always the same: 1 to 6 faults of all kinds, some of them at one moment.
+
+    Args:
+        number: names the plan.
+        hosts: whom it may happen to.
+        horizon_s: every fault begins within this time, and none lasts longer than it.
+        bandwidth_bytes_s: of a host; a slow link keeps 1% of it.
+    """
+    rng = random.Random(f"plan/{number}")
+    faults: list[Fault] = []
+    at_s = 0.0
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 4, 5, 6))):
+        if not faults or rng.random() < 0.7:  # else at the same moment as the one before
+            at_s = round(rng.uniform(0, horizon_s), 2)
+        faults += _draw(rng, hosts, at_s, horizon_s, bandwidth_bytes_s)
+    return FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at_s)))
+
+
+def _draw(
+    rng: random.Random, hosts: Sequence[str], at_s: float, horizon_s: float, bandwidth_bytes_s: float
+) -> list[Fault]:
+    """One fault; with it the restart that ends it, perhaps."""
+    host, long_s = rng.choice(hosts), round(rng.uniform(0, horizon_s), 2)
+    kind = rng.choice((Crash, Vanish, Stall, Slow, SlowLink, Throttle, Partition, Corrupt, Corrupt))
+    if kind in (Crash, Vanish):
+        restart = [Restart(at_s=round(at_s + long_s, 2), host=host)] if rng.random() < 0.6 else []
+        return [kind(at_s=at_s, host=host), *restart]
+    if kind is Slow:
+        return [Slow(at_s=at_s, host=host, factor=rng.choice((3.0, 100.0)), duration_s=long_s)]
+    if kind is SlowLink:
+        pair = tuple(sorted(rng.sample(list(hosts), 2)))
+        narrow = bandwidth_bytes_s / 100
+        return [
+            SlowLink(at_s=at_s, between=(pair[0], pair[1]), factor=100.0, bandwidth_bytes_s=narrow, duration_s=long_s)
+        ]
+    if kind is Partition:
+        side = tuple(sorted(rng.sample(list(hosts), rng.randrange(1, len(hosts)))))
+        groups = (side, tuple(name for name in hosts if name not in side))
+        return [Partition(at_s=at_s, groups=groups, duration_s=long_s)]
+    if kind is Corrupt:
+        mute_s = round(rng.uniform(0, horizon_s), 2) if rng.random() < 0.4 else 0.0
+        return [Corrupt(at_s=at_s, host=host, kind=rng.choice(KINDS), duration_s=long_s, mute_s=mute_s)]
+    return [(Stall if kind is Stall else Throttle)(at_s=at_s, host=host, duration_s=long_s)]

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shoal.peer import Address, Invite, PeerID
     from shoal.runtime.averager import DecentralizedAverager
     from shoal.runtime.dht import DHT
+    from shoal.runtime.leave import leave_on_sigterm
 else:
     _HOMES = {
         "DHT": "shoal.runtime.dht",
@@ -30,6 +31,7 @@ else:
         "ShoalError": "shoal.errors",
         "StateUnavailable": "shoal.errors",
         "compression": "shoal",
+        "leave_on_sigterm": "shoal.runtime.leave",
         "get_dht_time": "shoal.clock",
         "sim": "shoal",
     }
@@ -66,5 +68,6 @@ __all__ = [
     "__version__",
     "compression",
     "get_dht_time",
+    "leave_on_sigterm",
     "sim",
 ]

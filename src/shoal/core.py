@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.clock import Env
 from shoal.dht import DhtNode, DhtSettings, RecordValidator
@@ -29,6 +29,7 @@ class PeerCore:
         endpoint: calls and streams.
         node: the DHT.
         client_mode: whether it only dials, and never listens.
+        leavers: what ends in order before this peer leaves on purpose; each is given the seconds that it may take.
     """
 
     identity: Identity
@@ -36,6 +37,7 @@ class PeerCore:
     endpoint: Endpoint
     node: DhtNode
     client_mode: bool
+    leavers: list[Callable[[float], Coroutine[Any, Any, None]]] = field(default_factory=list, init=False)
     _rounds: RoundTable | None = field(default=None, init=False)
 
     @classmethod

@@ -59,11 +59,12 @@ class PeerDropped(Event, frozen=True, kw_only=True):
 
 
 class GroupFormed(Event, frozen=True, kw_only=True):
-    """Matchmaking gave a group."""
+    """Matchmaking gave a group; `decider` is the member that led it there, and decides the round."""
 
     prefix: str
     round_id: bytes
     peers: tuple[PeerID, ...]
+    decider: PeerID
     waited_s: float
 
 

@@ -46,7 +46,7 @@ Down = TypeVar("Down")
 M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""32 bytes: SHA-256 of states and chunks, SHA-512 cut short of parts."""
+"""32 bytes: SHA-256 of states, SHA-512 cut short of parts and chunks."""
 
 RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """Names one averaging round; drawn at random by the leader of the group."""
@@ -284,13 +284,15 @@ class Member(Message, frozen=True):
     """One member of a group, as the leader tells all others.
 
     `bandwidth` is in bytes/s, None where the peer did not say; `reduces` is False for a client or a peer with
-    bandwidth 0; `gathered` is the peer's own MessagePack value for all others.
+    bandwidth 0; `gathered` is the peer's own MessagePack value for all others. `contributes` is False for an auxiliary
+    peer, which reduces for the others: it has no values to average and wants no averages.
     """
 
     contact: Contact
     reduces: bool
     bandwidth: float | None
     gathered: Annotated[bytes, msgspec.Meta(max_length=65536)]
+    contributes: bool = True
 
 
 class JoinAccepted(Message, frozen=True):
@@ -496,7 +498,7 @@ class ManifestReply(Message, frozen=True):
     """What a donor offers: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' SHA-256. `metadata` is MessagePack.
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' SHA-512, cut short. `metadata` is MessagePack.
     """
 
     snapshot: RoundID
@@ -534,8 +536,14 @@ class Chunk(Message, frozen=True):
     offset: int = 0
 
 
-class FetchChunks(Opening[Chunk, Chunk], frozen=True):
-    """Send these chunks of this snapshot, in this order. The opener sends nothing but END."""
+class MoreChunks(Message, frozen=True):
+    """Send these chunks too, after those asked for before."""
+
+    chunks: list[int]
+
+
+class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
+    """Send these chunks of this snapshot, in this order, then those of `MoreChunks`. END when no more are wanted."""
 
     prefix: str
     snapshot: RoundID
@@ -545,3 +553,39 @@ class FetchChunks(Opening[Chunk, Chunk], frozen=True):
     def scope(self) -> str:
         """The donor's prefix."""
         return self.prefix
+
+
+# ---------------------------------------------------------------------------------------------------------------- debug
+
+ShortText = Annotated[str, msgspec.Meta(max_length=200)]
+
+PlainValue = bool | int | float | ShortText | Annotated[list[ShortText], msgspec.Meta(max_length=16)] | None
+
+
+class TraceEntry(Message, frozen=True):
+    """One event of a flight recorder (`shoal.recorder`).
+
+    `number` counts all events of the peer from 0, `at_s` is seconds since its recorder began, `kind` the name of the
+    event's class; in `fields` peer ids stand in full, other bytes as hexadecimal digits.
+    """
+
+    number: int
+    at_s: float
+    kind: ShortText
+    fields: Annotated[dict[ShortText, PlainValue], msgspec.Meta(max_length=16)]
+
+
+class Trace(Message, frozen=True):
+    """What a flight recorder holds, oldest first. `began` is wall clock, seconds, `now_s` seconds since then."""
+
+    peer: PeerID
+    pid: int
+    began: float
+    now_s: float
+    entries: Annotated[list[TraceEntry], msgspec.Meta(max_length=1000)]
+
+
+class GetTrace(Request[Trace], frozen=True):
+    """What happened at your place lately? At most `last` events."""
+
+    last: Annotated[int, msgspec.Meta(ge=0)] = 1000

@@ -110,10 +110,10 @@ class Talk:
 
 
 class Worker(Talk):
-    """A process that runs scripts."""
+    """A process that runs the scripts of a module."""
 
-    def __init__(self) -> None:
-        super().__init__([sys.executable, "-m", "tests.integration.scripts"])
+    def __init__(self, module: str = "tests.integration.scripts") -> None:
+        super().__init__([sys.executable, "-m", module])
         self.busy = False
 
     def start(self, script: str, /, **arguments: Any) -> None:
@@ -151,7 +151,8 @@ class Worker(Talk):
 class Workers:
     """Makes workers when they are needed."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = "tests.integration.scripts") -> None:
+        self._module = module
         self._all: list[Worker] = []
 
     def take(self, count: int) -> list[Worker]:
@@ -161,7 +162,7 @@ class Workers:
                 worker.end()
         self._all = [worker for worker in self._all if worker.usable]
         while len(self._all) < count:
-            self._all.append(Worker())
+            self._all.append(Worker(self._module))
         return self._all[:count]
 
     def end(self) -> None:
@@ -171,9 +172,9 @@ class Workers:
 
 
 @contextlib.contextmanager
-def open_workers() -> Iterator[Workers]:
+def open_workers(module: str = "tests.integration.scripts") -> Iterator[Workers]:
     """Workers, for as long as the block lasts."""
-    workers = Workers()
+    workers = Workers(module)
     try:
         yield workers
     finally:

@@ -6,6 +6,9 @@ modelled is over-approximated: contributions are not messages here, an owner may
 moment; a member may learn a commit from any living peer that knows it, at any moment. More can happen here than in
 the protocol.
 
+Some peers may be *auxiliary*: they average what they own, and want no averages. They hold what they averaged themselves
+and nothing else; the commit is all that they need.
+
 An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.
 """
@@ -37,6 +40,7 @@ class Member(NamedTuple):
 class State(NamedTuple):
     """Everything: peers, decider, and what is on its way."""
 
+    contributes: tuple[bool, bool, bool]  # False: auxiliary
     alive: tuple[bool, bool, bool]
     members: tuple[Member, Member, Member]
     finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
@@ -55,10 +59,11 @@ class Broken(AssertionError):
     """A reachable state breaks the rule."""
 
 
-def start(owner: Pair) -> State:
+def start(owner: Pair, auxiliary: frozenset[int] = frozenset()) -> State:
     """The group has begun; nothing was averaged."""
     member = Member(attempt=(0, 0), owner=owner)
     return State(
+        contributes=(0 not in auxiliary, 1 not in auxiliary, 2 not in auxiliary),
         alive=(True, True, True),
         members=(member, member, member),
         finished=((), ()),
@@ -79,10 +84,16 @@ def _put(items: tuple, index: int, value: object) -> tuple:  # type: ignore[type
 
 
 def _with_member(state: State, peer: int, member: Member) -> State:
-    """Replace a member; it succeeds the moment it holds exactly what was committed; report what it newly holds."""
+    """Replace a member; it succeeds the moment it holds exactly what was committed; report what it newly holds.
+
+    An auxiliary one succeeds with the commit.
+    """
     before = state.members[peer]
-    if member.commit is not None and member.held == member.commit and member.succeeded is None:
-        member = member._replace(succeeded=member.held)
+    if member.commit is not None and member.succeeded is None:
+        if not state.contributes[peer]:
+            member = member._replace(succeeded=member.commit)
+        elif member.held == member.commit:
+            member = member._replace(succeeded=member.held)
     state = state._replace(members=_put(state.members, peer, member))
     if member.held != before.held:
         if peer == DECIDER:
@@ -122,23 +133,30 @@ def _assigned(state: State, peer: int, part: int, attempt: int, owner: int) -> S
     )
     # The member's loss of an old average needs no report: the decider raised the attempt itself.
     state = state._replace(members=_put(state.members, peer, member))
-    if held[part] == NONE and owner != peer and state.alive[owner] and state.members[owner].held[part] >= attempt:
+    asks = state.contributes[peer] and held[part] == NONE and owner != peer
+    if asks and state.alive[owner] and state.members[owner].held[part] >= attempt:
         theirs = state.members[owner].held[part]
         state = state._replace(averages=state.averages | {(part, theirs, owner, peer)})
     return state
+
+
+def _need(state: State, live: list[int]) -> list[int]:
+    """The members that must hold every part before the commit: those that contribute."""
+    return [peer for peer in live if state.contributes[peer]]
 
 
 def _suspect(state: State, lost: int) -> State:
     """The decider leaves `lost` out: its parts get another owner, who holds them already or averages them again."""
     state = state._replace(suspects=state.suspects | {lost})
     live = [peer for peer in PEERS if peer not in state.suspects]
-    if len(live) < MIN_GROUP:
+    need = _need(state, live)
+    if len(live) < MIN_GROUP or not need:
         return state._replace(aborted=True)
     for part in PARTS:
         if state.owner[part] != lost:
             continue
         holders = [peer for peer in live if state.reported[peer][part] == state.attempt[part]]
-        if len(holders) == len(live):
+        if set(need) <= set(holders):
             continue
         attempt = state.attempt[part] if holders else state.attempt[part] + 1
         owner = (holders or live)[0]
@@ -205,7 +223,7 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                 if attempt in state.finished[part]:
                     raise Broken(f"part {part} attempt {attempt} was averaged twice")
                 after = _hold(state, peer, part, attempt)
-                sent = {(part, attempt, peer, other) for other in PEERS if other != peer}
+                sent = {(part, attempt, peer, other) for other in PEERS if other != peer and state.contributes[other]}
                 finished = _put(after.finished, part, (*after.finished[part], attempt))
                 after = after._replace(finished=finished, averages=after.averages | sent)
                 yield f"{peer} averages part {part} attempt {attempt}", True, after
@@ -216,7 +234,7 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                 continue
             if state.members[other].commit is None:
                 yield f"{peer} relays the commit to {other}", True, _learn(state, other, member.commit)
-            for part in PARTS:
+            for part in PARTS if state.contributes[peer] else ():
                 if member.held[part] != member.commit[part] and state.members[other].held[part] == member.commit[part]:
                     yield (
                         f"{peer} fetches part {part} from {other}",
@@ -261,7 +279,7 @@ def _decider_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     if not state.alive[DECIDER] or state.commit is not None or state.aborted:
         return
     live = [peer for peer in PEERS if peer not in state.suspects]
-    if all(state.reported[peer] == state.attempt for peer in live):
+    if all(state.reported[peer] == state.attempt for peer in _need(state, live)):
         after = state._replace(commit=state.attempt)
         after = _learn(after, DECIDER, state.attempt)
         yield "decider commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
@@ -278,19 +296,29 @@ def check(state: State) -> None:
 
 
 def check_end(state: State) -> None:
-    """When nothing more must happen and the decider lives: all who live have the average, or too few are left."""
+    """When nothing more must happen and the decider lives: all who live have the average, or too few are left.
+
+    One exception: an auxiliary decider may hold nothing. Who was left out by mistake then needs another contributing
+    member to get the average from, and fails if all of them died after the commit.
+    """
     if not state.alive[DECIDER] or state.aborted:
         return
     if state.commit is None:
         raise Broken("the decider lives, enough members live, and there is no verdict")
     for peer in PEERS:
-        if state.alive[peer] and state.members[peer].succeeded is None:
+        if state.alive[peer] and state.members[peer].succeeded is None and not _orphaned(state, peer):
             raise Broken(f"peer {peer} lives and never learns the average")
 
 
-def explore(owner: Pair, crashes: int) -> int:
+def _orphaned(state: State, peer: int) -> bool:
+    """Whether the decider needs no averages, and everybody else who did is dead."""
+    others = [other for other in PEERS if other != peer and state.contributes[other]]
+    return not state.contributes[DECIDER] and bool(others) and not any(state.alive[other] for other in others)
+
+
+def explore(owner: Pair, crashes: int, auxiliary: frozenset[int] = frozenset()) -> int:
     """Visit every reachable state; returns how many there are. Raises `Broken` with the way there."""
-    first = start(owner)
+    first = start(owner, auxiliary)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     frontier = [first]
     while frontier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,17 @@ from tests.model.commit_model import DECIDER, PARTS, PEERS, Broken
 
 OWNERS = [(1, 2), (1, 1), (0, 1)]
 
+AUXILIARY = [
+    ((1, 2), {0}),
+    ((0, 1), {0}),
+    ((1, 2), {1}),
+    ((1, 1), {1}),
+    ((0, 1), {1}),
+    ((0, 1), {0, 1}),
+    ((1, 2), {1, 2}),
+]
+"""Owners of the two parts, and who only assists: the decider, an owner, the owner of everything, two of three."""
+
 
 @pytest.mark.parametrize("owner", OWNERS)
 def test_model_keeps_agreement_and_always_ends(owner: tuple[int, int]) -> None:
@@ -22,7 +33,54 @@ def test_model_keeps_agreement_and_always_ends(owner: tuple[int, int]) -> None:
     assert commit_model.explore(owner, crashes=2) > 5_000
 
 
-def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("owner", "auxiliary"), AUXILIARY)
+def test_model_with_auxiliary_members_keeps_agreement_and_always_ends(
+    owner: tuple[int, int], auxiliary: set[int]
+) -> None:
+    """Members that only assist own parts, decide, die and are suspected: the same holds."""
+    assert commit_model.explore(owner, crashes=2, auxiliary=frozenset(auxiliary)) > 500
+
+
+def test_model_finds_a_decider_that_waits_for_auxiliary_members_to_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody sends them averages: there would never be a verdict."""
+    monkeypatch.setattr(commit_model, "_need", lambda state, live: live)
+    with pytest.raises(Broken, match="no verdict"):
+        commit_model.explore((1, 2), crashes=0, auxiliary=frozenset({1}))
+
+
+def test_model_finds_a_decider_that_is_content_with_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If digests from the owners are enough to commit, an auxiliary owner's crash takes the average with it."""
+    decider_steps = commit_model._decider_steps
+
+    def content(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
+        if state.commit is None and all(state.reported[state.owner[p]][p] == state.attempt[p] for p in PARTS):
+            state = state._replace(reported=(state.attempt,) * 3)
+        yield from decider_steps(state)
+
+    monkeypatch.setattr(commit_model, "_decider_steps", content)
+    with pytest.raises(Broken, match="never learns"):
+        commit_model.explore((1, 2), crashes=1, auxiliary=frozenset({1}))
+
+
+def test_model_finds_a_decider_that_commits_without_any_contributor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If nobody is left that must hold anything, there is nothing to commit: what is committed then, nobody holds."""
+    suspect, need = commit_model._suspect, commit_model._need
+
+    def careless(state: commit_model.State, lost: int) -> commit_model.State:
+        monkeypatch.setattr(commit_model, "_need", lambda state, live: need(state, live) or [DECIDER])
+        after = suspect(state, lost)
+        monkeypatch.setattr(commit_model, "_need", need)
+        return after
+
+    monkeypatch.setattr(commit_model, "_suspect", careless)
+    with pytest.raises(Broken):
+        commit_model.explore((0, 1), crashes=0, auxiliary=frozenset({0, 1}))
+
+
+@pytest.mark.parametrize("auxiliary", [set(), {1}])
+def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(
+    monkeypatch: pytest.MonkeyPatch, auxiliary: set[int]
+) -> None:
     """If a part is averaged again under its old number, two different averages have one name: the search finds it."""
     suspect = commit_model._suspect
 
@@ -36,7 +94,7 @@ def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(monkeypatc
 
     monkeypatch.setattr(commit_model, "_suspect", careless)
     with pytest.raises(Broken):
-        commit_model.explore((1, 2), crashes=1)
+        commit_model.explore((1, 2), crashes=1, auxiliary=frozenset(auxiliary))
 
 
 def test_model_finds_a_decider_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,13 +126,18 @@ def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pyt
         commit_model.explore((1, 2), crashes=1)
 
 
+def _decider(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> DeciderRules:
+    return DeciderRules(b"r" * 16, owner, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+
+
 class World:
     """The real state machines of three members, and every message on its way: one state of the search."""
 
-    def __init__(self, owner: tuple[int, int]) -> None:
+    def __init__(self, owner: tuple[int, int], auxiliary: set[int]) -> None:
         self.alive = [True] * 3
-        self.members = [MemberRules(peer, owner) for peer in PEERS]
-        self.decider = DeciderRules(b"r" * 16, owner, [True] * 3, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+        self.contributes = [peer not in auxiliary for peer in PEERS]
+        self.members = [MemberRules(peer, owner, contributes=self.contributes[peer]) for peer in PEERS]
+        self.decider = _decider(owner, [True] * 3, self.contributes)
         self.averaging: list[tuple[int, int, int]] = sorted((owner[p], p, 0) for p in PARTS)
         self.finished: list[tuple[int, int]] = []
         self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
@@ -97,7 +160,7 @@ class World:
         self.finished.append((part, attempt))
         self.finished.sort()
         self.obtain(peer, part, attempt)
-        self.averages += [(part, attempt, peer, other) for other in PEERS if other != peer]
+        self.averages += [(part, attempt, peer, other) for other in PEERS if other != peer and self.contributes[other]]
 
     def obtain(self, peer: int, part: int, attempt: int) -> None:
         """The bytes of an average reach a member."""
@@ -147,11 +210,11 @@ class World:
                 self.averaging = [work for work in self.averaging if work[0] != peer]
                 self.members[peer].owner = []
             elif not self.alive[peer]:
-                self.members[peer] = MemberRules(peer, ())
+                self.members[peer] = MemberRules(peer, (), contributes=self.contributes[peer])
                 self.members[peer].failed = "dead"
         if self.decider.verdict is not None or not self.alive[DECIDER]:
             verdict = self.decider.verdict
-            self.decider = DeciderRules(b"r" * 16, (), (), DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+            self.decider = _decider((), (), ())
             self.decider.verdict = verdict
         self.reports = [queue if peer in self.decider.live else [] for peer, queue in enumerate(self.reports)]
         self.averages = sorted({a for a in self.averages if self.members[a[3]].wants(a[0], a[1])})
@@ -207,9 +270,14 @@ def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _check(world: World) -> None:
-    results = [tuple(h.digest for h in m.held if h) for m in world.members if m.succeeded]
-    if len(set(results)) > 1:
-        raise Broken(f"members succeeded with different averages: {results}")
+    done = [(peer, member) for peer, member in enumerate(world.members) if member.succeeded]
+    commits = [tuple(due.digest for due in member.commit.parts) for _, member in done if member.commit is not None]
+    if len(set(commits)) > 1:
+        raise Broken(f"members succeeded with different verdicts: {commits}")
+    for peer, member in done:
+        held = [h.digest if h else None for h in member.held]
+        if any(mine != due and (mine or world.contributes[peer]) for mine, due in zip(held, commits[0], strict=True)):
+            raise Broken(f"peer {peer} succeeded with {held}, committed was {commits[0]}")
 
 
 def _check_end(world: World) -> None:
@@ -218,14 +286,34 @@ def _check_end(world: World) -> None:
             raise Broken("the decider lives and there is no verdict")
         return
     for peer in PEERS:
+        others = [other for other in PEERS if other != peer and world.contributes[other]]
+        if not world.contributes[DECIDER] and others and not any(world.alive[other] for other in others):
+            continue  # see `commit_model.check_end`
         if isinstance(world.decider.verdict, Commit) and world.alive[peer] and not world.members[peer].succeeded:
             raise Broken(f"peer {peer} lives and never gets the average")
 
 
-@pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 1), ((0, 1), 2)])
-def test_state_machines_keep_agreement_and_always_end(owner: tuple[int, int], crashes: int) -> None:
+REAL = [
+    ((1, 2), 1, set()),
+    ((0, 1), 2, set()),
+    ((1, 2), 2, {0}),
+    ((0, 1), 2, {0}),
+    ((1, 2), 2, {1}),
+    ((0, 1), 2, {0, 1}),
+    ((1, 2), 2, {1, 2}),
+]
+
+
+@pytest.mark.parametrize(("owner", "crashes", "auxiliary"), REAL)
+def test_state_machines_keep_agreement_and_always_end(
+    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+) -> None:
     """The code that runs in the protocol, in every order of messages, crashes and suspicions."""
-    first = World(owner).key()
+    assert _search(World(owner, auxiliary), crashes) > 1_000
+
+
+def _search(world: World, crashes: int) -> int:
+    first = world.key()
     seen = {first}
     frontier = [first]
     while frontier:
@@ -234,7 +322,7 @@ def test_state_machines_keep_agreement_and_always_end(owner: tuple[int, int], cr
         _check(here)
         must = False
         for name, fair, arguments in list(_moves(here, crashes)):
-            world: World = pickle.loads(state)
+            world = pickle.loads(state)
             _apply(world, name, arguments)
             after = world.key()
             must = must or (fair and after != state)
@@ -243,4 +331,24 @@ def test_state_machines_keep_agreement_and_always_end(owner: tuple[int, int], cr
                 frontier.append(after)
         if not must:
             _check_end(here)
-    assert len(seen) > 1_000
+    return len(seen)
+
+
+@pytest.mark.parametrize(
+    ("owner", "auxiliary", "crashes", "broken"),
+    [
+        ((1, 2), {1}, 0, lambda rules: rules.live),  # waits for everybody
+        ((0, 1), {0, 1}, 1, lambda rules: {rules.me}),  # is content with what it holds itself
+    ],
+)
+def test_the_search_finds_a_decider_that_counts_the_wrong_members(
+    owner: tuple[int, int],
+    auxiliary: set[int],
+    crashes: int,
+    broken: Callable[[DeciderRules], set[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As in the model: who must hold all parts before the commit is what makes the verdict possible, and worth it."""
+    monkeypatch.setattr(DeciderRules, "_takers", broken)
+    with pytest.raises(Broken):
+        _search(World(owner, auxiliary), crashes)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -62,3 +65,64 @@ def test_more_bandwidth_is_never_less_work(group: list[tuple[float | None, bool]
     for (slow, i), (fast, j) in zip(sorted(known), sorted(known)[1:], strict=False):
         assert slow <= fast
         assert slices[i] <= slices[j] + 1
+
+
+# ------------------------------------------------------------------------------- smallest shares and auxiliary members
+
+helped = st.lists(st.tuples(st.floats(1.0, 1e4), st.booleans(), st.booleans()), min_size=2, max_size=5).filter(
+    lambda group: any(able for _, able, _ in group) and any(gives for _, _, gives in group)
+)
+
+
+def vertices(group: list[tuple[float, bool, bool]], least: float) -> Iterator[list[float]]:
+    """Divisions among which is the best one, as in any linear program.
+
+    For every choice of who reduces nothing, who reduces the least, and who ends at the same time as all others: that
+    division, if there is one.
+    """
+    c = sum(gives for _, _, gives in group)
+    for roles in itertools.product("0le", repeat=len(group)):
+        if any(role != "0" and not able for role, (_, able, _) in zip(roles, group, strict=True)):
+            continue
+        x = [least if role == "l" else 0.0 for role in roles]
+        equal = [i for i, role in enumerate(roles) if role == "e"]
+        left = 1.0 - sum(x)
+        lines = {i: (1.0, c - 2) if group[i][2] else (0.0, c) for i in equal}
+        if equal and all(slope > 0 for _, slope in lines.values()):
+            base = sum(offset / slope for offset, slope in lines.values())
+            t = (left + base) / sum(group[i][0] / slope for i, (_, slope) in lines.items())
+            for i, (offset, slope) in lines.items():
+                x[i] = (t * group[i][0] - offset) / slope
+        elif len(equal) == 1:
+            x[equal[0]] = left
+        if abs(sum(x) - 1) < 1e-9 and not any(0 < each < least or each < 0 for each in x):
+            yield x
+
+
+@given(helped, st.sampled_from([0.0, 0.05, 0.2, 0.3, 0.5, 0.7, 1.0]))
+def test_as_quick_as_the_best_vertex_of_the_linear_program(group: list[tuple[float, bool, bool]], least: float) -> None:
+    """With and without a smallest share, clients and auxiliary members: the cost is the least that there is."""
+    numel = 10 << 40
+    bandwidths, reduces, gives = (list(column) for column in zip(*group, strict=True))
+    slices = balance(numel, bandwidths, reduces, min_size=int(least * numel), contributes=gives)
+    assert sum(slices) == numel
+    assert all(size >= int(least * numel) for size in slices if size)
+    ours = cost([size / numel for size in slices], bandwidths, gives)
+    best = min(cost(x, bandwidths, gives) for x in vertices(group, least))
+    assert abs(ours - best) <= 1e-6 * best
+
+
+@given(helped, st.integers(0, 10), st.integers(1, 8))
+def test_no_whole_division_is_quicker(group: list[tuple[float, bool, bool]], least: int, numel: int) -> None:
+    """Of all divisions of a few elements, none is quicker: nothing is lost by rounding."""
+    bandwidths, reduces, gives = (list(column) for column in zip(*group, strict=True))
+    ours = balance(numel, bandwidths, reduces, min_size=least, contributes=gives)
+    assert sum(ours) == numel
+    options = [[0, *range(max(1, min(least, numel)), numel + 1)] if able else [0] for able in reduces]
+    assert all(size in option for size, option in zip(ours, options, strict=True))
+    best = min(
+        cost([size / numel for size in division], bandwidths, gives)
+        for division in itertools.product(*options)
+        if sum(division) == numel
+    )
+    assert cost([size / numel for size in ours], bandwidths, gives) <= best * (1 + 1e-9)

@@ -72,6 +72,7 @@ MESSAGES: list[wire.Message] = [
     wire.GetManifest("run"),
     wire.Chunk(3, 65536),
     wire.FetchChunks("run", b"s" * 16, [0, 5]),
+    wire.MoreChunks([7, 9]),
 ]
 
 KINDS: list[type[wire.Message]] = sorted({type(message) for message in MESSAGES}, key=lambda kind: kind.__name__)
@@ -143,7 +144,7 @@ def test_requests_and_openings_say_what_answers_them() -> None:
         """Says nothing."""
 
     assert wire.reply_type(wire.DhtPing) is wire.DhtPong
-    assert wire.stream_types(wire.FetchChunks) == (wire.Chunk, wire.Chunk)
+    assert wire.stream_types(wire.FetchChunks) == (wire.MoreChunks, wire.Chunk)
     with pytest.raises(TypeError, match="Silent"):
         wire.reply_type(Silent)
 

@@ -40,23 +40,37 @@ class HandMade:
 
 @dataclass
 class RoundPeer:
-    """One member: its endpoint, its numbers, and the group that it was given."""
+    """One member: its endpoint, its numbers, and the group that it was given.
+
+    Attributes:
+        auxiliary: it only reduces for the others.
+        client: it only dials, and reduces nothing.
+    """
 
     peer: Peer
     table: RoundTable
     vector: Vector
+    auxiliary: bool = False
+    client: bool = False
     controls: dict[PeerID, Stream[Any, Any]] = field(default_factory=dict)
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
     _released: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
     async def make(
-        cls, net: SimNet, name: str, tensor: torch.Tensor, codec: CompressionBase | None = None
+        cls,
+        net: SimNet,
+        name: str,
+        tensor: torch.Tensor,
+        codec: CompressionBase | None = None,
+        *,
+        auxiliary: bool = False,
+        client: bool = False,
     ) -> RoundPeer:
         """Start one."""
-        peer = await net.peer(name)
+        peer = await net.peer(name, client_mode=client)
         vector = Vector([tensor], describe([tensor], [codec or NoCompression()]))
-        made = cls(peer, RoundTable(peer.endpoint), vector)
+        made = cls(peer, RoundTable(peer.endpoint), vector, auxiliary, client)
         peer.endpoint.serve_stream(OpenControl, made._take)
         return made
 
@@ -71,9 +85,9 @@ class RoundPeer:
             self._joined.clear()
             await self._joined.wait()
 
-    def member(self, *, reduces: bool = True) -> Member:
+    def member(self) -> Member:
         """As others see it."""
-        return Member(self.peer.contact, reduces, None, b"\xc0")
+        return Member(self.peer.contact, not self.client, None, b"\xc0", not self.auxiliary)
 
     async def follow(self, leader: RoundPeer) -> None:
         """Open the control stream to the decider."""
@@ -90,8 +104,11 @@ class RoundPeer:
         round_id: bytes = ROUND,
         part_bytes: int = 1024,
     ) -> Round:
-        """Its round; the first of the group decides."""
-        assert self.vector.copy_in() is None
+        """Its round; the first of the group decides. An auxiliary member's has weight 0, and reads no tensor."""
+        if self.auxiliary:
+            weight = 0.0
+        else:
+            assert self.vector.copy_in() is None
         formed = HandMade(
             round_id=round_id,
             members=[each.member() for each in group],
@@ -124,7 +141,8 @@ async def run_round(group: Sequence[RoundPeer], slices: Sequence[int], **options
     rounds = [each.round(group, slices, **options) for each in group]
     outcomes = await asyncio.gather(*(round_.run() for round_ in rounds))
     for each in group:
-        each.vector.overwrite()
+        if not each.auxiliary:
+            each.vector.overwrite()
     await asyncio.gather(*(round_.close() for round_ in rounds))
     for each in group:
         each.release()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,9 +19,22 @@ from shoal.sim import SimHost, SimNetwork, Swarm, sleep
 from shoal.state import Donor, DownloadedState, SharedState, ShareLimits, StateDonor, download_state
 
 E = TypeVar("E", bound=Event)
+P = ParamSpec("P")
+T = TypeVar("T")
 
 PREFIX = "run"
 MIB = 1 << 20
+
+
+class SlowExecutor:
+    """Everything takes so long, in virtual time."""
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        await sleep(self._delay_s)
+        return function(*args, **kwargs)
 
 
 class Box:

@@ -39,9 +39,12 @@ class HandDecider:
         self.held: list[Held] = []
 
     @classmethod
-    async def begin(cls, net: SimNet, options: RoundOptions = OPTIONS) -> HandDecider:
+    async def begin(cls, net: SimNet, options: RoundOptions = OPTIONS, *, auxiliary_owner: bool = False) -> HandDecider:
         """Start the other two, contribute, and wait until both hold the average."""
-        group = [await RoundPeer.make(net, name, torch.full((NUMEL,), i + 1.0)) for i, name in enumerate("abc")]
+        group = [
+            await RoundPeer.make(net, name, torch.full((NUMEL,), i + 1.0), auxiliary=auxiliary_owner and name == "b")
+            for i, name in enumerate("abc")
+        ]
         made = cls(group, options)
         await gather_group(group)
         for member in group[1:]:
@@ -98,6 +101,38 @@ def test_a_verdict_that_one_member_has_is_relayed() -> None:
         for member in (trial.b, trial.c):
             member.vector.overwrite()
             assert torch.equal(member.vector.tensors[0], torch.full((NUMEL,), 2.0))
+        await trial.close()
+
+    on_sim(scenario)
+
+
+def test_a_verdict_that_an_auxiliary_member_has_is_relayed() -> None:
+    """It wants no averages, and knows as well as anybody that they count."""
+
+    async def scenario(net: SimNet) -> None:
+        trial = await HandDecider.begin(net, auxiliary_owner=True)
+        await trial.tell(trial.b, trial.commit)
+        await trial.running[0]
+        await trial.a.peer.endpoint.close()
+        await trial.running[1]
+        trial.c.vector.overwrite()
+        assert torch.equal(trial.c.vector.tensors[0], torch.full((NUMEL,), 2.0))  # of 1 and 3; 2 does not contribute
+        assert torch.equal(trial.b.vector.tensors[0], torch.full((NUMEL,), 2.0))  # as it was
+        await trial.close()
+
+    on_sim(scenario)
+
+
+def test_an_auxiliary_member_without_a_verdict_fails_too() -> None:
+    """The decider dies before it tells anybody: the outcome is unknown to it as to the others."""
+
+    async def scenario(net: SimNet) -> None:
+        trial = await HandDecider.begin(net, auxiliary_owner=True)
+        began = now()
+        await trial.a.peer.endpoint.close()
+        failures = await together(*trial.running)
+        assert now() - began < 5.0
+        assert all(isinstance(failure, RoundFailed) and "outcome unknown" in failure.reason for failure in failures)
         await trial.close()
 
     on_sim(scenario)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from shoal.allreduce.exchange import UpStream
 from shoal.allreduce.round import Round, RoundOptions
+from shoal.allreduce.streams import UpStream
 from shoal.compression import Float16Compression
 from shoal.errors import ConfigError, PeerRefused, PeerUnreachable, RoundFailed
 from shoal.events import PeerDropped, Warned
@@ -296,7 +296,8 @@ def test_absurd_contributions_cost_their_sender_its_place(message: Message, payl
         assert torch.equal(values(a), torch.full((200,), 1.5))
         assert torch.equal(values(a), values(b))
         dropped = [event.peer for event in a.peer.seen(PeerDropped)]
-        assert dropped.count(c.peer.peer_id) == 1 or isinstance(message, PartAbsent | PartAverage | Leave)
+        # Once for what it sent, and once more if the decider leaves it out.
+        assert dropped.count(c.peer.peer_id) in (1, 2) or isinstance(message, PartAbsent | PartAverage | Leave)
         assert not a.peer.seen(Warned)
         await asyncio.gather(*(round_.close() for round_ in rounds))
 

@@ -394,6 +394,7 @@ def lying_joins(evil: Endpoint, other: Contact) -> dict[str, Join]:
         "bandwidth nan": honest(evil, member=Member(mine, True, float("nan"), b"")),
         "reduces without bandwidth": honest(evil, member=Member(mine, True, 0.0, b"")),
         "reduces without address": honest(evil, member=Member(Contact(mine.peer), True, None, b"")),
+        "neither contributes nor reduces": honest(evil, member=Member(mine, False, None, b"", contributes=False)),
         "gathered too long": honest(evil, member=Member(mine, True, None, bytes(65537))),
     }
 

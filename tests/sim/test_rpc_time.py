@@ -95,7 +95,7 @@ def test_the_time_to_dial_counts() -> None:
             assert now() - began <= min(timeout_s, QUICK.dial_timeout_s) + 0.01
             await sleep(10.0)
         assert not a.endpoint.peers
-        assert not a.endpoint._peers  # nothing is remembered of who could not be reached
+        assert not a.endpoint._open.peers  # nothing is remembered of who could not be reached
 
     on_sim(scenario)
 
@@ -164,8 +164,8 @@ def test_a_connection_that_says_nothing_is_dropped() -> None:
         began = now()
         await together(ends(silent), ends(half))
         assert now() - began == pytest.approx(10.0, abs=0.1)
-        assert not b.endpoint._peers
-        assert not b.endpoint._connections
+        assert not b.endpoint._open.peers
+        assert not b.endpoint._open.connections
         await hand.close()
 
     on_sim(scenario)
@@ -194,7 +194,7 @@ def test_giving_up_a_stream_that_nobody_reads_does_not_wait_for_ever() -> None:
         await sleep(30.0)
         assert over
         assert over[0] - began < 10.0
-        assert not b.endpoint._connections
+        assert not b.endpoint._open.connections
         await hand.close()
 
     on_sim(scenario)
@@ -239,8 +239,8 @@ def test_silence_is_noticed_soon_while_there_are_streams(fault: str, side: str, 
         assert "silent" in lost.reason
         assert QUICK.silence_s - QUICK.beat_s <= now() - began <= QUICK.silence_s + QUICK.beat_s
         await sleep(0.1)
-        assert not near.endpoint._connections
-        assert not near.endpoint._peers
+        assert not near.endpoint._open.connections
+        assert not near.endpoint._open.peers
 
     on_sim(scenario)
 
@@ -405,8 +405,8 @@ def test_idle_links_close_without_a_loss() -> None:
         assert not a.endpoint.connected(b.peer_id)
         assert not b.endpoint.connected(a.peer_id)
         for peer in (a, b):
-            assert not peer.endpoint._connections  # the pool went with the link
-            assert not peer.endpoint._peers
+            assert not peer.endpoint._open.connections  # the pool went with the link
+            assert not peer.endpoint._open.peers
             assert not peer.seen(PeerLost)
         assert await a.endpoint.call(b.contact, Say("again"), timeout_s=5.0) == Said("again")
         assert len(a.transport.dials) == 3
@@ -459,7 +459,7 @@ def test_a_call_that_crosses_an_idle_bye_is_made_again() -> None:
         b.endpoint.serve(Say, note)
         await a.endpoint.call(b.contact, Say("first"), timeout_s=20.0)
         net.swarm.network.set_link("a", "b", latency_s=0.5)
-        [link] = b.endpoint._peers[a.peer_id].links
+        [link] = b.endpoint._open.peers[a.peer_id].links
         call = asyncio.create_task(a.endpoint.call(b.contact, Say("second"), timeout_s=20.0))
         await sleep(0.25)
         await link.close(leaving=False)
@@ -479,7 +479,7 @@ def test_a_stream_that_crosses_an_idle_bye_lives_on() -> None:
         b.endpoint.serve(Say, echo)
         b.endpoint.serve_stream(OpenPipe, hold)
         await a.endpoint.call(b.contact, Say("x"), timeout_s=20.0)
-        [link] = b.endpoint._peers[a.peer_id].links
+        [link] = b.endpoint._open.peers[a.peer_id].links
         stream = await a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0)
         await sleep(1.0)
         await link.close(leaving=False)  # as if it had not seen the stream yet
@@ -509,7 +509,7 @@ def test_no_stream_is_without_a_link() -> None:
         net.swarm.network.set_link("a", "b", latency_s=0.5)
         opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
         await sleep(1.0)
-        [link] = a.endpoint._peers[b.peer_id].links
+        [link] = a.endpoint._open.peers[b.peer_id].links
         link.connection.abort()
         stream = await opening
         assert a.endpoint.connected(b.peer_id)
@@ -529,7 +529,7 @@ def test_cross_dialing_gives_two_links_and_one_peer() -> None:
             a.endpoint.call(b.contact, Say("a"), timeout_s=5.0), b.endpoint.call(a.contact, Say("b"), timeout_s=5.0)
         )
         assert replies == [Said("a"), Said("b")]
-        links = list(a.endpoint._peers[b.peer_id].links)
+        links = list(a.endpoint._open.peers[b.peer_id].links)
         assert len(links) == 2
         assert a.endpoint.peers == (b.peer_id,)
         assert len(a.seen(PeerConnected)) == len(b.seen(PeerConnected)) == 1
@@ -700,8 +700,8 @@ def test_nothing_is_remembered_of_peers_that_are_gone() -> None:
             assert await ends(stream)
             await hand.close()
         await sleep(1.0)
-        assert not a.endpoint._peers
-        assert not a.endpoint._connections
+        assert not a.endpoint._open.peers
+        assert not a.endpoint._open.connections
         assert not a.endpoint._tasks
 
     on_sim(scenario)
@@ -715,7 +715,7 @@ def test_contacts_are_bounded() -> None:
         for i in range(9000):
             peer = PeerID(i.to_bytes(32, "big"))
             a.endpoint.learn(Contact(peer, (Address("127.0.0.1", 4000, peer),)))
-        assert len(a.endpoint._contacts) == 8192
+        assert len(a.endpoint._dialer.contacts) == 8192
         assert not a.endpoint.reachable(PeerID(bytes(32)))
         with pytest.raises(PeerUnreachable):
             await a.endpoint.call(PeerID(bytes(32)), Say("x"), timeout_s=1.0)

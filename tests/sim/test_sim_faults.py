@@ -15,16 +15,20 @@ from shoal.sim import (
     Crash,
     Fault,
     FaultPlan,
+    HostFault,
     Partition,
     Restart,
     SimHost,
     SimNetwork,
     Slow,
+    SlowLink,
     Stall,
     Swarm,
+    Throttle,
     Vanish,
 )
-from shoal.transport.base import Connection
+from shoal.sim.faults import _Player
+from shoal.transport.base import Connection, Pipe
 from tests.strategies import fault_plans
 
 HOSTS = ("a", "b", "c")
@@ -277,3 +281,99 @@ def test_whatever_happens_what_arrives_is_a_beginning_of_what_was_sent(plan: Fau
         return sim.run(main, seed=seed)
 
     assert once() == once()
+
+
+def test_a_slow_link_carries_little_and_is_as_before_when_it_is_over() -> None:
+    """Only between the two: latency times the factor, and at most so many bytes per second for each pipe."""
+
+    async def main() -> None:
+        swarm = Swarm[object](network=SimNetwork(1, latency_s=0.01))
+        network = swarm.network
+        for name in HOSTS:
+            network.add_host(name)
+
+        fault = SlowLink(at_s=1.0, between=("a", "b"), factor=100.0, bandwidth_bytes_s=1000.0, duration_s=2.0)
+        playing = asyncio.ensure_future(_Player(swarm).play(FaultPlan((fault,))))
+        await sim.sleep(1.5)
+        assert (network.link("a", "b").latency_s, network.link("b", "a").bandwidth_bytes_s) == (1.0, 1000.0)
+        assert network.link("a", "c").latency_s == 0.01
+        await playing
+        assert network.link("a", "b").latency_s == 0.01
+        assert now() == 3.0
+
+    sim.run(main)
+
+
+def test_a_narrow_link_takes_its_time_for_bytes() -> None:
+    """5,000 bytes at 1,000 bytes per second; without the limit they are there after one latency."""
+
+    async def main() -> list[float]:
+        network = SimNetwork(1, latency_s=0.01)
+        taken: list[float] = []
+        for rate in (None, 1000.0):
+            if rate is not None:
+                network.set_link("a", "b", bandwidth_bytes_s=rate)
+            got = asyncio.Event()
+            network.listen("b", 7 + len(taken), lambda greeting, got=got: _Sink(5000, got), greeting=b"")  # type: ignore[misc]
+            user = _Sink(1, asyncio.Event())
+            await network.open("a", "b", 7 + len(taken), greeting=b"", user=user)
+            began = now()
+            user.pipe.send(bytes(5000))
+            await got.wait()
+            taken.append(now() - began)
+        return taken
+
+    free_s, narrow_s = sim.run(main)
+    assert free_s == pytest.approx(0.01)
+    assert narrow_s == pytest.approx(5.01)
+
+
+class _Sink:
+    """Takes bytes, and says when there are enough."""
+
+    def __init__(self, enough: int, got: asyncio.Event) -> None:
+        self.enough, self.got = enough, got
+        self.pipe: Pipe
+
+    def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
+        self.pipe = pipe
+
+    def data_received(self, data: bytes) -> None:
+        self.enough -= len(data)
+        self.pipe.consumed(len(data))
+        if self.enough <= 0:
+            self.got.set()
+
+    def resume_writing(self) -> None:
+        pass
+
+    def pipe_lost(self, reason: str) -> None:
+        pass
+
+
+def test_throttle_and_own_kinds_are_played() -> None:
+    """A throttled host stands still most of each period; a kind of a program's own does what it says."""
+
+    class Shout(HostFault, frozen=True, kw_only=True):
+        def actions(self, swarm: Swarm[Any]) -> list[tuple[float, Any]]:
+            return [(self.at_s, lambda: swarm.shout(self.host))]  # type: ignore[attr-defined]
+
+    async def main() -> list[tuple[Any, ...]]:
+        recorder = Recorder()
+        plan = FaultPlan((Throttle(at_s=1.0, host="a", duration_s=2.5), Shout(at_s=2.2, host="b")))
+        await plan.play(recorder)  # type: ignore[arg-type]
+        return recorder.calls
+
+    calls = sim.run(main)
+    stalls = [(1.0, "stall", "a", 0.99), (2.0, "stall", "a", 0.99), (3.0, "stall", "a", 0.99)]
+    assert calls == [*stalls[:2], (2.2, "shout", "b"), stalls[2]]
+
+
+def test_a_kind_that_does_nothing_is_refused() -> None:
+    """Base classes are no faults."""
+
+    async def main() -> None:
+        with pytest.raises(ConfigError, match="actions"):
+            await FaultPlan((HostFault(at_s=0.0, host="a"),)).play(Recorder())  # type: ignore[arg-type]
+
+    sim.run(main)

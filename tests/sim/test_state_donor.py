@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
 
 import pytest
 import torch
@@ -15,22 +14,20 @@ from shoal.errors import ConfigError, PeerRefused, StateUnavailable
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.sim import run, sleep
 from shoal.state import Pacer, ShareLimits, StateDonor
-from shoal.wire import FetchChunks, GetManifest, ManifestReply
-from tests.sim.state_kit import MIB, PREFIX, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class SlowExecutor:
-    """Everything takes so long, in virtual time."""
-
-    def __init__(self, delay_s: float) -> None:
-        self._delay_s = delay_s
-
-    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        await sleep(self._delay_s)
-        return function(*args, **kwargs)
+from shoal.wire import FetchChunks, GetManifest, ManifestReply, MoreChunks
+from tests.sim.state_kit import (
+    MIB,
+    PREFIX,
+    Box,
+    Node,
+    SlowExecutor,
+    donors_of,
+    fetch,
+    new_swarm,
+    node,
+    random_tensors,
+    same,
+)
 
 
 def slow(delay_s: float) -> Callable[[Env], Env]:
@@ -250,7 +247,7 @@ def test_a_busy_donor_is_passed_over_for_a_free_one() -> None:
         first = asyncio.create_task(fetch(swarm, "new0", donors_of(busy, free)))
         await sleep(1.0)
         second = await fetch(swarm, "new1", donors_of(busy, free))
-        assert second.donors == (free.peer,)
+        assert second.donors[0] == free.peer
         assert (await first).donors == (busy.peer,)
 
     run(main)
@@ -409,6 +406,68 @@ def test_impossible_chunks_are_refused(chunks: list[int]) -> None:
         await swarm.run_on("new", ask)
         assert not donor.seen(StateServed)
         assert [event.peer for event in donor.seen(PeerDropped)] == [me.peer]
+        assert donor_at(donor).receivers == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("more", [[1], [0], [2, 2], [7]])
+def test_impossible_chunks_are_refused_also_later(more: list[int]) -> None:
+    """Chunks that are added to a stream are held to the same rule: none twice, none that is not there."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        donor = await swarm.start_peer("donor", node(Box(random_tensors(1, 4))))
+        me = await swarm.start_peer("new", node())
+
+        async def ask() -> None:
+            manifest = await first_manifest(me, donor)
+            opening = FetchChunks(PREFIX, manifest.snapshot, [0, 1])
+            stream = await me.endpoint.open(donor.endpoint.contact, opening, timeout_s=5.0)
+            await stream.send(MoreChunks([3]))
+            await stream.send(MoreChunks(more))
+
+            async def take_all() -> None:
+                while (came := await stream.recv()) is not None:
+                    await stream.readinto(bytearray(came[1]))
+
+            with pytest.raises(PeerRefused) as refusal:
+                await take_all()
+            assert refusal.value.code == "bad"
+
+        await swarm.run_on("new", ask)
+        assert [event.peer for event in donor.seen(PeerDropped)] == [me.peer]
+        assert donor_at(donor).receivers == 0
+
+    run(main)
+
+
+def test_a_receiver_that_asks_for_nothing_more_is_left() -> None:
+    """A stream that is kept open for nothing takes a place no longer than `send_stall_s`; it is told why."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        donor = await swarm.start_peer("donor", node(Box(random_tensors(1, 4)), limits=ShareLimits(send_stall_s=5.0)))
+        me = await swarm.start_peer("new", node())
+
+        async def ask() -> None:
+            manifest = await first_manifest(me, donor)
+            opening = FetchChunks(PREFIX, manifest.snapshot, [0])
+            stream = await me.endpoint.open(donor.endpoint.contact, opening, timeout_s=5.0)
+            left = 2 * MIB
+            while left:
+                came = await stream.recv()
+                assert came is not None
+                await stream.readinto(bytearray(came[1]))
+                left -= came[1]
+                if left == MIB:
+                    await sleep(3.0)
+                    await stream.send(MoreChunks([2]))
+            assert donor_at(donor).receivers == 1
+            with pytest.raises(PeerRefused, match="no chunk was asked for within 5 s"):
+                await stream.recv()
+
+        await swarm.run_on("new", ask)
         assert donor_at(donor).receivers == 0
 
     run(main)

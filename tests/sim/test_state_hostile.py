@@ -20,16 +20,16 @@ from shoal.rpc import Stream
 from shoal.sim import Swarm, run, sleep
 from shoal.state import DownloadLimits, StateDonor
 from shoal.state.snapshot import Snapshot
-from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply
+from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
 
-Send = Callable[[Stream[Chunk, Chunk], list[int], bytes], Awaitable[None]]
+Send = Callable[[Stream[Chunk, MoreChunks], list[int], bytes], Awaitable[None]]
 
 
 class ChangesBytes(StateDonor):
     """Sends other bytes than it promised, in the middle."""
 
-    async def _send_chunk(self, stream: Stream[Chunk, Chunk], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
         if chunk == 2:
             snapshot = replace(snapshot, data=memoryview(bytearray(snapshot.data)))
             snapshot.data[2 * MIB + 5] ^= 1
@@ -49,7 +49,7 @@ def sends(script: Send) -> type[StateDonor]:
     """A donor that serves streams by a script, given what was asked for and the true first chunk."""
 
     class Scripted(StateDonor):
-        async def _send(self, stream: Stream[Chunk, Chunk], opening: FetchChunks) -> None:
+        async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
             await script(stream, opening.chunks, bytes(self.snapshots[0].data[:MIB]))
 
     return Scripted
@@ -103,61 +103,61 @@ def test_a_manifest_that_cannot_be_costs_only_its_donor(changes: dict[str, Any])
     run(main)
 
 
-async def _other_chunk(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _other_chunk(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(1), data)
 
 
-async def _other_offset(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _other_offset(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0), data[:1000])
     await stream.send(Chunk(0, 999), data[999:])
 
 
-async def _too_much(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _too_much(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0), data + b"x")
 
 
-async def _too_much_in_pieces(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _too_much_in_pieces(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0), data[:-5])
     await stream.send(Chunk(0, len(data) - 5), data[:6])
 
 
-async def _nothing(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _nothing(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0))
 
 
-async def _the_end(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _the_end(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.end()
 
 
-async def _more_than_all(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _more_than_all(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     for index in range(5):
         await stream.send(Chunk(index), data)
 
 
-async def _all_but_the_end(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _all_but_the_end(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     for index in range(2):
         await stream.send(Chunk(index), data)
     await sleep(1e5)
 
 
-async def _another_message(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _another_message(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(ManifestPending(busy=True))  # type: ignore[arg-type]
 
 
-async def _silence(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _silence(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     if 0 in chunks:
         await stream.send(Chunk(0), data)
     await sleep(1e5)
 
 
-async def _silence_within_a_chunk(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _silence_within_a_chunk(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     if 0 in chunks:
         await stream.send(Chunk(0), data)
         await stream.send(Chunk(1), data[: MIB // 2])
     await sleep(1e5)
 
 
-async def _a_drip(stream: Stream[Chunk, Chunk], chunks: list[int], data: bytes) -> None:
+async def _a_drip(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(0), data)
     for offset in range(0, MIB, 8 << 10):
         await stream.send(Chunk(1, offset), data[: 8 << 10])

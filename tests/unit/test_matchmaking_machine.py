@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -163,6 +164,41 @@ def test_asks_the_earliest_declared_peer_before_itself() -> None:
     said = play.read(declared(3), declared(2, MINE - 1), declared(7, MINE - 1), declared(60), declared(1, MINE + 1))
     assert said == [Ask(contact_of(2), MINE)]
     assert play.machine.phase is Phase.ASKING
+
+
+# Groups of two: eight peers before us are four full groups, which is a crowd.
+CROWD = Rules(window_s=WINDOW_S, target_size=2, settle_s=0.05)
+
+
+def before(count: int) -> list[Declaration]:
+    """So many peers that are declared before us, the earliest first."""
+    return [declared(number, MINE - 1 + number / 100) for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize(("count", "asked"), [(1, 1), (7, 1), (9, 9), (11, 11)])
+def test_crowd_parts_by_its_order(count: int, asked: int) -> None:
+    """With fewer than four full groups before us we ask the earliest, else the last of them that leads by its place."""
+    play = Play(rules=CROWD)
+    assert Ask(contact_of(asked), MINE) in play.read(*before(count), at=0.01)
+
+
+def test_leader_in_a_crowd_waits_for_followers_and_then_asks_the_one_before_it() -> None:
+    """The ninth and tenth are a group: the ninth leads. If nobody comes, it is not so for the others."""
+    play = Play(rules=CROWD)
+    said = play.settle(*before(8))
+    assert not any(isinstance(action, Ask) for action in said)
+    full = Play(rules=CROWD)
+    full.settle(*before(8))
+    assert full.joins(60)[-2:] == [Start((peer_id(60),)), Withdraw()]
+    asks = [action for action in play.wait(2.0) if isinstance(action, Ask)]
+    assert asks == [Ask(contact_of(8), MINE)]
+
+
+def test_client_in_a_crowd_never_waits_for_followers() -> None:
+    """It asks the last of the leaders, or the last one of all where the groups before it would be full."""
+    rules = dataclasses.replace(CROWD, leads=False)
+    assert Ask(contact_of(9), MINE) in Play(rules=rules).read(*before(9), at=0.01)
+    assert Ask(contact_of(8), MINE) in Play(rules=rules).read(*before(8), at=0.01)
 
 
 def test_early_look_may_find_a_leader_but_never_proves_absence() -> None:

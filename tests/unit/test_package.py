@@ -27,6 +27,7 @@ PUBLIC = {
     "__version__",
     "compression",
     "get_dht_time",
+    "leave_on_sigterm",
     "sim",
 }
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "torch"}

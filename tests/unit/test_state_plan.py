@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
 import pytest
 import torch
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from shoal.compression import Float16Compression, NoCompression, view_bytes
 from shoal.errors import ConfigError, PeerProtocolError
+from shoal.peer import PeerID
 from shoal.state.assembly import Assembly
+from shoal.state.candidates import Candidates, Donor
 from shoal.state.manifest import Manifest, TensorSpec
-from shoal.state.pace import Pacer
+from shoal.state.pace import Courtesy, Pacer
 from shoal.state.plan import ChunkPlan
+from shoal.state.tempo import Tempo
 
 CHUNK = 1024
 
@@ -32,7 +36,7 @@ def plan_with(content: str, *verified: int) -> ChunkPlan[str]:
     plan.offer("a", described(content))
     plan.take("a")
     for chunk in verified:
-        plan.verify(chunk)
+        plan.verify(chunk, "a")
     plan.release("a")
     return plan
 
@@ -45,7 +49,7 @@ def test_one_donor_is_given_everything_in_order() -> None:
     assert plan.take("a") == []
     for chunk in range(4):
         assert not plan.complete
-        plan.verify(chunk)
+        plan.verify(chunk, "a")
     assert plan.complete
     assert plan.contributors == ("a",)
 
@@ -56,8 +60,8 @@ def test_what_a_donor_leaves_behind_is_missing_again() -> None:
     assert plan.verified == 2
     plan.offer("b", described("abcd"))
     assert plan.take("b") == [1, 3]
-    plan.verify(3)
-    plan.verify(1)
+    plan.verify(3, "b")
+    plan.verify(1, "b")
     assert plan.complete
     assert plan.contributors == ("a", "b")
 
@@ -115,34 +119,107 @@ def test_a_complete_state_without_chunks_needs_nobody() -> None:
     assert ChunkPlan[str](described("")).complete
 
 
-donor_moves = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "send", "release"])), max_size=40)
+def test_a_late_chunk_is_doubled_by_one_donor_and_counts_for_whoever_was_first() -> None:
+    """Only chunks of others, that this donor has, and that nobody doubles yet."""
+    plan = ChunkPlan[str](described("abcd"))
+    for donor in "xyz":
+        plan.offer(donor, described("abcd"))
+    plan.offer("w", described("aXXX"))
+    plan.take("x", 3)
+    plan.take("y")
+    assert list(plan.doubtful("y")) == [(0, "x"), (1, "x"), (2, "x")]
+    assert list(plan.doubtful("w")) == [(0, "x")]
+    plan.double("y", 1)
+    plan.double("y", 2)
+    assert list(plan.doubtful("z")) == [(0, "x"), (3, "y")]
+    plan.verify(1, "y")
+    plan.verify(2, "x")
+    assert (plan.owner(0), plan.owner(1), plan.is_verified(1)) == ("x", None, True)
+    assert plan.contributors == ("y", "x")
+
+
+def test_a_doubled_chunk_is_not_missing_when_one_of_its_donors_leaves() -> None:
+    """The other one goes on with it; when both are gone it is missing."""
+    plan = ChunkPlan[str](described("ab"))
+    for donor in "xy":
+        plan.offer(donor, described("ab"))
+    plan.take("x")
+    plan.double("y", 0)
+    plan.release("x")
+    assert (plan.owner(0), plan.owner(1), plan.missing) == ("y", None, 1)
+    plan.release("y")
+    assert plan.missing == 2
+
+
+donor_moves = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["take", "double", "send", "release"])))
 
 
 @given(donor_moves)
-def test_no_chunk_is_ever_in_flight_twice_or_fetched_again(moves: list[tuple[str, str]]) -> None:
-    """Whatever donors do: in flight from one at a time, verified at most once, and at the end nothing is lost."""
+def test_no_chunk_is_in_flight_more_than_twice_or_fetched_again(moves: list[tuple[str, str]]) -> None:
+    """Whatever donors do: one owner, at most one more sender, verified once, and at the end nothing is lost."""
     plan = ChunkPlan[str](described("abcdefgh"))
     flying: dict[str, list[int]] = {donor: [] for donor in "abc"}
     done: set[int] = set()
     for donor, move in moves:
         if move == "take":
             plan.offer(donor, plan.manifest)
-            flying[donor] += plan.take(donor, 3)
+            taken = plan.take(donor, 3)
+            assert not any(chunk in chunks for chunk in taken for chunks in flying.values())
+            flying[donor] += taken
+        elif move == "double" and (doubtful := list(plan.doubtful(donor))):
+            plan.double(donor, doubtful[0][0])
+            flying[donor].append(doubtful[0][0])
         elif move == "send" and flying[donor]:
             chunk = flying[donor].pop(0)
-            assert chunk not in done
-            plan.verify(chunk)
-            done.add(chunk)
+            assert plan.is_verified(chunk) == (chunk in done)
+            if chunk not in done:
+                plan.verify(chunk, donor)
+                done.add(chunk)
         elif move == "release":
             plan.release(donor)
             flying[donor].clear()
-        everything = [chunk for chunks in flying.values() for chunk in chunks]
-        assert len(everything) == len(set(everything))
-        assert not done.intersection(everything)
+        for chunk in range(8):
+            senders = [each for each, chunks in flying.items() if chunk in chunks]
+            assert len(senders) <= 2
+            assert chunk in done or bool(senders) == (plan.owner(chunk) is not None)
     for donor in "abc":
         plan.release(donor)
     plan.offer("a", plan.manifest)
     assert done.union(plan.take("a")) == set(range(8))
+    assert plan.complete == (len(done) == 8)
+
+
+# --------------------------------------------------------------------------------------------------------------- tempo
+
+
+def test_more_is_asked_ahead_the_faster_chunks_come() -> None:
+    """Half a second's worth and two, at most 64; two before anything is known."""
+    for gap_s, ahead in ((10.0, 2), (0.25, 4), (0.01, 52), (0.0001, 64)):
+        tempo = Tempo()
+        assert tempo.ahead() == 2
+        tempo.asked(5.0)
+        for i in range(1, 40):
+            tempo.arrived(5.0 + i * gap_s)
+        assert tempo.ahead() == pytest.approx(ahead, abs=1)
+
+
+def test_a_chunk_is_due_by_its_place_and_later_the_longer_nothing_comes() -> None:
+    """One a second: the third in line in 3 s; half a second on, in 2.5; nothing for 10 s, in 29."""
+    tempo = Tempo()
+    tempo.asked(0.0)
+    for second in range(1, 10):
+        tempo.arrived(float(second))
+    assert tempo.takes_s(3) == pytest.approx(3)
+    assert [tempo.due_s(2, now) for now in (9.0, 9.5, 19.0)] == pytest.approx([3.0, 2.5, 29.0])
+    assert tempo.due_s(0, 10.0) == pytest.approx(0)
+    assert tempo.due_s(0, 12.0) == pytest.approx(2)
+
+
+def test_a_donor_that_has_sent_nothing_yet_is_due_by_how_long_it_was_waited_for() -> None:
+    """Nothing is known of its pace, so as much again for each chunk."""
+    tempo = Tempo()
+    tempo.asked(7.0)
+    assert (tempo.takes_s(5), tempo.due_s(0, 7.0), tempo.due_s(1, 9.0)) == (0.0, 0.0, 4.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- pace
@@ -191,6 +268,114 @@ def test_a_rate_that_would_look_dead_is_refused(rate: float) -> None:
         Pacer(rate)
 
 
+# ------------------------------------------------------------------------------------------------------------- courtesy
+
+
+def test_without_other_traffic_states_are_not_held() -> None:
+    """A few kilobytes of calls are no round."""
+    courtesy = Courtesy()
+    for i in range(100):
+        known = i * 0.02 >= 0.1
+        assert courtesy.held(0.1, i * 0.02, lambda i=i: i * 1000) != known  # type: ignore[misc]
+        courtesy.sent(1 << 20)
+
+
+@given(st.floats(0.05, 1.0), st.integers(1 << 20, 1 << 28), st.lists(st.integers(1, 64 << 10), min_size=1))
+def test_beside_other_traffic_states_get_their_fraction(fraction: float, rate: int, pieces: list[int]) -> None:
+    """Whatever wants to go: over any second no more than the fraction, and one piece for each look."""
+    courtesy, sent, log = Courtesy(), 0, []
+    for step in range(300):
+        now = step * 0.01
+        for nbytes in pieces:
+            if courtesy.held(fraction, now, lambda now=now: int(rate * now)):  # type: ignore[misc]
+                break
+            courtesy.sent(nbytes)
+            sent += nbytes
+        log.append(sent)
+    assert log[-1] - log[100] <= fraction * rate * 2.5 + 50 * max(pieces)
+    assert log[-1] > log[100]
+
+
+def test_states_are_free_again_when_the_round_is_over() -> None:
+    """Half a second after its last bytes."""
+    courtesy = Courtesy()
+    courtesy.held(0.1, 0.0, lambda: 0)
+    courtesy.sent(1 << 20)
+    assert courtesy.held(0.1, 0.1, lambda: 1 << 20)
+    assert courtesy.busy
+    assert courtesy.held(0.1, 0.5, lambda: 1 << 20)
+    assert not courtesy.held(0.1, 0.7, lambda: 1 << 20)
+    assert not courtesy.busy
+
+
+# ---------------------------------------------------------------------------------------------------------- candidates
+
+
+def candidates(*priorities: float, seed: int = 1) -> tuple[Candidates, list[Donor]]:
+    """Donors of these priorities."""
+    peers = [PeerID(bytes([i]) * 32) for i in range(len(priorities) + 1)]
+    donors = [Donor(peer, priority) for peer, priority in zip(peers, priorities, strict=False)]
+    return Candidates([*donors, Donor(peers[-1], 99)], random.Random(seed), peers[-1]), donors
+
+
+def test_the_highest_come_first_and_together() -> None:
+    """Lower ones only when nobody has a turn; this peer itself never."""
+    who, donors = candidates(1, 3, 3)
+    first = who.next(0.0, None)
+    assert first in donors[1:]
+    second = who.next(0.0, 3)
+    assert {first, second} == set(donors[1:])
+    assert who.next(0.0, 3) is None
+    assert who.ready_at(3) is None
+    assert (who.next(0.0, None), who.next(0.0, None)) == (donors[0], None)
+
+
+def test_a_busy_donor_is_passed_over_and_asked_again() -> None:
+    """After a pause, that is known."""
+    who, (high, low) = candidates(2, 1)
+    assert who.next(0.0, None) == high
+    who.busy(high, 0.0)
+    assert who.next(0.0, None) == low
+    at = who.ready_at(None)
+    assert at is not None
+    assert 0.1 <= at <= 0.2
+    assert who.next(at, 1) == high
+
+
+def test_turns_come_to_an_end() -> None:
+    """One that brought nothing is out; one that brought chunks may fail twice more; refusals are counted."""
+    who, (donor,) = candidates(1)
+    assert who.next(0.0, None) == donor
+    who.failed(donor, "gone", 0.0, brought_chunks=True)
+    for _ in range(2):
+        assert who.next(9.0, None) == donor
+        who.failed(donor, "gone", 0.0, brought_chunks=False)
+    assert who.next(9.0, None) == donor
+    who.failed(donor, "gone", 0.0, brought_chunks=False)
+    assert (who.ready_at(None), who.describe()) == (None, f"{donor.peer.short()}: gone")
+    who, (donor,) = candidates(1)
+    for _ in range(5):
+        assert who.next(99.0, None) == donor
+        who.refused(donor, "no", 0.0)
+    assert who.ready_at(None) is None
+
+
+def test_a_donor_of_another_state_waits_until_nobody_has_a_turn() -> None:
+    """And whoever has failed goes after those that have not; who was dropped never comes again."""
+    who, (a, b, low) = candidates(2, 2, 1)
+    turn = {who.next(0.0, None), who.next(0.0, 2)}
+    assert turn == {a, b}
+    who.other_state(b, 0.0)
+    assert who.next(0.0, 2) is None
+    who.failed(a, "gone", 0.0, brought_chunks=True)
+    assert who.next(0.0, None) == b
+    who.dropped(b.peer, "lied")
+    who.again(b, 0.0)
+    assert who.next(0.0, None) == low
+    assert who.next(0.0, None) == a
+    assert who.next(9.0, None) is None
+
+
 # ------------------------------------------------------------------------------------------------------------ assembly
 
 
@@ -198,7 +383,7 @@ def encoded(tensors: list[torch.Tensor], codecs: list[NoCompression | Float16Com
     """A state, cut to small chunks."""
     specs = tuple(TensorSpec(tuple(t.shape), t.dtype, c) for t, c in zip(tensors, codecs, strict=True))
     data = b"".join(bytes(c.encode(t)) for t, c in zip(tensors, codecs, strict=True))
-    hashes = tuple(hashlib.sha256(data[i : i + CHUNK]).digest() for i in range(0, len(data), CHUNK))
+    hashes = tuple(hashlib.sha512(data[i : i + CHUNK]).digest()[:32] for i in range(0, len(data), CHUNK))
     return Manifest(b"s" * 16, 0, None, specs, CHUNK, hashes), data
 
 

@@ -8,6 +8,8 @@ when the group begins and never replaced.
   average already (same attempt), or else somebody who averages the part again (next attempt; older bytes are void).
 - When every member that is not left out holds the current attempt of every part, the decider says `Commit`, which names
   the digest of each part. A member succeeds when it has a commit and holds exactly these digests.
+- An *auxiliary* member contributes no values and wants no averages. It may own parts, and decide. Nobody waits for it
+  to hold parts of others, and the commit alone makes it succeed. At least one member that contributes must be left.
 
 **Agreement**: two members that succeed hold the same averages, however messages, crashes and (wrong) suspicions fall.
 There is one decider, it commits once, and a digest names its bytes. **Not promised**: that all survivors learn the
@@ -20,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from shoal.allreduce.stragglers import Stragglers
 from shoal.wire import Abort, Assign, Commit, Held, Report
 
 __all__ = ["Ask", "Average", "Contribute", "DeciderRules", "MemberAction", "MemberRules", "Send"]
@@ -64,10 +67,11 @@ class MemberRules:
     Args:
         me: index of this member in the group.
         owners: for each part, the index of the member that averages it at first.
+        contributes: False for an auxiliary member.
     """
 
-    def __init__(self, me: int, owners: Sequence[int]) -> None:
-        self.me = me
+    def __init__(self, me: int, owners: Sequence[int], *, contributes: bool = True) -> None:
+        self.me, self.contributes = me, contributes
         self.owner = list(owners)
         self.attempt = [0] * len(owners)
         self.held: list[Held | None] = [None] * len(owners)
@@ -81,7 +85,12 @@ class MemberRules:
         return self.commit is not None and self.failed is None and not self.missing()
 
     def missing(self) -> list[int]:
-        """The parts that this member lacks: of the commit if there is one, else of the current attempts."""
+        """The parts that this member lacks: of the commit if there is one, else of the current attempts.
+
+        An auxiliary member lacks none.
+        """
+        if not self.contributes:
+            return []
         return [part for part, held in enumerate(self.held) if held is None]
 
     def wants(self, part: int, attempt: int) -> bool:
@@ -125,6 +134,8 @@ class MemberRules:
                 continue
             if assign.owner == self.me:
                 actions.append(Average(part, assign.attempt))
+            elif not self.contributes:
+                continue
             elif raised:
                 actions.append(Contribute(part, assign.attempt, assign.owner))
             else:
@@ -167,8 +178,9 @@ class DeciderRules:
         round_id: of the round.
         owners: for each part, the index of the member that averages it at first.
         reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
+        contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         me: index of the decider.
-        min_group_size: with fewer members left, the round is aborted.
+        min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
         now: time at the beginning.
     """
@@ -178,6 +190,7 @@ class DeciderRules:
         round_id: bytes,
         owners: Sequence[int],
         reduces: Sequence[bool],
+        contributes: Sequence[bool],
         me: int,
         *,
         min_group_size: int,
@@ -189,6 +202,7 @@ class DeciderRules:
         self.attempt = [0] * len(owners)
         self.reduces = list(reduces)
         self.live = set(range(len(reduces)))
+        self._auxiliary = {member for member, values in enumerate(contributes) if not values}
         self.verdict: Commit | Abort | None = None
         self._held: list[dict[int, Held]] = [{} for _ in reduces]
         self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: who it cannot get parts from
@@ -198,6 +212,10 @@ class DeciderRules:
         self._turn = me
 
     # ------------------------------------------------------------------------------------------------------- events
+
+    def begin(self, now: float) -> None:
+        """Nobody owed progress before this moment."""
+        self._progress = [now] * len(self.reduces)
 
     def reported(self, member: int, report: Report, now: float) -> list[Send]:
         """A member told what it newly holds, and which owners it cannot get parts from."""
@@ -211,8 +229,10 @@ class DeciderRules:
                 self._progress[member] = now
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
-        self._unreachable[member].update(lost for lost in report.lost if lost in self.live and lost != member)
-        sends = [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other)]
+        if member not in self._auxiliary:
+            self._unreachable[member].update(lost for lost in report.lost if lost in self.live and lost != member)
+        sends = self._replace_owners(now) if report.lost else []
+        sends += [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other)]
         return sends + self._maybe_commit()
 
     def lost(self, member: int, now: float) -> list[Send]:
@@ -222,25 +242,33 @@ class DeciderRules:
         self.live.discard(member)
         if len(self.live) < self.min_group_size:
             return self._abort("too few members are left")
+        if not self._takers():
+            return self._abort("no member that contributes values is left")
+        takers = self._takers()
+        parts = [part for part, owner in enumerate(self.owner) if owner == member]
+        parts = [part for part in parts if not all(part in self._held[other] for other in takers)]
+        return self._move(parts, now) + self._maybe_commit()
+
+    def _move(self, parts: Iterable[int], now: float) -> list[Send]:
+        """Give these parts other owners."""
         moved: dict[tuple[int, int], list[int]] = {}
-        for part, owner in enumerate(self.owner):
-            if owner == member and not all(part in self._held[other] for other in self.live):
-                new_owner, attempt = self._new_owner(part)
-                if new_owner is None:
-                    return self._abort("no member is left that can reduce")
-                moved.setdefault((new_owner, attempt), []).append(part)
-        sends: list[Send] = []
-        for (owner, attempt), parts in moved.items():
-            for part in parts:
-                if attempt > self.attempt[part]:
-                    for held in self._held:
-                        held.pop(part, None)
-                for source in self._source:
-                    source.pop(part, None)
-                self.attempt[part], self.owner[part] = attempt, owner
-            self._progress[owner] = now
-            sends += [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.live)]
-        return sends + self._maybe_commit()
+        for part in parts:
+            new_owner, attempt = self._new_owner(part)
+            if new_owner is None:
+                return self._abort("no member is left that can reduce")
+            moved.setdefault((new_owner, attempt), []).append(part)
+        return [send for (owner, attempt), found in moved.items() for send in self._assign(found, attempt, owner, now)]
+
+    def _assign(self, parts: list[int], attempt: int, owner: int, now: float) -> list[Send]:
+        for part in parts:
+            if attempt > self.attempt[part]:
+                for held in self._held:
+                    held.pop(part, None)
+            for source in self._source:
+                source.pop(part, None)
+            self.attempt[part], self.owner[part] = attempt, owner
+        self._progress[owner] = now
+        return [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.live)]
 
     def deadline(self) -> float | None:
         """When `tick` should be called next."""
@@ -252,14 +280,32 @@ class DeciderRules:
         """Leave out who owes parts and made no progress within the stall limit."""
         sends: list[Send] = []
         for member in self._owing():
-            if member != self.me and now - self._progress[member] >= self.stall_s:
+            if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
                 sends += self.lost(member, now)
         return sends
 
+    def _may_leave_out(self, member: int) -> bool:
+        """Whether it is no wrong to leave the member out; the decider itself once nobody else lacks anything."""
+        others = self._takers() - {member}
+        return member != self.me or all(len(self._held[other]) == len(self.owner) for other in others)
+
+    def slow(self, stragglers: Stragglers, now: float) -> list[int]:
+        """Who is far slower than the others; nobody while too few would be left: waiting costs less than failing."""
+        if self.verdict is not None or len(self.live) <= max(self.min_group_size, 2):
+            return []
+        takers = self._takers()
+        late = stragglers.late(self.owner, self._held, takers, now)
+        # Never the last one that contributes: there would be nobody to average for.
+        return [each for each in late if each in self.live and takers - {each} and self._may_leave_out(each)]
+
     # ------------------------------------------------------------------------------------------------------ decisions
 
+    def _takers(self) -> set[int]:
+        """The members that are to hold every part: those that contribute, and are not left out."""
+        return self.live - self._auxiliary
+
     def _owing(self) -> list[int]:
-        """Members that keep the others waiting: owners of parts nobody holds; if there are none, who lacks parts."""
+        """Who keeps the others waiting: owners of parts that nobody else holds; if there are none, who lacks parts."""
         if self.verdict is not None:
             return []
         unheld = {
@@ -267,7 +313,15 @@ class DeciderRules:
         }
         if unheld:
             return sorted(unheld & self.live)
-        return sorted(member for member in self.live if len(self._held[member]) < len(self.owner))
+        takers = self._takers()
+        kept = {
+            owner
+            for part, owner in enumerate(self.owner)
+            if takers - {owner} and not any(part in self._held[other] for other in takers - {owner})
+        }
+        if kept & self.live - {self.me}:
+            return sorted(kept & self.live)
+        return sorted(member for member in takers if len(self._held[member]) < len(self.owner))
 
     def _new_owner(self, part: int) -> tuple[int | None, int]:
         """Somebody who can reduce and holds the part already; else the next in turn, who averages it again."""
@@ -297,10 +351,24 @@ class DeciderRules:
                 moved.setdefault((self.attempt[part], sources[part]), []).append(part)
         return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
 
+    def _replace_owners(self, now: float) -> list[Send]:
+        """Who cannot give its parts to anybody, though it may hold them itself, owns no parts any more."""
+        sends: list[Send] = []
+        for owner in sorted(set(self.owner) & self.live):
+            others = self._takers() - {owner}
+            if others and all(owner in self._unreachable[other] for other in others):
+                parts = [part for part, of in enumerate(self.owner) if of == owner]
+                parts = [part for part in parts if not any(part in self._held[other] for other in others)]
+                if parts and self.verdict is None:
+                    self.reduces[owner] = False
+                    sends += self._move(parts, now)
+        return sends
+
     def _maybe_commit(self) -> list[Send]:
-        if self.verdict is not None or any(len(self._held[member]) < len(self.owner) for member in self.live):
+        takers = self._takers()
+        if self.verdict is not None or not takers or any(len(self._held[each]) < len(self.owner) for each in takers):
             return []
-        held = self._held[min(self.live)]
+        held = self._held[min(takers)]
         commit = Commit(self.round_id, [held[part] for part in range(len(self.owner))])
         self.verdict = commit
         return self._tell_all(commit)

@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from shoal.allreduce.commit import DeciderRules, Send
+from shoal.allreduce.stragglers import Stragglers
 from shoal.errors import PeerError
 from shoal.events import PeerDropped
 from shoal.rpc import Endpoint, Stream
@@ -39,6 +40,10 @@ class ControlledRound(Protocol):
 
     def obey(self, message: Assign | Commit | Abort) -> None:
         """Do what the decider says."""
+        ...
+
+    def heard(self) -> None:
+        """A member has begun the round."""
         ...
 
     def give_up(self, reason: str) -> None:
@@ -69,6 +74,10 @@ class Control(Protocol):
         """A member's link is gone."""
         ...
 
+    def begin(self, now: float) -> None:
+        """Nobody owed progress before this moment."""
+        ...
+
     def tick(self, now: float) -> None:
         """Time passes."""
         ...
@@ -88,6 +97,7 @@ class DeciderControl:
     def __init__(self, round_: ControlledRound, rules: DeciderRules, streams: dict[int, Stream[Any, Any]]) -> None:
         self.may_learn = True
         self._round, self._rules, self._streams = round_, rules, streams
+        self._stragglers = Stragglers(margin_s=rules.stall_s / 2, now=self._now())
         self._queues: dict[int, asyncio.Queue[Assign | Commit | Abort | None]] = {i: asyncio.Queue() for i in streams}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -97,26 +107,29 @@ class DeciderControl:
             self._tasks.append(self._round.spawn(self._talk(member, stream)))
         for member in range(len(self._round.members)):
             if member not in self._streams and member != self._round.me:
-                self.lost(member)
+                self._leave_out(member, "it has no control stream")
 
     async def _listen(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
+        reason = "it gave up"
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
                 if nbytes or isinstance(message, Leave):
                     break
+                if self._round.members[member].contributes:
+                    self._round.heard()
                 self._do(self._rules.reported(member, message, self._now()))
-        except PeerError:
-            pass  # whatever the reason: without its stream a member cannot report
-        self.lost(member)
+        except PeerError as error:
+            reason = error.message  # whatever it is: without its stream a member cannot report
+        self._leave_out(member, reason)
 
     async def _talk(self, member: int, stream: Stream[Assign | Commit | Abort, Any]) -> None:
         try:
             while (message := await self._queues[member].get()) is not None:
                 await stream.send(message)
             await stream.end()
-        except PeerError:
-            self.lost(member)
+        except PeerError as error:
+            self._leave_out(member, error.message)
 
     def _do(self, sends: list[Send]) -> None:
         for member, message in sends:
@@ -132,15 +145,30 @@ class DeciderControl:
         self._do(self._rules.reported(self._round.me, report, self._now()))
 
     def lost(self, member: int) -> None:
+        self._leave_out(member, "its connection was lost")
+
+    def _leave_out(self, member: int, reason: str) -> None:
+        waited_for = member in self._rules.live and self._rules.verdict is None
         self._do(self._rules.lost(member, self._now()))
+        if waited_for:
+            self._tell(member, reason)
+
+    def _tell(self, member: int, reason: str) -> None:
+        peer = self._round.members[member].contact.peer
+        event = PeerDropped(peer=peer, where="all-reduce", reason=f"left out of the round: {reason}")
+        self._round.endpoint.env.events.emit(event)
+
+    def begin(self, now: float) -> None:
+        self._rules.begin(now)
+        self._stragglers = Stragglers(margin_s=self._rules.stall_s / 2, now=now)
 
     def tick(self, now: float) -> None:
         before = set(self._rules.live)
         self._do(self._rules.tick(now))
         for member in before - self._rules.live:
-            peer = self._round.members[member].contact.peer
-            reason = "no progress: left out of the round"
-            self._round.endpoint.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
+            self._tell(member, "no progress")
+        for member in self._rules.slow(self._stragglers, now):
+            self._leave_out(member, "far slower than the others")
 
     def give_up(self, reason: str) -> None:
         self._do(self._rules.give_up(reason))
@@ -217,6 +245,9 @@ class FollowerControl:
                 await asyncio.sleep(_ASK_PAUSE_S)
         if not round_.decided:
             round_.give_up("outcome unknown: the decider was lost before its verdict came")
+
+    def begin(self, now: float) -> None:
+        pass
 
     def tick(self, now: float) -> None:
         pass

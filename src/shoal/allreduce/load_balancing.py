@@ -1,19 +1,28 @@
 """How much of the vector each member reduces, so that the slowest link is done as early as possible.
 
-In a butterfly all-reduce of n members, a member that owns the fraction x of the vector sends its contributions to the
-others' slices, 1 - x, and its averages to the n - 1 others, (n - 1) x; it receives as much. With bandwidth b it is busy
-for
+In a butterfly all-reduce with c *contributors* (members that send values and receive averages), a contributor that owns
+the fraction x of the vector sends its values for the others' slices, 1 - x, and its averages to the c - 1 others,
+(c - 1) x. An *auxiliary* member only reduces: it sends averages to c. Both receive as much as they send. With bandwidth
+b they are busy for
 
-    t(x) = (1 + (n - 2) x) / b
+    t(x) = (1 + (c - 2) x) / b        and        t(x) = c x / b
 
-(in units of the vector). The fractions that minimize the largest t, the cost of Diskin et al. 2021 (DeDLOC), have a
-closed form for a given t: x = (t b - 1) / (n - 2), within 0..1. The sum grows with t, so the optimum is found by
-bisection; no solver is needed. For n = 2 the cost does not depend on x: the slices follow the bandwidth.
+(in units of the vector). A client reduces nothing: 1 / b. The fractions that minimize the largest t, the cost of Diskin
+et al. 2021 (DeDLOC), have a closed form for a given t, and what all can take within t grows with t: the
+optimum is found by bisection, no solver is needed. That stays exact when nobody may own less than `min_size`: within t
+only those count that can take so much, and those that can take the most of them must be enough, and not too many. What
+is left by rounding goes, element by element, to whoever is done first with it: no whole division is quicker. Those
+whose values alone take longer than the others' work own nothing.
+
+With c <= 2 a contributor's time does not grow with what it owns. Then only the traffic of reducing counts, (c - 1) x
+and c x: of all that are optimal this one spreads the work by bandwidth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
 
 from shoal.errors import ConfigError
 
@@ -22,14 +31,26 @@ __all__ = ["balance", "cost"]
 _SLOWEST, _FASTEST = 1.0, 1e15
 """Bandwidths beyond these (bytes per second) count as these: nobody's numbers make ours overflow."""
 
-
-def cost(fractions: Sequence[float], bandwidths: Sequence[float]) -> float:
-    """The largest t(x) over the members, in vectors per unit of bandwidth."""
-    n = len(fractions)
-    return max((1 + (n - 2) * x) / b for x, b in zip(fractions, bandwidths, strict=True))
+_BISECTIONS = 100
 
 
-def balance(numel: int, bandwidths: Sequence[float | None], reduces: Sequence[bool]) -> list[int]:
+def cost(fractions: Sequence[float], bandwidths: Sequence[float], contributes: Sequence[bool] | None = None) -> float:
+    """The largest t(x) over the members, in vectors per unit of bandwidth. Without `contributes`, all contribute."""
+    gives = contributes or [True] * len(fractions)
+    c = sum(gives)
+    return max(
+        ((1 + (c - 2) * x) if give else c * x) / b for x, b, give in zip(fractions, bandwidths, gives, strict=True)
+    )
+
+
+def balance(
+    numel: int,
+    bandwidths: Sequence[float | None],
+    reduces: Sequence[bool],
+    *,
+    min_size: int = 0,
+    contributes: Sequence[bool] | None = None,
+) -> list[int]:
     """Elements of the vector that each member reduces.
 
     Args:
@@ -37,45 +58,105 @@ def balance(numel: int, bandwidths: Sequence[float | None], reduces: Sequence[bo
         bandwidths: bytes per second of each member, finite; None where unknown: taken as the mean of those that are
             known.
         reduces: whether the member may reduce at all; one with bandwidth 0 does not either.
+        min_size: elements; nobody reduces fewer, but for nobody at all. If the whole vector has fewer, one member
+            reduces it.
+        contributes: whether the member has values to average; False for one that only assists. None: all have.
 
     Returns:
         One number for each member, their sum is `numel`.
 
     Raises:
-        ConfigError: no member can reduce.
+        ConfigError: no member can reduce, or `min_size` is negative.
     """
+    if min_size < 0:
+        raise ConfigError(f"min_size must be 0 or more elements, got {min_size}")
     known = [min(max(b, _SLOWEST), _FASTEST) if b else b for b in bandwidths]
     some = [b for b in known if b]
     mean = sum(some) / len(some) if some else 1.0
     able = [i for i, can in enumerate(reduces) if can and known[i] != 0]
     if not able:
         raise ConfigError("no member of the group can reduce: at least one needs an address and a bandwidth above 0")
-    fractions = _fractions([known[i] or mean for i in able], len(reduces))
+    gives = contributes or [True] * len(reduces)
+    loads = [_Load.of(known[i] or mean, c=sum(gives), contributes=gives[i]) for i in able]
+    least = min(min_size, numel)
     slices = [0] * len(reduces)
-    # Largest remainders: whole elements that differ from the fractions by less than one.
-    exact = [numel * fraction for fraction in fractions]
-    whole = [int(share) for share in exact]
-    by_remainder = sorted(range(len(able)), key=lambda j: (whole[j] - exact[j], j))
-    for j in by_remainder[: max(0, numel - sum(whole))]:
-        whole[j] += 1
-    for i, size in zip(able, whole, strict=True):
-        slices[i] = size
-    slices[able[0]] += numel - sum(slices)  # what floating point may have left over
+    chosen = _choose(loads, numel, least)
+    for j, size in zip(chosen, _divide([loads[j] for j in chosen], numel, least), strict=True):
+        slices[able[j]] = size
     return slices
 
 
-def _fractions(bandwidths: Sequence[float], n: int) -> list[float]:
-    """Optimal fractions for those who reduce, in a group of `n`."""
-    total = sum(bandwidths)
-    if n <= 2:
-        return [b / total for b in bandwidths]
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The time of a member that reduces: (offset + slope x) / bandwidth, in vectors."""
+
+    bandwidth: float
+    offset: float
+    slope: float
+
+    @classmethod
+    def of(cls, bandwidth: float, *, c: int, contributes: bool) -> _Load:
+        if not contributes:
+            return cls(bandwidth, 0.0, max(c, 1))
+        return cls(bandwidth, 1.0, c - 2) if c > 2 else cls(bandwidth, 0.0, c - 1)
+
+    def time(self, x: float) -> float:
+        """When the fraction `x` is done."""
+        return (self.offset + self.slope * x) / self.bandwidth
+
+    def within(self, t: float) -> float:
+        """The largest fraction that is done by `t`, 0 to 1."""
+        if not self.slope:
+            return 1.0  # the only contributor: what it reduces need not travel
+        return min(1.0, max(0.0, (t * self.bandwidth - self.offset) / self.slope))
+
+
+def _choose(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
+    """Who reduces: all that help to be done in the shortest possible time, with at least `least` elements each."""
+
+    def takers(t: float) -> list[int]:
+        """Who can take enough within `t`, who can take most first; empty if they cannot take all."""
+        takes = [int(load.within(t) * numel) for load in loads]
+        order = sorted((j for j, size in enumerate(takes) if size >= least), key=lambda j: (-takes[j], j))
+        total = 0
+        for count, j in enumerate(order, 1):
+            total += takes[j]
+            if total >= numel:
+                # Fewer cannot do it. More may help if there is enough for all of them.
+                return order[: numel // least if least else None] if count * least <= numel else []
+        return []
+
+    alone = min(load.time(1.0) for load in loads)
+    low, high = 0.0, 1.001 * alone
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if takers(middle) else (middle, high)
+    return takers(high)
+
+
+def _divide(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
+    """Whole slices of at least `least` for these, all done as early as they can be."""
+    least_part = least / numel if numel else 0.0
 
     def at(t: float) -> list[float]:
-        return [min(1.0, max(0.0, (t * b - 1) / (n - 2))) for b in bandwidths]
+        return [max(least_part, load.within(t)) for load in loads]
 
-    low, high = 0.0, (n - 1) / min(bandwidths)
-    for _ in range(100):
+    low, high = 0.0, max(load.time(1.0) for load in loads)
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if sum(at(middle)) < 1 else (low, middle)
-    fractions = at(high)
-    return [x / sum(fractions) for x in fractions]
+    beyond = [x - least_part for x in at(high)]
+    rest, total = numel - least * len(loads), sum(beyond)
+    slices = [least + (int(rest * x / total) if total else 0) for x in beyond]
+    largest = slices.index(max(slices))
+    slices[largest] -= max(0, sum(slices) - numel)  # floating point may have given too much
+    # No slice is larger than at the optimum: what is left goes to whoever is done first with one more.
+    after = [
+        (load.time((size + 1) / (numel or 1)), j) for j, (load, size) in enumerate(zip(loads, slices, strict=True))
+    ]
+    heapify(after)
+    for _ in range(numel - sum(slices)):
+        j = after[0][1]
+        slices[j] += 1
+        heapreplace(after, (loads[j].time((slices[j] + 1) / numel), j))
+    return slices

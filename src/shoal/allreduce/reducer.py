@@ -27,7 +27,7 @@ class ReducerRules:
 
     Args:
         me: index of the owner in its group; its own contribution is counted like the others'.
-        members: indices of all members that contribute, the owner included.
+        members: indices of all members that contribute; the owner is among them unless it is an auxiliary member.
         silence_s: see the module.
         now: time at the beginning.
     """
@@ -38,9 +38,16 @@ class ReducerRules:
         self.excluded: set[int] = set()
         self._waiting: dict[Work, set[int]] = {}
         self.contributors: dict[Work, set[int]] = {}
+        self._others: dict[Work, int] = {}
         self._heard = dict.fromkeys(self.senders, now)
         self._progress = dict.fromkeys(self.senders, 0)
         self._passed: list[float] = []  # when the median sender had delivered 1, 2, 3 … contributions
+
+    def begin(self, now: float) -> None:
+        """Nobody was silent or behind before this moment."""
+        self._start = now
+        for sender in self._heard:
+            self._heard[sender] = now
 
     def own(self, part: int, attempt: int, now: float) -> list[Work]:
         """Start to collect contributions for a part. Older attempts of it are forgotten."""
@@ -49,6 +56,7 @@ class ReducerRules:
         work = (part, attempt)
         self._waiting[work] = self.senders - self.excluded
         self.contributors[work] = set()
+        self._others[work] = 0
         for sender in self._heard:
             self._heard[sender] = now
         return self._ready([work])
@@ -69,6 +77,7 @@ class ReducerRules:
         self._waiting[work].discard(sender)
         if counts:
             self.contributors[work].add(sender)
+        self._others[work] += sender != self.me
         self._heard[sender] = now
         self._progress[sender] += 1
         others = [self._progress[other] for other in self.senders - self.excluded - {self.me}]
@@ -85,6 +94,10 @@ class ReducerRules:
         for waiting in self._waiting.values():
             waiting.discard(sender)
         return self._ready(list(self._waiting))
+
+    def cut_off(self, part: int, attempt: int) -> bool:
+        """Whether other members were to contribute to this part and none did, not even with weight 0."""
+        return not self._others[part, attempt] and bool(self.senders - {self.me})
 
     def deadline(self) -> float | None:
         """When `stalled` should be asked next."""

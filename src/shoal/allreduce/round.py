@@ -3,26 +3,29 @@
 `Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
 give averages and its verdict to members that were left out, until `close`. `RoundTable` finds the round that an
 incoming stream belongs to, and remembers recent verdicts.
+
+An auxiliary member's clocks begin with the first sign of a member that contributes: those may begin later than it does,
+when their values are ready.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any, Protocol
-
-import msgspec
+from collections.abc import Coroutine
+from typing import Any
 
 from shoal.allreduce.commit import DeciderRules, MemberRules
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
-from shoal.allreduce.exchange import DownStream, Exchange
+from shoal.allreduce.exchange import Exchange
+from shoal.allreduce.interface import FormedGroup, Outcome, RoundOptions
+from shoal.allreduce.streams import DownStream
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, is_weight
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import Warned
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint, Stream
-from shoal.wire import Abort, AskVerdict, Assign, Commit, Member, Reduce, Report, Verdict
+from shoal.rpc import Endpoint
+from shoal.wire import Abort, AskVerdict, Assign, Commit, Reduce, Report, Verdict
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
 
@@ -31,87 +34,15 @@ _MAX_EARLY_STREAMS = 512
 _REMEMBERED_VERDICTS = 64
 
 
-class FormedGroup(Protocol):
-    """What matchmaking hands over."""
-
-    @property
-    def round_id(self) -> bytes:
-        """Names the round."""
-        ...
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """Everybody, in the group's order."""
-        ...
-
-    @property
-    def my_index(self) -> int:
-        """Which of them we are."""
-        ...
-
-    @property
-    def decider(self) -> int:
-        """Which of them decides."""
-        ...
-
-    @property
-    def slices(self) -> Sequence[int]:
-        """Elements of the vector that each member owns."""
-        ...
-
-    @property
-    def part_bytes(self) -> int:
-        """Upper bound on a part, as encoded."""
-        ...
-
-    @property
-    def controls(self) -> Mapping[PeerID, Stream[Any, Any]]:
-        """Open streams: from the decider to each follower, from a follower to the decider."""
-        ...
-
-
-class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a round is.
-
-    Attributes:
-        min_group_size: with fewer members left the round fails.
-        timeout_s: the round fails here after this.
-        silence_s: a member that sends nothing for this long, while it owes something, is left out.
-        report_s: the longest time between two reports to the decider.
-    """
-
-    min_group_size: int = 2
-    timeout_s: float = 120.0
-    silence_s: float = 5.0
-    report_s: float = 1.0
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """A round that succeeded.
-
-    Attributes:
-        commit: the verdict; its digests name the averages.
-        members: the group, in order.
-        contributors: members that count in every part.
-        left_out: members that are missing in at least one part.
-        weight: total weight of the first part (of all parts, if nobody was left out on the way).
-    """
-
-    commit: Commit
-    members: tuple[Member, ...]
-    weight: float
-    contributors: tuple[PeerID, ...]
-    left_out: tuple[PeerID, ...]
-
-
 class Round:
     """One member's part in one round.
 
     Args:
         table: where the round is found by incoming streams.
         group: who takes part, who decides, who averages what.
-        vector: the numbers; `copy_in` was called.
-        weight: of this member's values, 0 (takes part without counting) or within `MIN_WEIGHT`..`MAX_WEIGHT`.
+        vector: the numbers; `copy_in` was called, unless this member is an auxiliary one: then no tensor is read.
+        weight: of this member's values, 0 (takes part without counting) or within `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an
+            auxiliary member.
         options: patience.
 
     Raises:
@@ -126,21 +57,27 @@ class Round:
         self.me, self.decider = group.my_index, group.decider
         if not is_weight(weight):
             raise ConfigError(f"weight must be 0, or within {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, got {weight!r}")
+        contributes = self.members[self.me].contributes
+        if not contributes:
+            if weight:
+                raise ConfigError(f"weight must be 0 for an auxiliary member, got {weight!r}")
+            vector.forget()
         self.vector, self.weight = vector, weight
         self.parts = vector.layout.parts(group.slices, group.part_bytes)
         for part in self.parts:
             if not self.members[part.owner].reduces:
                 raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
         owners = [part.owner for part in self.parts]
-        self.rules = MemberRules(self.me, owners)
+        self.rules = MemberRules(self.me, owners, contributes=contributes)
         self._table, self._options = table, options
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = asyncio.Event()
+        self._sign = asyncio.Event()
         self._lost_sources: list[int] = []
         self._tried: dict[int, int] = {}
-        self._exchange = Exchange(self, list(range(len(self.members))), silence_s=options.silence_s)
+        self._exchange = Exchange(self, silence_s=options.silence_s)
         self._control = self._make_control(group, owners)
         self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
 
@@ -151,10 +88,11 @@ class Round:
             self.round_id,
             owners,
             [member.reduces for member in self.members],
+            [member.contributes for member in self.members],
             self.me,
             min_group_size=self._options.min_group_size,
             # An owner may wait this long for a silent sender before it goes on without.
-            stall_s=2 * self._options.silence_s + 2 * self._options.report_s,
+            stall_s=(self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s,
             now=self._loop.time(),
         )
         streams = {
@@ -170,11 +108,14 @@ class Round:
         """Take part until the verdict.
 
         Returns:
-            What was agreed on; the vector holds the averages.
+            What was agreed on; the vector holds the averages (of an auxiliary member: only some of them).
 
         Raises:
             RoundFailed: no average for this member; nothing was touched.
         """
+        if not any(member.contributes for member in self.members):
+            self.give_up("all members of the group are auxiliary: nobody has values to average")
+            raise RoundFailed(self.rules.failed or "")
         self._table.add(self)
         self._control.start()
         self._exchange.start()
@@ -191,18 +132,7 @@ class Round:
         if not self.rules.succeeded:
             raise RoundFailed(self.rules.failed or "no verdict")
         assert self.rules.commit is not None
-        return self._outcome(self.rules.commit)
-
-    def _outcome(self, commit: Commit) -> Outcome:
-        everywhere = {i for i in range(len(self.members)) if all(_has(held.contributors, i) for held in commit.parts)}
-        peers = [member.contact.peer for member in self.members]
-        return Outcome(
-            commit=commit,
-            members=tuple(self.members),
-            weight=commit.parts[0].weight,
-            contributors=tuple(peer for i, peer in enumerate(peers) if i in everywhere),
-            left_out=tuple(peer for i, peer in enumerate(peers) if i not in everywhere),
-        )
+        return Outcome.of(self.rules.commit, self.members)
 
     async def close(self, *, orderly: bool = True) -> None:
         """Stop serving this round; afterwards nothing of it touches the vector.
@@ -236,6 +166,7 @@ class Round:
 
     def obey(self, message: Assign | Commit | Abort) -> None:
         """The decider says something (or another member relays its commit)."""
+        self.heard()
         match message:
             case Assign():
                 if 0 <= message.owner < len(self.members) and all(0 <= p < len(self.parts) for p in message.parts):
@@ -247,6 +178,10 @@ class Round:
             case Abort():
                 self.give_up(message.reason)
         self._check()
+
+    def heard(self) -> None:
+        """Another member has begun the round."""
+        self._sign.set()
 
     def give_up(self, reason: str) -> None:
         """Fail the round here, unless it succeeded."""
@@ -272,7 +207,9 @@ class Round:
     def _fetch(self, part: int) -> None:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
-        order = [self.rules.owner[part], *(i for i in range(len(self.members)) if i != self.rules.owner[part])]
+        owner = self.rules.owner[part]
+        # The owner first; auxiliary members last: they have only what they averaged themselves.
+        order = sorted(range(len(self.members)), key=lambda i: (i != owner, not self.members[i].contributes))
         sources = [i for i in order if i != self.me and self.members[i].reduces]
         turn = self._tried.get(part, 0)
         self._tried[part] = turn + 1
@@ -288,8 +225,9 @@ class Round:
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         for index, member in enumerate(self.members):
             if member.contact.peer == peer:
-                self._exchange.exclude(index)
+                # The decider first: that nobody is left who contributes is the better reason.
                 self._control.lost(index)
+                self._exchange.exclude(index)
 
     # -------------------------------------------------------------------------------------------------------- loops
 
@@ -306,6 +244,10 @@ class Round:
 
     async def _tick_loop(self) -> None:
         period_s = min(self._options.report_s, self._options.silence_s / 4)
+        if not self.rules.contributes:
+            await self._sign.wait()
+            self._exchange.begin(self._loop.time())
+            self._control.begin(self._loop.time())
         while not self.decided:
             await asyncio.sleep(period_s)
             now = self._loop.time()
@@ -328,10 +270,11 @@ class Round:
     async def serve(self, stream: DownStream) -> None:
         """Serve a member's stream of data (for `RoundTable`)."""
         for index, member in enumerate(self.members):
-            if member.contact.peer == stream.peer_id and index != self.me:
+            if member.contact.peer == stream.peer_id and index != self.me and member.contributes:
+                self.heard()
                 await self._exchange.serve(stream, index)
                 return
-        raise PeerRefused("not a member of this round", stream.peer_id)
+        raise PeerRefused("not a member of this round that contributes", stream.peer_id)
 
 
 class RoundTable:
@@ -391,7 +334,3 @@ class RoundTable:
         if (round_ := self._rounds.get(request.round_id)) is not None:
             return round_.verdict
         return Verdict(self._verdicts.get(request.round_id), may_learn=False)
-
-
-def _has(mask: bytes, index: int) -> bool:
-    return bool(mask[index // 8] >> index % 8 & 1) if index // 8 < len(mask) else False

@@ -104,8 +104,7 @@ class Vector:
             The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
             finite or too large to be summed; None if all can.
         """
-        self._sums.clear()
-        self._wire.clear()
+        self.forget()
         bad: int | None = None
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
@@ -117,6 +116,11 @@ class Vector:
                     if bad is None and not _summable(copied, weight):
                         bad = index
         return bad
+
+    def forget(self) -> None:
+        """Drop what the last round summed and encoded. `copy_in` does it; a peer that only assists has to call it."""
+        self._sums.clear()
+        self._wire.clear()
 
     def apply(self, alpha: float) -> None:
         """Move the tensors to the average. Call it under the owner's lock, after the round succeeded.

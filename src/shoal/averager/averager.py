@@ -94,7 +94,10 @@ class Averager:
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
         self._schema = layout.schema
-        self._closed = False
+        self._closed = self._leaving = False
+        self._between_rounds = asyncio.Event()
+        self._between_rounds.set()
+        core.leavers.append(self.leave)
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -115,6 +118,7 @@ class Averager:
             window_s=settings.averaging_expiration_s,
             request_timeout_s=settings.request_timeout_s,
             client_mode=settings.client_mode,
+            auxiliary=settings.auxiliary,
         )
 
     def _compare_schema(self, theirs: bytes) -> str | None:
@@ -124,8 +128,13 @@ class Averager:
             return f"the other peer's schema cannot be read: {error}"
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
-        bandwidths = [member.bandwidth for member in members]
-        slices = balance(self.vector.layout.numel, bandwidths, [member.reduces for member in members])
+        slices = balance(
+            self.vector.layout.numel,
+            [member.bandwidth for member in members],
+            [member.reduces for member in members],
+            min_size=self.settings.min_vector_size,
+            contributes=[member.contributes for member in members],
+        )
         return slices, self.settings.part_size_bytes
 
     # ---------------------------------------------------------------------------------------------------- averaging
@@ -162,7 +171,7 @@ class Averager:
             ConfigError: `gather` or `weight` cannot be sent.
             ClosedError: the averager was closed, also while the step went on.
         """
-        if self._closed:
+        if self._closed or self._leaving:
             raise ClosedError("the averager was shut down")
         if self._stepping is not None:
             raise LocalError("step() is running already: wait for it, or make another averager")
@@ -192,7 +201,7 @@ class Averager:
             except RoundFailed as error:
                 self._aborted(error)
                 pause_s = backoff.next_s()
-                if not allow_retries or loop.time() + pause_s >= deadline:
+                if not allow_retries or self._leaving or loop.time() + pause_s >= deadline:
                     raise
                 await asyncio.sleep(pause_s)
 
@@ -268,6 +277,13 @@ class Averager:
             self.looking = False
 
     async def _run_round(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
+        self._between_rounds.clear()
+        try:
+            return await self._run_to_verdict(group, attempt, deadline)
+        finally:
+            self._between_rounds.set()
+
+    async def _run_to_verdict(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
         try:
             round_ = await self._begin_round(group, attempt, deadline)
         except BaseException:
@@ -277,7 +293,8 @@ class Averager:
         try:
             outcome = await round_.run()
             orderly = True
-            await _to_the_end(self._apply(attempt.apply))
+            if not self.settings.auxiliary:
+                await _to_the_end(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
@@ -287,22 +304,26 @@ class Averager:
         if self._closing is not None:
             await self._closing  # the last round may still be giving its averages to somebody
         settings, plan = self.settings, attempt.plan
-        async with self.lock.held():
-            plan.stage, plan.began = AveragingStage.RUNNING_ALLREDUCE, True
-            mine, scale = attempt.prepare()
-            bad = await self.core.env.executor.run(self.vector.copy_in, scale)
-        if bad is not None and mine > 0:
-            reason = "values that are not finite"
-            event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
-            self.core.env.events.emit(event)
-            mine = 0.0
+        weight = 0.0
+        plan.stage = AveragingStage.RUNNING_ALLREDUCE
+        if not settings.auxiliary:
+            async with self.lock.held():
+                plan.began = True
+                weight, scale = attempt.prepare()
+                bad = await self.core.env.executor.run(self.vector.copy_in, scale, weight or 1.0)
+            if bad is not None and weight > 0:
+                reason = "values that are not finite, or too large to be summed"
+                event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
+                self.core.env.events.emit(event)
+                weight = 0.0
         options = RoundOptions(
             min_group_size=settings.min_group_size,
             timeout_s=max(0.001, min(settings.allreduce_timeout_s, deadline - asyncio.get_running_loop().time())),
             silence_s=settings.sender_timeout_s,
+            reducer_silence_s=settings.reducer_timeout_s,
         )
         try:
-            return Round(self.core.rounds(), group, self.vector, weight=mine, options=options)
+            return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
         except ConfigError as error:
             leader = group.members[group.decider].contact.peer
             raise RoundFailed(f"the group's plan does not fit: {error}", [leader]) from error
@@ -342,11 +363,20 @@ class Averager:
                 Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}")
             )
 
+    async def leave(self, grace_s: float) -> None:
+        """Begin nothing new, and close: a search ends at once, a round in progress may go on for `grace_s` seconds."""
+        self._leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._between_rounds.wait()
+        await self.close()
+
     async def close(self) -> None:
         """Stop: no more steps, no more sharing. Safe to call twice."""
         if self._closed:
             return
         self._closed = True
+        self.core.leavers.remove(self.leave)
         self.sharing.disable()
         # The round first: it still uses the streams of its group.
         if self._stepping is not None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 import shoal
+from shoal.cli.debug import debug
 from shoal.cli.demo import demo
 from shoal.cli.dht import dht
 from shoal.cli.key import key
@@ -27,7 +28,7 @@ def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 
 
-for _subcommand in (demo, dht, status, key):
+for _subcommand in (demo, dht, status, key, debug):
     command.add_command(_subcommand)
 
 

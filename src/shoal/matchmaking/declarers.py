@@ -85,18 +85,18 @@ class Declarers:
         known = [held[peer].expiration for held in (self._listed, self._heard) if peer in held]
         return max(known) if known else None
 
-    def earliest(self, before: Key | None, joined: Container[PeerID], now: float) -> Declaration | None:
-        """The earliest useful declaration, if it is earlier than `before` (None: any); of nobody in `joined`."""
-        best: Declaration | None = None
-        for each in (*self._listed.values(), *self._heard.values()):
+    def earlier(self, before: Key | None, joined: Container[PeerID], now: float) -> list[Declaration]:
+        """The useful declarations earlier than `before` (None: all), in order; of nobody in `joined`."""
+        found: dict[PeerID, Declaration] = {}
+        for each in sorted((*self._listed.values(), *self._heard.values()), key=lambda each: each.key):
             if (
                 (before is None or each.key < before)
-                and (best is None or each.key < best.key)
+                and each.peer not in found
                 and self._paused.get(each.peer, -math.inf) <= now
                 and self._useful(each, joined, now)
             ):
-                best = each
-        return best
+                found[each.peer] = each
+        return list(found.values())
 
     def unjoined(self, joined: Container[PeerID], now: float) -> list[Declaration]:
         """Who stands in the directory, may yet join, and has not; earliest first."""

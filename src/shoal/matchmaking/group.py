@@ -114,6 +114,8 @@ def _check_member(member: Member, peer: PeerID) -> None:
         raise _broken(f"a member's bandwidth is {bandwidth}", peer)
     if member.reduces and (not contact.addresses or bandwidth == 0):
         raise _broken("a member would reduce, but has no address or no bandwidth", peer)
+    if not member.reduces and not member.contributes:
+        raise _broken("a member neither contributes nor reduces", peer)
 
 
 def check_join(join: Join, peer: PeerID) -> None:

@@ -133,6 +133,11 @@ class Lookout:
             return False
         return not self._declarers.unjoined(followers, now)
 
+    def awaits_followers(self, now: float) -> bool:
+        """Whether others may still be on their way to us, as far as time tells."""
+        wait_s = 4 * max(self._rules.settle_s, self._read_s)
+        return now < max(self._last_join, self._declared_at) + wait_s
+
     def _next_read(self, followers: Followers, now: float) -> float:
         if self._read_begun == -math.inf or self._disappointed:
             return now

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shoal.matchmaking.declarers import Declarers
 from shoal.matchmaking.lookout import Lookout
@@ -86,6 +86,7 @@ SOFT_CODES = frozenset({"full", "replaced"})
 _MAX_HOPS = 6
 _MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
+_CROWD_GROUPS = 4
 
 _Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
@@ -379,16 +380,30 @@ class GroupMachine:
             self._start()
             return
         self._out += self._lookout.declare(self._expiration, now)
-        earlier = self._declarers.earliest(self.key if self._rules.leads else None, self._followers, now)
-        if earlier is not None and not self._lookout.outdated(now):
-            self._ask(earlier.contact)
-        elif (
-            self._can_start and earlier is None and expected is None and self._lookout.all_joined(self._followers, now)
-        ):
+        earlier = self._declarers.earlier(self.key if self._rules.leads else None, self._followers, now)
+        leader = self._whom_to_ask(earlier, now)
+        if leader is not None and not self._lookout.outdated(now):
+            self._ask(leader.contact)
+        elif self._can_start and not earlier and expected is None and self._lookout.all_joined(self._followers, now):
             self._start()
         else:
             self._out += self._lookout.nudge(self.key, self._followers, now)
             self._out += self._lookout.read(self._followers, now)
+
+    def _whom_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
+        """Who of these should lead us; None if there is nobody, or if we should rather lead.
+
+        All ask the earliest one, unless it is a crowd: with several full groups before us we part by our order, and
+        every `full_size`-th leads those after it. Else the groups would fill one after another.
+        """
+        full = self._rules.full_size
+        first = len(earlier) // full * full
+        if first < _CROWD_GROUPS * full:
+            return earlier[0] if earlier else None
+        if first < len(earlier):
+            return earlier[first]
+        # We are such a one. If nobody has come for a while, we are not for the others: then ask the one before us.
+        return None if self._rules.leads and self._lookout.awaits_followers(now) else earlier[-1]
 
     def _expected_members(self) -> frozenset[PeerID] | None:
         """Who is expected to join and is not known to be gone; None: not known, or nobody."""

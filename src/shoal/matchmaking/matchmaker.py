@@ -53,6 +53,7 @@ class Matchmaker:
         settle_s: shortest quiet time after a join before a group that is not full may start; longer while members of
             the last group are missing, or as joins come with gaps.
         client_mode: only follow; never declare, lead or reduce.
+        auxiliary: reduce for the others, with no values of our own. Needs a peer that can be dialed.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -75,6 +76,7 @@ class Matchmaker:
         request_timeout_s: float = 3.0,
         settle_s: float = 0.05,
         client_mode: bool = False,
+        auxiliary: bool = False,
     ) -> None:
         _check_sizes(target_group_size, min_group_size)
         for name, value in (("window_s", window_s), ("request_timeout_s", request_timeout_s), ("settle_s", settle_s)):
@@ -87,7 +89,7 @@ class Matchmaker:
         self._target_size, self._min_size = target_group_size, min_group_size
         self._window_s, self._request_timeout_s, self._settle_s = window_s, request_timeout_s, settle_s
         self._longest_window_s = window_s
-        self._client_mode = client_mode
+        self._client_mode, self._auxiliary = client_mode, auxiliary
         self._memory = Memory()
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: Search | None = None
@@ -155,7 +157,13 @@ class Matchmaker:
         self._companions = (group_key, frozenset(group.peers))
         waited_s = asyncio.get_running_loop().time() - started
         self._env.events.emit(
-            GroupFormed(prefix=self._prefix, round_id=group.round_id, peers=group.peers, waited_s=waited_s)
+            GroupFormed(
+                prefix=self._prefix,
+                round_id=group.round_id,
+                peers=group.peers,
+                decider=group.peers[group.decider],
+                waited_s=waited_s,
+            )
         )
         return group
 
@@ -165,7 +173,12 @@ class Matchmaker:
         if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth >= 0):
             raise ConfigError(f"bandwidth must be a number of bytes/s, 0 or None, got {bandwidth}")
         contact = Contact(self._endpoint.peer_id) if self._client_mode else self._endpoint.contact
-        return Member(contact, bool(contact.addresses) and bandwidth != 0, bandwidth, gathered)
+        reduces = bool(contact.addresses) and bandwidth != 0
+        if self._auxiliary and not reduces:
+            raise ConfigError(
+                "auxiliary=True needs a peer that can be dialed, and a bandwidth other than 0: give it both"
+            )
+        return Member(contact, reduces, bandwidth, gathered, contributes=not self._auxiliary)
 
     def _rules(self, window_s: float | None, deadline_s: float | None, member: Member) -> Rules:
         window_s = self._window_s if window_s is None else window_s

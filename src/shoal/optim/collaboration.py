@@ -113,6 +113,7 @@ class Collaboration:
         self._tasks: list[asyncio.Task[None]] = []
         self._update: tuple[StateName, int, int] | None = None
         self._shared = False
+        self._behind = False
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -171,8 +172,8 @@ class Collaboration:
 
     @property
     def finished(self) -> bool:
-        """Whether this peer has reached the announced end of the run."""
-        return self.end_epoch is not None and self.epoch >= self.end_epoch
+        """Whether this peer has reached the announced end of the run, at the best state that is known here."""
+        return self.end_epoch is not None and self.epoch >= self.end_epoch and not self._behind
 
     def mine(self) -> Progress:
         """Where this peer stands, as others are told."""
@@ -192,6 +193,7 @@ class Collaboration:
         """The swarm as it is known here now."""
         view = self._known.view(self.mine(), self._now(), shared=self._shared)
         self.others_samples = view.samples - self.training.samples
+        self._behind = view.behind
         if view.end_epoch is not None and (self.end_epoch is None or view.end_epoch < self.end_epoch):
             self.end_epoch = view.end_epoch
             self._gossip.renamed()

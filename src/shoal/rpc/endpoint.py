@@ -15,36 +15,28 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from shoal.clock import Env
-from shoal.errors import (
-    ClosedError,
-    LocalError,
-    PeerError,
-    PeerProtocolError,
-    PeerRefused,
-    PeerTimeout,
-    PeerUnreachable,
-)
+from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import PeerID
-from shoal.rpc.framing import Frame, Kind, Limits, pack, read_frame
-from shoal.rpc.link import CallLink, LinkRetired, reply_frame
+from shoal.rpc.connections import Connections
+from shoal.rpc.dialing import Dialer
+from shoal.rpc.framing import Kind, Limits, pack, read_frame
+from shoal.rpc.link import CallLink, LinkRetired
+from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.transport.base import Connection, Transport
 from shoal.wire import (
     Call,
     Contact,
-    Failure,
     Hello,
     Message,
     Opening,
     OpenStream,
-    Reply,
     Request,
     decode,
     encode,
@@ -55,51 +47,12 @@ from shoal.wire import (
 __all__ = ["Endpoint"]
 
 R = TypeVar("R")
-Q = TypeVar("Q", bound=Request[Any])
 Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
 
-CallHandler = Callable[[PeerID, Any], Awaitable[Any]]
-StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
-
-_Handler = TypeVar("_Handler")
-
-_MAX_CONTACTS = 8192
 _OPEN_TIMEOUT_S = 10.0
-_MAX_SERVING_S = 600.0
-"""No call is served for longer, whatever its caller asks for."""
 
 _logger = logging.getLogger("shoal.rpc")
-
-
-@dataclass(slots=True)
-class _Served(Generic[_Handler]):
-    """A message type that is served, with one handler for each scope."""
-
-    kind: type[Any]
-    handlers: dict[str, _Handler]
-
-
-class _Peer:
-    """What is open between us and one peer."""
-
-    __slots__ = ("dialing", "idle", "inbound", "links", "streams")
-
-    def __init__(self) -> None:
-        self.links: list[CallLink] = []
-        self.dialing: asyncio.Task[CallLink] | None = None
-        self.streams: set[Connection] = set()
-        self.inbound = 0
-        self.idle: list[Connection] = []
-
-    @property
-    def link(self) -> CallLink | None:
-        """A link that can carry a call."""
-        return next((link for link in self.links if not link.closed), None)
-
-    @property
-    def empty(self) -> bool:
-        return not (self.links or self.dialing or self.streams or self.idle)
 
 
 class Endpoint:
@@ -115,15 +68,19 @@ class Endpoint:
         self.env = env
         self.limits = limits or Limits()
         self._transport = transport
-        self._peers: dict[PeerID, _Peer] = {}
-        self._contacts: dict[PeerID, Contact] = {}
-        self._calls: dict[str, _Served[CallHandler]] = {}
-        self._streams: dict[str, _Served[StreamHandler]] = {}
+        self._open = Connections()
+        self._services = Services(self._open, self.limits, spawn=self._spawn, warn=self._warn)
+        self._dialer = Dialer(
+            transport,
+            self._open,
+            self.limits,
+            contact=lambda: self.contact,
+            add_link=self._add_link,
+            spawn=self._spawn,
+        )
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
-        self._closed_traffic = (0, 0)
-        self._connections: set[Connection] = set()
 
     # ------------------------------------------------------------------------------------------------- what we are
 
@@ -145,20 +102,17 @@ class Endpoint:
     @property
     def peers(self) -> tuple[PeerID, ...]:
         """The peers that we have a call link with now."""
-        return tuple(peer for peer, state in self._peers.items() if state.link is not None)
+        return tuple(peer for peer, state in self._open.peers.items() if state.link is not None)
 
     @property
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received since the start, over all connections."""
-        sent, received = self._closed_traffic
-        for connection in self._connections:
-            sent, received = sent + connection.bytes_sent, received + connection.bytes_received
-        return sent, received
+        return self._open.traffic
 
     def clock_offset_s(self, peer: PeerID) -> float:
         """How far the peer's wall clock is ahead of ours, as last estimated; 0.0 if unknown."""
-        state = self._peers.get(peer)
-        return state.link.clock_offset_s if state is not None and state.link is not None else 0.0
+        link = self._open.link(peer)
+        return link.clock_offset_s if link is not None else 0.0
 
     async def start(self, *, listen: bool = True) -> None:
         """Begin to accept connections (unless `listen` is False: client mode).
@@ -181,7 +135,7 @@ class Endpoint:
         Returns:
             A function that ends it.
         """
-        return _register(self._calls, request, scope, handler)
+        return self._services.add_call(request, scope, handler)
 
     def serve_stream(
         self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]], *, scope: str = ""
@@ -193,7 +147,7 @@ class Endpoint:
         Returns:
             A function that ends it.
         """
-        return _register(self._streams, opening, scope, handler)
+        return self._services.add_stream(opening, scope, handler)
 
     def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
         """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
@@ -209,25 +163,19 @@ class Endpoint:
 
     def learn(self, contact: Contact) -> None:
         """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored."""
-        addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
-        if addresses and contact.peer != self.peer_id:
-            self._contacts.pop(contact.peer, None)
-            self._contacts[contact.peer] = Contact(contact.peer, addresses)
-            if len(self._contacts) > _MAX_CONTACTS:
-                self._contacts.pop(next(iter(self._contacts)))
+        self._dialer.learn(contact)
 
     def contact_of(self, peer: PeerID) -> Contact:
         """What is known of a peer's addresses."""
-        return self._contacts.get(peer) or Contact(peer)
+        return self._dialer.contacts.get(peer) or Contact(peer)
 
     def connected(self, peer: PeerID) -> bool:
         """Whether there is a call link now: a call would not dial."""
-        state = self._peers.get(peer)
-        return state is not None and state.link is not None
+        return self._open.link(peer) is not None
 
     def reachable(self, peer: PeerID) -> bool:
         """Whether there is a call link, or an address to dial."""
-        return self.connected(peer) or peer in self._contacts
+        return self.connected(peer) or peer in self._dialer.contacts
 
     # --------------------------------------------------------------------------------------------- calls and streams
 
@@ -243,11 +191,11 @@ class Endpoint:
             LocalError: the peer is this one, or the request is too long.
         """
         peer = self._peer_of(to)
-        method, packed = _tag(type(request)), encode(request)
+        method, packed = tag_of(type(request)), encode(request)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
-            link = await self._link(peer, max(deadline - loop.time(), 0.0))
+            link = await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
             with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh
                 body = await link.call(method, packed, max(deadline - loop.time(), 0.001))
                 break
@@ -268,13 +216,13 @@ class Endpoint:
             LocalError: the peer is this one, or the opening message is too long.
         """
         peer = self._peer_of(to)
-        frame = pack(Kind.OPEN, OpenStream(_tag(type(opening)), msgspec.Raw(encode(opening))), limits=self.limits)
+        frame = pack(Kind.OPEN, OpenStream(tag_of(type(opening)), msgspec.Raw(encode(opening))), limits=self.limits)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._stream_connection(peer, timeout_s)
-                state = self._state(peer)
+                connection = await self._dialer.stream_connection(peer, timeout_s)
+                state = self._open.of(peer)
                 state.streams.add(connection)
-                self._watch(peer)
+                self._open.watch(peer)
                 stream: Stream[Up, Down] = Stream(
                     connection,
                     stream_types(type(opening))[1],
@@ -302,72 +250,13 @@ class Endpoint:
             raise LocalError("a peer does not call itself")
         return to
 
-    # ------------------------------------------------------------------------------------------------------- dialing
-
-    async def _link(self, peer: PeerID, timeout_s: float) -> CallLink:
-        state = self._state(peer)
-        if state.link is not None:
-            return state.link
-        if state.dialing is None:
-            state.dialing = self._spawn(self._dial_link(peer))
-        dialing, current = state.dialing, asyncio.current_task()
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(dialing)
-        except PeerTimeout:
-            raise
-        except TimeoutError:
-            raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
-        except asyncio.CancelledError:
-            if dialing.cancelled() and current is not None and not current.cancelling():  # by `close`, not our caller
-                raise ClosedError("this peer was shut down") from None
-            raise
-
-    async def _dial_link(self, peer: PeerID) -> CallLink:
-        state = self._state(peer)
-        try:
-            connection = await self._dial(peer)
-            await connection.write(pack(Kind.HELLO, Hello(self.contact)))
-            return self._add_link(connection)
-        finally:
-            state.dialing = None
-            self._forget(peer)
-
-    async def _dial(self, peer: PeerID) -> Connection:
-        contact = self._contacts.get(peer)
-        if contact is None:
-            raise PeerUnreachable("no address is known, and it has not dialed us", peer)
-        connection = await self._transport.dial(peer, contact.addresses, timeout_s=self.limits.dial_timeout_s)
-        if self._closed:
-            connection.abort()
-            raise ClosedError("this peer was shut down")
-        self._connections.add(connection)
-        return connection
-
-    async def _stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
-        """A connection for a stream, from the pool or new; when this returns there is a call link too."""
-        await self._link(peer, timeout_s)
-        idle = self._state(peer).idle
-        while idle:
-            connection = idle.pop()
-            if not connection.closed:
-                return connection
-            self._drop(connection)
-        connection = await self._dial(peer)
-        try:
-            await self._link(peer, timeout_s)  # it may be gone by now
-        except BaseException:
-            self._drop(connection)
-            raise
-        return connection
-
     # ----------------------------------------------------------------------------------------------------- accepting
 
     def _accept(self, connection: Connection) -> None:
         if self._closed:
             connection.abort()
             return
-        self._connections.add(connection)
+        self._open.connections.add(connection)
         self._spawn(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: Connection) -> None:
@@ -382,7 +271,7 @@ class Endpoint:
                 self._add_link(connection)
                 is_link = True  # and reads on by itself
                 return
-            while await self._serve_stream(connection, frame):
+            while await self._services.serve_stream(connection, frame):
                 frame = await read_frame(connection, self.limits)
         except TimeoutError:
             pass  # said nothing: dropped below
@@ -392,147 +281,24 @@ class Endpoint:
             self.env.events.emit(PeerDropped(peer=connection.peer_id, where="rpc", reason=str(error)))
         finally:
             if not is_link:
-                self._drop(connection)
-
-    async def _serve_stream(self, connection: Connection, frame: Frame) -> bool:
-        """Serve one stream; True if the connection can carry another."""
-        peer = connection.peer_id
-        if frame.kind is not Kind.OPEN:
-            raise PeerProtocolError(f"{frame.kind.name} frame where a stream should begin", peer)
-        opening = decode(frame.header, OpenStream)
-        reusable = False
-
-        def released(ok: bool) -> None:
-            nonlocal reusable
-            reusable = ok
-
-        served = self._streams.get(opening.method)
-        kind = stream_types(served.kind)[0] if served else Message
-        stream: Stream[Any, Any] = Stream(connection, kind, self.limits, released)
-        if served is None:
-            await stream.fail("unknown", f"no stream {opening.method[:200]} is served here")
-            return False
-        try:
-            message = decode(opening.body, served.kind)
-        except msgspec.MsgspecError as error:
-            await stream.fail("bad", str(error))
-            raise
-        handler = served.handlers.get(message.scope)
-        state = self._state(peer)
-        if handler is None:
-            await stream.fail("unknown", f"no stream {opening.method} {message.scope[:200]} is served here")
-        elif state.inbound >= self.limits.streams_per_peer:
-            await stream.fail("busy", f"more than {self.limits.streams_per_peer} streams at once")
-        else:
-            state.inbound += 1
-            state.streams.add(connection)
-            self._watch(peer)
-            try:
-                await self._run_stream_handler(stream, handler, message)
-            finally:
-                state.inbound -= 1
-                state.streams.discard(connection)
-                self._watch(peer)
-        self._forget(peer)
-        return reusable and not connection.closed
-
-    async def _run_stream_handler(self, stream: Stream[Any, Any], handler: StreamHandler, opening: Message) -> None:
-        try:
-            await handler(stream, opening)
-            if not stream.closed:
-                async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                    await stream.finish()
-        except PeerRefused as refusal:
-            await stream.fail(_told(refusal), refusal.message)
-        except PeerProtocolError as error:  # the handler knows best what else to do about it
-            await stream.fail("bad", error.message)
-        except (PeerError, TimeoutError) as error:
-            _logger.debug("stream %s given up: %s", type(opening).__name__, error)
-        except ClosedError:
-            await stream.fail("refused", "shutting down")
-        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one stream)
-            self._warn(f"stream {type(opening).__name__}", error)
-            await stream.fail("internal", type(error).__name__)
-        finally:
-            stream.abort()
-
-    def serve_call(self, link: CallLink, call: Call) -> None:
-        """Serve an incoming call (for `CallLink`)."""
-        served = self._calls.get(call.method)
-        if served is None:
-            link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
-        elif link.serving >= self.limits.calls_per_peer:
-            link.post(Failure(call.id, "busy", f"more than {self.limits.calls_per_peer} calls at once"))
-        else:
-            link.serving += 1
-            self._spawn(self._run_call_handler(link, call, served))
-
-    async def _run_call_handler(self, link: CallLink, call: Call, served: _Served[CallHandler]) -> None:
-        # Not a number, or below 0, is 0.
-        limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S) if call.timeout_s > 0 else 0.0)
-        answer: Reply | Failure
-        try:
-            async with limit:
-                answer = await self._answer(link.peer_id, call, served)
-            if not link.closed:
-                link.post(answer)
-        except PeerUnreachable:
-            pass  # it does not read
-        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one call)
-            if isinstance(error, TimeoutError) and limit.expired():
-                return  # the caller has stopped waiting
-            self._warn(f"call {call.method}", error)
-            with suppress(PeerUnreachable):
-                link.post(Failure(call.id, "internal", type(error).__name__))
-        finally:
-            link.serving -= 1
-            link.used()
-
-    async def _answer(self, peer: PeerID, call: Call, served: _Served[CallHandler]) -> Reply | Failure:
-        try:
-            request = decode(call.body, served.kind)
-        except msgspec.MsgspecError as error:
-            return Failure(call.id, "bad", str(error)[:1000])
-        handler = served.handlers.get(request.scope)
-        if handler is None:
-            return Failure(call.id, "unknown", f"{call.method} {request.scope[:200]} is not served here")
-        try:
-            return reply_frame(call.id, await handler(peer, request))
-        except PeerRefused as refusal:
-            return Failure(call.id, _told(refusal), refusal.message[:1000])
-        except PeerError as error:
-            code = "bad" if isinstance(error, PeerProtocolError) else "refused"
-            return Failure(call.id, code, error.message[:1000])
-        except ClosedError:
-            return Failure(call.id, "refused", "shutting down")
+                self._open.drop(connection)
 
     # -------------------------------------------------------------------------------------------------- bookkeeping
 
-    def _state(self, peer: PeerID) -> _Peer:
-        return self._peers.setdefault(peer, _Peer())
-
-    def _forget(self, peer: PeerID) -> None:
-        if (state := self._peers.get(peer)) and state.empty:
-            del self._peers[peer]
+    def serve_call(self, link: CallLink, call: Call) -> None:
+        """Serve an incoming call (for `CallLink`)."""
+        self._services.serve_call(link, call)
 
     def has_streams(self, peer: PeerID) -> bool:
         """Whether a stream with this peer is open (for `CallLink`)."""
-        state = self._peers.get(peer)
-        return bool(state and state.streams)
+        return self._open.has_streams(peer)
 
     def wall_time(self) -> float:
         """Wall clock, seconds (for `CallLink`)."""
         return self.env.clock.time()
 
-    def _watch(self, peer: PeerID) -> None:
-        """A stream with this peer began or ended."""
-        if (state := self._peers.get(peer)) is not None:
-            for link in state.links:
-                link.used()
-                link.watch()
-
     def _add_link(self, connection: Connection) -> CallLink:
-        state = self._state(connection.peer_id)
+        state = self._open.of(connection.peer_id)
         link = CallLink(connection, self, self.limits, self._spawn)
         state.links.append(link)
         link.start()
@@ -543,8 +309,8 @@ class Endpoint:
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """A call link is gone (for `CallLink`)."""
         peer = link.peer_id
-        self._count(link.connection)
-        state = self._state(peer)
+        self._open.count(link.connection)
+        state = self._open.of(peer)
         with suppress(ValueError):
             state.links.remove(link)
         if isinstance(error, PeerProtocolError):
@@ -552,53 +318,37 @@ class Endpoint:
         if not state.links and not self._closed:
             if not expected:
                 self._peer_lost(peer, error.message)
-            elif state.streams and peer in self._contacts:
+            elif state.streams and peer in self._dialer.contacts:
                 self._spawn(self._link_again(peer))
             else:
-                self._drop_all(state.idle)
-        self._forget(peer)
+                self._open.drop_all(state.idle)
+        self._open.forget(peer)
 
     async def _link_again(self, peer: PeerID) -> None:
         """The other side thought that its link with us was idle, but there are streams, which need its heartbeat."""
         try:
-            await self._link(peer, self.limits.dial_timeout_s)
+            await self._dialer.link(peer, self.limits.dial_timeout_s)
         except PeerError as error:
             self._peer_lost(peer, error.message)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
-        state = self._state(peer)
-        self._drop_all(state.streams)
-        self._drop_all(state.idle)
-        self._forget(peer)
+        state = self._open.of(peer)
+        self._open.drop_all(state.streams)
+        self._open.drop_all(state.idle)
+        self._open.forget(peer)
         self.env.events.emit(PeerLost(peer=peer, reason=reason))
         for callback in list(self._lost_callbacks):
             callback(peer, reason)
 
-    def _drop_all(self, connections: set[Connection] | list[Connection]) -> None:
-        dropped = list(connections)
-        connections.clear()
-        for connection in dropped:
-            self._drop(connection)
-
     def _stream_released(self, connection: Connection, *, reusable: bool) -> None:
-        state = self._state(connection.peer_id)
+        state = self._open.of(connection.peer_id)
         state.streams.discard(connection)
         if reusable and state.links and not self._closed and len(state.idle) < self.limits.idle_streams:
             state.idle.append(connection)
         else:
-            self._drop(connection)
-        self._watch(connection.peer_id)
-        self._forget(connection.peer_id)
-
-    def _count(self, connection: Connection) -> None:
-        if connection in self._connections:
-            self._connections.discard(connection)
-            sent, received = self._closed_traffic
-            self._closed_traffic = (sent + connection.bytes_sent, received + connection.bytes_received)
-
-    def _drop(self, connection: Connection) -> None:
-        connection.abort()
-        self._count(connection)
+            self._open.drop(connection)
+        self._open.watch(connection.peer_id)
+        self._open.forget(connection.peer_id)
 
     def _warn(self, where: str, error: Exception) -> None:
         _logger.error("internal error in %s", where, exc_info=error)
@@ -620,40 +370,18 @@ class Endpoint:
         if self._closed:
             return
         self._closed = True
-        links = [link for state in self._peers.values() for link in state.links]
+        self._dialer.close()
+        links = [link for state in self._open.peers.values() for link in state.links]
         await asyncio.gather(*(link.close(leaving=True) for link in links))
-        for connection in list(self._connections):
-            self._drop(connection)
+        for connection in list(self._open.connections):
+            self._open.drop(connection)
         current = asyncio.current_task()
         tasks = [task for task in self._tasks if task is not current]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for state in list(self._peers.values()):
+        for state in list(self._open.peers.values()):
             for link in list(state.links):
                 link.abort()
         await self._transport.close()
-        self._peers.clear()
-
-
-def _register(
-    table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler
-) -> Callable[[], None]:
-    served = table.setdefault(_tag(kind), _Served(kind, {}))
-    served.handlers[scope] = handler
-
-    def unregister() -> None:
-        if served.handlers.get(scope) is handler:
-            del served.handlers[scope]
-
-    return unregister
-
-
-def _told(refusal: PeerRefused) -> str:
-    """The code that a handler's refusal is told with: the others speak of the endpoint, not of handlers."""
-    return "busy" if refusal.code == "busy" else "refused"
-
-
-def _tag(kind: type[Any]) -> str:
-    tag = kind.__struct_config__.tag
-    return str(tag)
+        self._open.peers.clear()

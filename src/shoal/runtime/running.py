@@ -19,6 +19,8 @@ from shoal.dht import RecordValidator
 from shoal.events import EventBus
 from shoal.identity import Identity
 from shoal.peer import Address
+from shoal.recorder import FlightRecorder
+from shoal.runtime.debug import DebugService, warning_of
 from shoal.runtime.thread import LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
 
@@ -51,6 +53,7 @@ class RunningPeer:
         self._closers: list[Closer] = []
         self._starting: asyncio.Task[Any] | None = None
         self._core: PeerCore | None = None
+        self._debug = DebugService(FlightRecorder(identity.peer_id, events), identity.peer_id)
         self.ready: LoopFuture[PeerCore]
         self.thread = LoopThread(f"shoal-{identity.peer_id.short()}")
         atexit.register(self._stop_at_exit)
@@ -66,6 +69,10 @@ class RunningPeer:
 
         async def join() -> PeerCore:
             self._starting = asyncio.current_task()
+            try:
+                self._debug.listen()
+            except OSError as error:  # a sandbox without Unix sockets: no reason not to train
+                self._events.emit(warning_of(error))
             self._core = await PeerCore.start(
                 self._identity,
                 self._transport,
@@ -75,6 +82,7 @@ class RunningPeer:
                 validators=validators,
                 timeout_s=timeout_s,
             )
+            self._debug.serve(self._core.endpoint)
             return self._core
 
         self.ready = self.thread.submit(join())
@@ -111,6 +119,7 @@ class RunningPeer:
             if self._core is not None:
                 await self._core.close()
         finally:
+            await self._debug.close()
             await self._transport.close()
 
 

@@ -8,7 +8,19 @@
 shoal's own tests stand on it, and so can those of programs that use shoal.
 """
 
-from shoal.sim.faults import Crash, Fault, FaultPlan, Partition, Restart, Slow, Stall, Vanish
+from shoal.sim.faults import (
+    Crash,
+    Fault,
+    FaultPlan,
+    HostFault,
+    Partition,
+    Restart,
+    Slow,
+    SlowLink,
+    Stall,
+    Throttle,
+    Vanish,
+)
 from shoal.sim.loop import VirtualLoop
 from shoal.sim.medium import Delivery
 from shoal.sim.network import SimNetwork
@@ -21,6 +33,7 @@ __all__ = [
     "Delivery",
     "Fault",
     "FaultPlan",
+    "HostFault",
     "Owner",
     "Partition",
     "Restart",
@@ -28,8 +41,10 @@ __all__ = [
     "SimHost",
     "SimNetwork",
     "Slow",
+    "SlowLink",
     "Stall",
     "Swarm",
+    "Throttle",
     "Vanish",
     "VirtualLoop",
     "current_owner",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,7 +18,21 @@ import msgspec
 from shoal.errors import ClosedError, ConfigError, PeerError
 from shoal.sim.swarm import Swarm
 
-__all__ = ["Crash", "Fault", "FaultPlan", "Partition", "Restart", "Slow", "Stall", "Vanish"]
+__all__ = [
+    "Crash",
+    "Fault",
+    "FaultPlan",
+    "HostFault",
+    "Partition",
+    "Restart",
+    "Slow",
+    "SlowLink",
+    "Stall",
+    "Throttle",
+    "Vanish",
+]
+
+_WAKE_S = 0.01
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,36 +61,65 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def hosts(self) -> tuple[str, ...]:
         """The hosts that it names."""
-        return (self.host,) if isinstance(self, _HostFault) else ()
+        return (self.host,) if isinstance(self, HostFault) else ()
+
+    def actions(self, swarm: Swarm[Any]) -> Sequence[tuple[float, Callable[[], None]]]:
+        """What a kind of fault that a program adds does, and when, in virtual seconds after the plan began to play."""
+        raise ConfigError(f"unknown fault {self!r}: a kind of its own overrides actions()")
 
 
-class _HostFault(Fault, frozen=True, kw_only=True):
+class HostFault(Fault, frozen=True, kw_only=True):
+    """Base of the faults of one host."""
+
     host: str
 
 
-class Crash(_HostFault, frozen=True, kw_only=True):
+class Crash(HostFault, frozen=True, kw_only=True):
     """The process is killed; the others' connections to it break."""
 
 
-class Vanish(_HostFault, frozen=True, kw_only=True):
+class Vanish(HostFault, frozen=True, kw_only=True):
     """The machine is gone; the others hear nothing."""
 
 
-class Restart(_HostFault, frozen=True, kw_only=True):
+class Restart(HostFault, frozen=True, kw_only=True):
     """A host that is down is started again."""
 
 
-class Stall(_HostFault, frozen=True, kw_only=True):
+class Stall(HostFault, frozen=True, kw_only=True):
     """The process stands still for `duration_s`."""
 
     duration_s: float
 
 
-class Slow(_HostFault, frozen=True, kw_only=True):
+class Slow(HostFault, frozen=True, kw_only=True):
     """The host's network is slower by `factor` for `duration_s`."""
 
     factor: float
     duration_s: float
+
+
+class SlowLink(Fault, frozen=True, kw_only=True):
+    """The way between two hosts has a latency longer by `factor`, and carries so much per pipe, for `duration_s`."""
+
+    between: tuple[str, str]
+    factor: float
+    bandwidth_bytes_s: float
+    duration_s: float
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return self.between
+
+
+class Throttle(HostFault, frozen=True, kw_only=True):
+    """The process gets a moment of computing every `period_s`, and stands still in between, for `duration_s`.
+
+    With a period of a second it is what a machine at 1% looks like from outside: it does all, late.
+    """
+
+    duration_s: float
+    period_s: float = 1.0
 
 
 class Partition(Fault, frozen=True, kw_only=True):
@@ -152,22 +196,40 @@ class _Player:
     def _actions(self, event: Fault) -> list[tuple[float, Callable[[], None]]]:
         swarm = self._swarm
         match event:
-            case Crash(host=host):
-                return [(event.at_s, lambda: swarm.crash(host))]
-            case Vanish(host=host):
-                return [(event.at_s, lambda: swarm.vanish(host))]
+            case Crash(host=host) | Vanish(host=host):
+                end = swarm.crash if isinstance(event, Crash) else swarm.vanish
+                return [(event.at_s, lambda: end(host))]
             case Restart():
                 return [(event.at_s, lambda: self._begin_restart(event))]
             case Stall(host=host, duration_s=duration_s):
                 return [(event.at_s, lambda: swarm.stall(host, duration_s))]
             case Slow():
                 return [(event.at_s, lambda: self._begin_slow(event)), (event.end_s, lambda: self._end_slow(event))]
+            case SlowLink():
+                return self._slow_link(event)
+            case Throttle(host=host, period_s=period_s):
+                count = math.ceil(event.duration_s / period_s)
+                stand_still = partial(swarm.stall, host, max(0.0, period_s - _WAKE_S))
+                return [(event.at_s + turn * period_s, stand_still) for turn in range(count)]
             case Partition():
                 return [
                     (event.at_s, lambda: self._begin_partition(event)),
                     (event.end_s, lambda: self._end_partition(event)),
                 ]
-        raise ConfigError(f"unknown fault {event!r}")
+        return list(event.actions(swarm))
+
+    def _slow_link(self, event: SlowLink) -> list[tuple[float, Callable[[], None]]]:
+        network, (a, b) = self._swarm.network, event.between
+        before = network.link(a, b)
+        begin = partial(
+            network.set_link,
+            a,
+            b,
+            latency_s=before.latency_s * event.factor,
+            bandwidth_bytes_s=event.bandwidth_bytes_s,
+        )
+        end = partial(network.set_link, a, b, latency_s=before.latency_s, bandwidth_bytes_s=math.inf)
+        return [(event.at_s, begin), (event.end_s, end)]
 
     def _begin_slow(self, event: Slow) -> None:
         self._slow[event.host] = event

@@ -35,6 +35,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: one way, seconds.
         jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
         loss: the part of packets that is lost, 0 to below 1. Nothing goes missing: what is lost comes later.
+        bandwidth_bytes_s: of each pipe there, each way, beside what the hosts' own lines give; None for no limit.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -43,6 +44,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float = 0.01
     jitter_s: float = 0.0
     loss: float = 0.0
+    bandwidth_bytes_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("latency_s", self.latency_s), ("jitter_s", self.jitter_s)):
@@ -50,6 +52,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be 0 or more seconds, got {value}")
         if not 0 <= self.loss < 1:
             raise ConfigError(f"loss must be from 0 to below 1, got {self.loss}")
+        if self.bandwidth_bytes_s is not None and not self.bandwidth_bytes_s > 0:
+            raise ConfigError(f"bandwidth_bytes_s must be above 0, or None, got {self.bandwidth_bytes_s}")
 
 
 class Delivery(NamedTuple):

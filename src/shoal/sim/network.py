@@ -33,6 +33,8 @@ from collections.abc import Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from msgspec.structs import replace
+
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, PeerRefused, PeerUnreachable
 from shoal.sim.loop import VirtualLoop
 from shoal.sim.medium import Delivery, Link, Medium
@@ -119,14 +121,11 @@ class SimNetwork:
         latency_s: float | None = None,
         jitter_s: float | None = None,
         loss: float | None = None,
+        bandwidth_bytes_s: float | None = None,
     ) -> None:
-        """Change the way between two hosts, both ways; None keeps what it is. Holds for open pipes too."""
-        old = self._link_between(a, b)
-        link = Link(
-            latency_s=old.latency_s if latency_s is None else latency_s,
-            jitter_s=old.jitter_s if jitter_s is None else jitter_s,
-            loss=old.loss if loss is None else loss,
-        )
+        """Change the way between two hosts, both ways; None keeps what it is. Holds for open pipes too (see `Link`)."""
+        given = {"latency_s": latency_s, "jitter_s": jitter_s, "loss": loss, "bandwidth_bytes_s": bandwidth_bytes_s}
+        link = replace(self.link(a, b), **{name: value for name, value in given.items() if value is not None})
         self._links[a, b] = self._links[b, a] = link
         for end in [*self._host(a).ends, *self._host(b).ends]:
             if {end.out.src.name, end.out.dst.name} == {a, b}:
@@ -241,7 +240,7 @@ class SimNetwork:
 
     def _connect(self, dial: Dial, user: PipeUser, greeting: bytes) -> None:
         near, far = PipeEnd(dial.src, dial.user), PipeEnd(dial.dst, user)
-        link = self._link_between(dial.src.name, dial.dst.name)
+        link = self.link(dial.src.name, dial.dst.name)
         near.out = far.into = Flow(self._medium, near, far, link)
         far.out = near.into = Flow(self._medium, far, near, link)
         dial.end = near
@@ -383,13 +382,14 @@ class SimNetwork:
             raise PeerUnreachable(f"host {name!r} is down")
         return host
 
-    def _link_between(self, a: str, b: str) -> Link:
+    def link(self, a: str, b: str) -> Link:
+        """The way between two hosts as it is now."""
         return self._links.get((a, b), self._link)
 
     def _delay_s(self, src: Host, dst: Host) -> float:
         if src is dst:
             return 0.0
-        return self._link_between(src.name, dst.name).latency_s * max(src.slowness, dst.slowness)
+        return self.link(src.name, dst.name).latency_s * max(src.slowness, dst.slowness)
 
 
 def _rate(name: str, rate: float | None) -> float | None:

@@ -180,6 +180,7 @@ class Flow:
         "_end_sent",
         "_flying",
         "_held_until",
+        "_line",
         "_medium",
         "_owed",
         "_queue",
@@ -203,6 +204,7 @@ class Flow:
         self._queue: deque[bytes] = deque()
         self._flying: deque[tuple[float, bytes | Callable[[], None]]] = deque()  # when it arrives, and what
         self._held_until = 0.0
+        self._line = Line(None)  # of this pipe alone: the way between the two hosts, where it is narrower than theirs
         self._unread = 0  # bytes sent for which no credit has come back
         self._owed = 0  # bytes read there for which no credit was sent
         self._credit_held = 0
@@ -265,6 +267,9 @@ class Flow:
             if dst.downlink.rate is not None:
                 # The first byte is there one latency after it left: both lines are busy with it at the same time.
                 arrival = max(arrival, dst.downlink.occupy(now + delay_s, nbytes))
+            if self.link.bandwidth_bytes_s is not None:
+                self._line.rate = self.link.bandwidth_bytes_s
+                arrival = max(arrival, self._line.occupy(now + delay_s, nbytes))
         self._fly(data, arrival)
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:

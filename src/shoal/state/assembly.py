@@ -7,13 +7,11 @@ not when a donor announces it. No tensor leaves before every chunk was verified,
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 
 from shoal.compression import allocate
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.state.manifest import Manifest, TensorSpec
+from shoal.state.manifest import Manifest, TensorSpec, chunk_digest
 
 __all__ = ["Assembly"]
 
@@ -34,6 +32,10 @@ class Assembly:
         """Memory taken so far."""
         return sum(data.nbytes for _, data in self._buffers.values())
 
+    def clear(self) -> None:
+        """Free everything that was received."""
+        self._buffers.clear()
+
     def buffers(self, chunk: int) -> list[memoryview]:
         """The places, one after another, that the bytes of a chunk go to.
 
@@ -43,11 +45,8 @@ class Assembly:
         return [self._buffer(tensor)[1][start:stop] for tensor, start, stop in self._manifest.pieces(chunk)]
 
     def has(self, chunk: int, digest: bytes) -> bool:
-        """Whether what lies in the place of a chunk has this SHA-256."""
-        found = hashlib.sha256()
-        for data in self.buffers(chunk):
-            found.update(data)
-        return found.digest() == digest
+        """Whether what lies in the place of a chunk has this digest."""
+        return chunk_digest(self.buffers(chunk)) == digest
 
     def finish(self, *, require_finite: bool) -> list[torch.Tensor]:
         """Take the tensors out, decoded; the assembly is of no more use.

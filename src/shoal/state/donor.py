@@ -1,14 +1,14 @@
 """The donor's side: shows what state there is, and sends it.
 
 Invariants: what is sent is a snapshot, never a live tensor; receivers at a time, copies and upload are bounded; what a
-receiver asks for is checked, and a wrong request costs it the stream; one that does not read is left after
-`send_stall_s`.
+receiver asks for is checked, and a wrong request costs it the stream; one that does not read, or keeps its stream and
+asks for nothing, is left after `send_stall_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 import msgspec
@@ -20,7 +20,8 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, Snapshot, SnapshotStore
-from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply
+from shoal.state.upload import Upload
+from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
 __all__ = ["ShareLimits", "StateDonor"]
 
@@ -35,14 +36,17 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         upload_bytes_per_s: the rate at which state is sent, over all receivers; None for no limit.
+        beside_rounds: while this peer sends other things (rounds of averaging), states get at most this fraction of
+            what those get, so that newcomers do not slow them; None: as much as there is.
         max_receivers: streams that are served at the same time; more are asked to come again.
         max_receivers_per_peer: how many of them may be one peer's.
         max_snapshots: copies of one state at any time.
         linger_s: how long a copy that nobody takes is kept, seconds.
-        send_stall_s: a receiver that does not take a piece of a chunk within this time is left.
+        send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none, is left.
     """
 
     upload_bytes_per_s: float | None = None
+    beside_rounds: float | None = 0.1
     max_receivers: int = 16
     max_receivers_per_peer: int = 4
     max_snapshots: int = 2
@@ -86,7 +90,10 @@ class StateDonor:
         for name in ("max_receivers", "max_receivers_per_peer", "max_snapshots"):
             if getattr(self._limits, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self._limits, name)}, must be at least 1")
+        if self._limits.beside_rounds is not None and not self._limits.beside_rounds > 0:
+            raise ConfigError(f"beside_rounds is {self._limits.beside_rounds}, must be above 0, or None for no limit")
         self.enabled = True
+        self._upload = Upload.of(endpoint)
         self._pacer = pacer or Pacer(self._limits.upload_bytes_per_s)
         self._serving: Counter[PeerID] = Counter()
         self._store = SnapshotStore(
@@ -149,7 +156,7 @@ class StateDonor:
             raise PeerRefused(f"the state cannot be sent: {error}") from error
         return ManifestPending(busy=False) if snapshot is None else snapshot.message
 
-    async def _send(self, stream: Stream[Chunk, Chunk], opening: FetchChunks) -> None:
+    async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
         peer = stream.peer_id
         self._check_enabled()
         snapshot = self._store.find(opening.snapshot)
@@ -157,32 +164,101 @@ class StateDonor:
             raise PeerRefused("this snapshot is gone: ask for the manifest again")
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")
-        known = len(snapshot.manifest.hashes)
-        if len(set(opening.chunks)) != len(opening.chunks) or not all(0 <= chunk < known for chunk in opening.chunks):
-            self._env.events.emit(PeerDropped(peer=peer, where="state sharing", reason="asked for impossible chunks"))
-            raise PeerProtocolError("asked for chunks that do not exist, or twice for one", peer)
         self._serving[peer] += 1
         self._store.begin(snapshot)
+        wishes = _Wishes(stream, len(snapshot.manifest.hashes))
         sent = 0
         try:
-            for chunk in opening.chunks:
-                sent += await self._send_chunk(stream, snapshot, chunk)
+            wishes.add(opening.chunks)
+            with self._upload.stream(stream):
+                while (chunk := await wishes.next(self._limits.send_stall_s)) is not None:
+                    sent += await self._send_chunk(stream, snapshot, chunk)
+        except PeerProtocolError as error:
+            self._env.events.emit(PeerDropped(peer=peer, where="state sharing", reason=error.message))
+            raise
         finally:
+            await wishes.close()
             self._store.end(snapshot)
             self._serving -= Counter({peer: 1})
             if sent:
                 self._env.events.emit(StateServed(prefix=self._prefix, peer=peer, bytes_sent=sent))
 
-    async def _send_chunk(self, stream: Stream[Chunk, Chunk], snapshot: Snapshot, chunk: int) -> int:
+    async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
         start, stop = snapshot.manifest.chunk_range(chunk)
-        size = self._pacer.piece_bytes(stop - start)
-        for first in range(start, stop, size):
-            piece = snapshot.data[first : min(first + size, stop)]
-            wait_s = self._pacer.reserve(piece.nbytes, asyncio.get_running_loop().time())
-            if wait_s > 0:
-                await asyncio.sleep(wait_s)
+        pacer, fraction = self._pacer, self._limits.beside_rounds
+        first = start
+        while first < stop:
+            piece = snapshot.data[first : first + self._upload.piece_bytes(stop - first, pacer, fraction)]
+            await self._upload.admit(piece.nbytes, pacer, fraction)
             if self._stopped:
                 raise PeerRefused("the state is not shared any more")
             async with asyncio.timeout(self._limits.send_stall_s):
                 await stream.send(Chunk(chunk, first - start), piece)
+            first += piece.nbytes
         return stop - start
+
+
+class _Wishes:
+    """What one receiver has asked for and was not sent yet; reads on while chunks are sent.
+
+    Args:
+        stream: the receiver's.
+        known: how many chunks there are.
+    """
+
+    def __init__(self, stream: Stream[Chunk, MoreChunks], known: int) -> None:
+        self._stream, self._known = stream, known
+        self._asked: set[int] = set()
+        self._queue: deque[int] = deque()
+        self._news = asyncio.Event()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._reader.add_done_callback(lambda _: self._news.set())
+
+    def add(self, chunks: list[int]) -> None:
+        """Queue them.
+
+        Raises:
+            PeerProtocolError: one does not exist, or was asked for before.
+        """
+        if not all(0 <= chunk < self._known for chunk in chunks):
+            raise PeerProtocolError("asked for chunks that do not exist", self._stream.peer_id)
+        if len(set(chunks)) != len(chunks) or not self._asked.isdisjoint(chunks):
+            raise PeerProtocolError("asked twice for one chunk", self._stream.peer_id)
+        self._asked.update(chunks)
+        self._queue.extend(chunks)
+        self._news.set()
+
+    async def next(self, timeout_s: float) -> int | None:
+        """The next chunk to send; None at the end.
+
+        Raises:
+            PeerError: the receiver is gone, or has broken the protocol.
+            PeerRefused: it has asked for nothing for `timeout_s`.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self._queue and not self._reader.done():
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            raise PeerRefused(f"no chunk was asked for within {timeout_s:g} s") from None
+        if self._reader.done():
+            self._reader.result()
+        return self._queue.popleft() if self._queue else None
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.wait((self._reader,))
+        if not self._reader.cancelled():
+            self._reader.exception()  # the stream has ended for a reason that its sender knows, or will learn
+
+    async def _read(self) -> None:
+        while True:
+            await self._stream.ready()  # a `recv` that is cancelled would end the connection before we can say why
+            if (came := await self._stream.recv()) is None:
+                return
+            message, nbytes = came
+            if nbytes:
+                raise PeerProtocolError(f"sent {nbytes} bytes to the donor", self._stream.peer_id)
+            self.add(message.chunks)

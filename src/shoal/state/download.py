@@ -1,84 +1,62 @@
 """The receiver's side: get a complete, verified state from donors that may lie, stall, change or die.
 
-Donors are tried in order of priority, ties by chance. From each: its manifest, checked; then the chunks that are still
-missing, each checked against its hash. Rules:
+The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time.
+Of the snapshots that they describe one is chosen; all donors whose tensors are the same, chunk hash by chunk hash, feed
+the download in parallel (see `feed`). Rules:
 
-- What is returned is exactly the snapshot of the last donor's manifest: complete, every chunk verified, metadata of
-  the same manifest. Otherwise `StateUnavailable`, and nothing was handed over.
-- When a donor fails midway the next one goes on: chunks whose hash is the same in its manifest are kept. If its state
-  is laid out differently the download begins anew.
-- A donor that breaks the protocol (a wrong hash, an impossible manifest) is dropped by name and not asked again. One
-  that was lost or fell silent is asked again if its turn brought at least one chunk, and after that may fail twice in
-  a row: so turns come to an end. One that is busy is asked again later.
+- What is returned is exactly one donor's snapshot: complete, every chunk verified, metadata and epoch of its manifest.
+  Otherwise `StateUnavailable`, and nothing was handed over. Metadata does not tell states apart: of donors whose
+  tensors are the same it is the chosen one's, also if that donor is lost on the way.
+- Of several states the one of the latest epoch is chosen; then the one that most donors have; then the first asked's.
+- Donors of another state wait until nobody is left who has the chosen one. Then they are asked anew: chunks whose hash
+  is the same are kept. If the state is laid out differently the download begins anew.
+- A donor that breaks the protocol (a wrong hash, an impossible manifest) is dropped by name and not asked again.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
-
-One donor sends at a time. The plan (`plan`) would let several.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 
-from shoal.clock import Backoff, Env
+from shoal.clock import Env
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerTimeout, StateUnavailable
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint, Stream
-from shoal.state.assembly import Assembly
+from shoal.rpc import Endpoint
+from shoal.state.candidates import Candidates, Donor
+from shoal.state.feed import END_WITHIN_S, Feed, Target
 from shoal.state.manifest import Accept, Manifest, read_manifest
-from shoal.state.plan import ChunkPlan
-from shoal.wire import Chunk, Contact, FetchChunks, GetManifest, ManifestPending
+from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
 
-_READ_BYTES = 128 << 10
-"""Bytes that must arrive within the stall limit: whoever is slower than 26 kB/s counts as stalled."""
-
-_CHECKS_AT_ONCE = 4
-_END_WITHIN_S = 1.0
-_BUSY_REFUSALS = 5
-_FAILURES_AFTER_CHUNKS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Donor:
-    """A peer that may have the state.
-
-    Attributes:
-        contact: how it is reached; a peer id alone for one that we have a link with.
-        priority: donors of higher priority (usually the epoch) are asked first.
-    """
-
-    contact: Contact | PeerID
-    priority: float = 0.0
-
-    @property
-    def peer(self) -> PeerID:
-        """Who it is."""
-        return self.contact.peer if isinstance(self.contact, Contact) else self.contact
+_CHOOSE_WITHIN_S = 0.3
+"""After the first donor has described its state the others have so long, before one of the states is chosen."""
 
 
 class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a donor may cost us.
+    """What a donor may cost us, and we them.
 
     Attributes:
         max_state_bytes: the largest state that is taken.
         stall_s: a donor that answers or sends nothing for this long is left.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         require_finite: refuse a state that holds NaN or infinity.
+        max_donors: donors that are asked, and send, at the same time.
     """
 
     max_state_bytes: int = 64 << 30
     stall_s: float = 5.0
     manifest_timeout_s: float = 60.0
     require_finite: bool = True
+    max_donors: int = 4
 
 
 @dataclass(frozen=True)
@@ -125,14 +103,17 @@ async def download_state(
 
     Raises:
         StateUnavailable: no donor gave it; the message has each donor's reason. Nothing was changed.
-        ConfigError: `timeout_s` is not positive.
+        ConfigError: `timeout_s` is not positive, or no donor may be asked.
     """
+    limits = limits or DownloadLimits()
     if not timeout_s > 0:
         raise ConfigError(f"timeout_s is {timeout_s}, must be more than 0 seconds")
-    download = _Download(endpoint, env, prefix, accept, limits or DownloadLimits())
+    if limits.max_donors < 1:
+        raise ConfigError(f"max_donors is {limits.max_donors}, must be at least 1")
+    download = _Download(endpoint, env, prefix, donors, accept, limits)
     try:
         async with asyncio.timeout(timeout_s):
-            return await download.run(donors)
+            return await download.run()
     except TimeoutError:
         raise StateUnavailable(download.describe(f"no complete state within {timeout_s:g} s")) from None
 
@@ -141,215 +122,212 @@ class _Busy(Exception):
     """The donor asks us to come again; no fault of its own."""
 
 
+class _OtherState(Exception):
+    """The donor's state is not the one that is being fetched; no fault of its own."""
+
+
 class _Download:
     """One call of `download_state`."""
 
     def __init__(
-        self, endpoint: Endpoint, env: Env, prefix: str, accept: Accept | None, limits: DownloadLimits
+        self,
+        endpoint: Endpoint,
+        env: Env,
+        prefix: str,
+        donors: Sequence[Donor],
+        accept: Accept | None,
+        limits: DownloadLimits,
     ) -> None:
         self._endpoint, self._env, self._prefix = endpoint, env, prefix
         self._accept, self._limits = accept, limits
-        self._plan: ChunkPlan[PeerID] | None = None
-        self._assembly: Assembly | None = None
-        self._reasons: dict[PeerID, str] = {}
-        self._refusals: dict[PeerID, int] = {}
-        self._failures_left: dict[PeerID, int] = {}
-        self._bytes_received = 0
-        self._chunks_received = 0
-        self._started = asyncio.get_running_loop().time()
+        self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
+        self._turns: dict[asyncio.Task[None], Donor] = {}
+        self._offers: dict[Donor, Manifest] = {}  # what was described while no state is chosen
+        self._choose_at: float | None = None
+        self._chosen = asyncio.Event()
+        self._news = asyncio.Event()
+        self._target: Target | None = None
+        self._first: PeerID | None = None  # whose snapshot is fetched
+        self._spoiled: list[Manifest] = []
+        self._bytes_before = 0  # received for states that were given up
+        self._started = self._now()
 
     def describe(self, what: str) -> str:
         """What happened, and what each donor did."""
-        reasons = "; ".join(f"{peer.short()}: {reason}" for peer, reason in self._reasons.items())
-        return f"{what} for {self._prefix!r} ({reasons or 'nobody to ask'})"
+        return f"{what} for {self._prefix!r} ({self._candidates.describe()})"
 
-    async def run(self, donors: Sequence[Donor]) -> DownloadedState:
-        """Ask the donors in turn until one download is complete."""
-        queue = deque(self._in_order(donors))
-        later: list[Donor] = []
-        backoff = Backoff(self._env.rng, first_s=0.2, max_s=2.0)
-        while queue or later:
-            if not queue:
-                await asyncio.sleep(backoff.next_s())
-                queue.extend(later)
-                later.clear()
-            donor = queue.popleft()
-            before = self._chunks_received
-            try:
-                return await self._take_from(donor)
-            except _Busy:
-                self._reasons[donor.peer] = "busy"
-                later.append(donor)
-            except PeerProtocolError as error:
-                self._reasons[donor.peer] = error.message
-                self._env.events.emit(PeerDropped(peer=donor.peer, where="state download", reason=error.message))
-            except PeerError as error:
-                self._reasons[donor.peer] = error.message
-                if self._chunks_received > before:
-                    self._failures_left[donor.peer] = _FAILURES_AFTER_CHUNKS
-                    queue.append(donor)
-                elif self._failures_left.get(donor.peer, 0) > 0:
-                    self._failures_left[donor.peer] -= 1
-                    later.append(donor)
-        raise StateUnavailable(self.describe("no donor gave a complete state"))
+    async def run(self) -> DownloadedState:
+        """Let donors feed until one state is complete."""
+        try:
+            while True:
+                self._news.clear()
+                self._collect_turns()
+                if self._target is not None and self._target.plan.complete and self._chosen.is_set():
+                    if (state := await self._finish(self._target)) is not None:
+                        return state
+                    continue
+                self._start_turns()
+                self._choose()
+                if not self._turns and self._candidates.ready_at(None) is None:
+                    raise StateUnavailable(self.describe("no donor gave a complete state"))
+                await self._wait()
+        finally:
+            await self._end_turns()
 
-    def _in_order(self, donors: Sequence[Donor]) -> list[Donor]:
-        others = {donor.peer: donor for donor in donors if donor.peer != self._endpoint.peer_id}
-        shuffled = sorted(others.values(), key=lambda donor: donor.peer)
-        self._env.rng.shuffle(shuffled)
-        return sorted(shuffled, key=lambda donor: -donor.priority)
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
 
-    # ----------------------------------------------------------------------------------------------------- one donor
+    # --------------------------------------------------------------------------------------------------------- turns
 
-    async def _take_from(self, donor: Donor) -> DownloadedState:
-        manifest = await self._ask(donor)
-        if self._accept is not None and (reason := self._accept(manifest)):
-            raise PeerRefused(reason, donor.peer)
-        plan, assembly = self._move_to(manifest)
-        plan.offer(donor.peer, manifest)
-        if wanted := plan.take(donor.peer):
-            try:
-                await self._fetch(donor, plan, assembly, wanted)
-            finally:
-                plan.release(donor.peer)
-        return await self._finish(donor, plan, assembly)
+    @property
+    def _level(self) -> float | None:
+        return min((donor.priority for donor in self._turns.values()), default=None)
 
-    async def _ask(self, donor: Donor) -> Manifest:
+    def _start_turns(self) -> None:
+        while len(self._turns) < self._limits.max_donors:
+            donor = self._candidates.next(self._now(), self._level)
+            if donor is None:
+                return
+            if not self._turns:  # nobody is left who has what was chosen
+                self._offers.clear()
+                self._chosen.clear()
+            task = asyncio.get_running_loop().create_task(self._turn(donor))
+            task.add_done_callback(lambda _: self._news.set())
+            self._turns[task] = donor
+
+    def _collect_turns(self) -> None:
+        for task in [task for task in self._turns if task.done()]:
+            del self._turns[task]
+            task.result()  # a turn handles whatever a donor does: the rest is for our caller
+
+    async def _end_turns(self) -> None:
+        for task, donor in self._turns.items():
+            task.cancel()
+            self._candidates.again(donor, self._now())
+        if self._turns:
+            await asyncio.wait(self._turns)
+        self._turns.clear()
+
+    async def _wait(self) -> None:
+        """Until a turn has ended, the state is complete, or it is time to choose or to ask somebody."""
+        times = [self._choose_at]
+        if len(self._turns) < self._limits.max_donors:
+            times.append(self._candidates.ready_at(self._level))
+        until = min((at for at in times if at is not None), default=None)
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._news.wait()
+
+    async def _turn(self, donor: Donor) -> None:
+        """One donor describes its state, and feeds it if it is the chosen one."""
+        candidates, feed = self._candidates, None
+        try:
+            manifest = await self._describe_state(donor)
+            feed = await self._join(donor, manifest)
+            await feed.run()
+            if feed.beaten:
+                candidates.beaten(donor, self._now())
+        except _Busy:
+            candidates.busy(donor, self._now())
+        except _OtherState:
+            candidates.other_state(donor, self._now())
+        except PeerProtocolError as error:
+            self._drop(donor.peer, error.message)
+        except PeerError as error:
+            brought = feed is not None and feed.chunks_brought > 0
+            if isinstance(error, PeerRefused) and feed is not None and not brought:
+                candidates.refused(donor, error.message, self._now())
+            else:
+                candidates.failed(donor, error.message, self._now(), brought_chunks=brought)
+
+    def _drop(self, peer: PeerID, reason: str) -> None:
+        self._candidates.dropped(peer, reason)
+        self._env.events.emit(PeerDropped(peer=peer, where="state download", reason=reason))
+
+    async def _describe_state(self, donor: Donor) -> Manifest:
         """The donor's manifest, checked; waits while it is being made."""
-        loop, limits = asyncio.get_running_loop(), self._limits
-        give_up_at = loop.time() + limits.manifest_timeout_s
-        while loop.time() < give_up_at:
+        limits = self._limits
+        give_up_at = self._now() + limits.manifest_timeout_s
+        while self._now() < give_up_at:
             request = GetManifest(self._prefix)
             reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.stall_s)
             if not isinstance(reply, ManifestPending):
-                try:
-                    return read_manifest(reply, max_state_bytes=limits.max_state_bytes)
-                except PeerProtocolError as error:
-                    raise PeerProtocolError(error.message, donor.peer) from error
+                manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
+                if self._accept is not None and (reason := self._accept(manifest)):
+                    raise PeerRefused(reason, donor.peer)
+                if any(manifest.same_content(spoiled) for spoiled in self._spoiled):
+                    raise PeerProtocolError("its state is one that was refused already", donor.peer)
+                return manifest
             if reply.busy:
                 raise _Busy
             await asyncio.sleep(0.05)  # it has waited for us already, unless it is out to make us spin
         raise PeerTimeout(f"made no snapshot within {limits.manifest_timeout_s:g} s", donor.peer)
 
-    def _move_to(self, manifest: Manifest) -> tuple[ChunkPlan[PeerID], Assembly]:
-        if self._plan is None:
-            self._plan = ChunkPlan(manifest)
-        elif not self._plan.move_to(manifest):
-            self._assembly = None  # freed before the next one takes memory
-        if self._assembly is None:
-            self._assembly = Assembly(manifest)
-        return self._plan, self._assembly
+    async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
+        if not self._chosen.is_set():
+            self._offers[donor] = manifest
+            if self._choose_at is None:
+                self._choose_at = self._now() + _CHOOSE_WITHIN_S
+            self._news.set()
+            await self._chosen.wait()
+        target = self._target
+        assert target is not None, "a state was chosen"
+        if not target.manifest.same_content(manifest):
+            raise _OtherState
+        stall_s = self._limits.stall_s
+        return Feed(self._endpoint, self._env, self._prefix, donor.contact, manifest.snapshot, target, stall_s=stall_s)
 
-    async def _fetch(self, donor: Donor, plan: ChunkPlan[PeerID], assembly: Assembly, wanted: list[int]) -> None:
-        opening = FetchChunks(self._prefix, plan.manifest.snapshot, wanted)
-        stream = await self._endpoint.open(donor.contact, opening, timeout_s=self._limits.stall_s)
-        checks: deque[tuple[int, asyncio.Task[bool]]] = deque()
-        failure: PeerError | None = None
-        before = self._chunks_received
-        try:
-            await self._receive(stream, plan, assembly, wanted, checks)
-        except PeerError as error:
-            failure = error
-        finally:
-            stream.abort()  # nothing to do after an orderly end
-        await self._settle(donor.peer, plan, checks, leave=0)
-        if isinstance(failure, PeerRefused) and self._chunks_received == before:
-            self._refusals[donor.peer] = self._refusals.get(donor.peer, 0) + 1
-            if self._refusals[donor.peer] < _BUSY_REFUSALS:
-                raise _Busy from failure
-        if failure is not None and not plan.complete:
-            raise failure
+    def _choose(self) -> None:
+        """Choose a state once all who were asked have described theirs, or had time to."""
+        if self._chosen.is_set() or not self._offers:
+            return
+        if len(self._offers) < len(self._turns) and self._choose_at is not None and self._now() < self._choose_at:
+            return
 
-    async def _receive(
-        self,
-        stream: Stream[Chunk, Chunk],
-        plan: ChunkPlan[PeerID],
-        assembly: Assembly,
-        wanted: list[int],
-        checks: deque[tuple[int, asyncio.Task[bool]]],
-    ) -> None:
-        loop, stall_s = asyncio.get_running_loop(), self._limits.stall_s
-        try:
-            async with asyncio.timeout(stall_s) as limit:
-                await stream.end()
-                for chunk in wanted:
-                    await self._receive_chunk(stream, plan.manifest, assembly, chunk, limit)
-                    limit.reschedule(None)  # hashing is our own time
-                    digest = plan.manifest.hashes[chunk]
-                    check = loop.create_task(self._env.executor.run(assembly.has, chunk, digest))
-                    checks.append((chunk, check))
-                    await self._settle(stream.peer_id, plan, checks, leave=_CHECKS_AT_ONCE)
-                    limit.reschedule(loop.time() + stall_s)
-                limit.reschedule(loop.time() + min(stall_s, _END_WITHIN_S))
-                await stream.finish()  # so that the connection can carry the next stream
-        except TimeoutError as error:
-            if isinstance(error, PeerError):
-                raise
-            raise PeerTimeout(f"sent nothing for {stall_s:g} s", stream.peer_id) from None
+        def rank(offer: tuple[Donor, Manifest]) -> tuple[float, int, int]:
+            donor, manifest = offer
+            votes = sum(manifest.same_content(other) for other in self._offers.values())
+            return donor.priority, manifest.epoch, votes
 
-    async def _receive_chunk(
-        self, stream: Stream[Chunk, Chunk], manifest: Manifest, assembly: Assembly, chunk: int, limit: asyncio.Timeout
-    ) -> None:
-        start, stop = manifest.chunk_range(chunk)
-        loop, stall_s = asyncio.get_running_loop(), self._limits.stall_s
-        places = deque(assembly.buffers(chunk))
-        received, announced = 0, 0
-        while received < stop - start:
-            if not announced:
-                announced = await self._next_piece(stream, chunk, received, stop - start)
-            place = places.popleft()
-            part = place[: min(place.nbytes, announced, _READ_BYTES)]
-            if part.nbytes < place.nbytes:
-                places.appendleft(place[part.nbytes :])
-            await stream.readinto(part)
-            received, announced = received + part.nbytes, announced - part.nbytes
-            self._bytes_received += part.nbytes
-            limit.reschedule(loop.time() + stall_s)
-
-    async def _next_piece(self, stream: Stream[Chunk, Chunk], chunk: int, received: int, total: int) -> int:
-        came = await stream.recv()
-        if came is None:
-            raise PeerProtocolError(f"ended before chunk {chunk}", stream.peer_id)
-        message, nbytes = came
-        if message.index != chunk or message.offset != received or not 0 < nbytes <= total - received:
-            raise PeerProtocolError(
-                f"sent {nbytes} bytes of chunk {message.index} at {message.offset}, "
-                f"expected chunk {chunk} at {received}",
-                stream.peer_id,
-            )
-        return nbytes
-
-    async def _settle(
-        self, peer: PeerID, plan: ChunkPlan[PeerID], checks: deque[tuple[int, asyncio.Task[bool]]], *, leave: int
-    ) -> None:
-        """Wait for checks until at most `leave` are under way. A wrong one is the donor's fault."""
-        wrong: int | None = None
-        while len(checks) > leave:
-            chunk, check = checks.popleft()
-            if await check:
-                plan.verify(chunk)
-                self._chunks_received += 1
-            else:
-                wrong, leave = chunk, 0
-        if wrong is not None:
-            raise PeerProtocolError(f"chunk {wrong} does not match its hash", peer)
+        donor, manifest = max(self._offers.items(), key=rank)
+        self._first = donor.peer
+        if self._target is None:
+            self._target = Target(manifest, self._news.set)
+        else:
+            self._target.move_to(manifest)
+        self._choose_at = None
+        self._offers.clear()
+        self._chosen.set()
+        self._news.set()
 
     # ----------------------------------------------------------------------------------------------------- all of it
 
-    async def _finish(self, donor: Donor, plan: ChunkPlan[PeerID], assembly: Assembly) -> DownloadedState:
-        manifest = plan.manifest
-        # Whatever comes of it, the buffers are used up: another donor would begin anew.
-        self._plan = self._assembly = None
+    async def _finish(self, target: Target) -> DownloadedState | None:
+        """Hand the state over; None if its values are no good."""
+        assert self._first is not None, "a state was chosen"
+        manifest, first = target.manifest, self._first
+        ending = [task for task, donor in self._turns.items() if self._ends(target, donor)]
+        if ending:
+            await asyncio.wait(ending, timeout=END_WITHIN_S)
+        await self._end_turns()
+        donors = tuple(dict.fromkeys((first, *target.plan.contributors)))
+        bytes_received = self._bytes_before + target.bytes_received
+        # Whatever comes of it, the buffers are used up: another state would begin anew.
+        self._target, self._bytes_before = None, bytes_received
         try:
-            finish = assembly.finish
+            finish = target.assembly.finish
             tensors = await self._env.executor.run(finish, require_finite=self._limits.require_finite)
         except PeerProtocolError as error:
-            raise PeerProtocolError(error.message, donor.peer) from error
-        donors = tuple(dict.fromkeys((donor.peer, *plan.contributors)))
-        duration_s = asyncio.get_running_loop().time() - self._started
+            self._spoiled.append(manifest)
+            for peer in donors:  # each has this state, or sent a part of it
+                self._drop(peer, error.message)
+            return None
+        duration_s = self._now() - self._started
         self._env.events.emit(
-            StateDownloaded(
-                prefix=self._prefix, donors=donors, bytes_received=self._bytes_received, duration_s=duration_s
-            )
+            StateDownloaded(prefix=self._prefix, donors=donors, bytes_received=bytes_received, duration_s=duration_s)
         )
-        return DownloadedState(manifest.metadata, tensors, manifest.epoch, donors, self._bytes_received, duration_s)
+        return DownloadedState(manifest.metadata, tensors, manifest.epoch, donors, bytes_received, duration_s)
+
+    def _ends(self, target: Target, donor: Donor) -> bool:
+        feed = target.feeds.get(donor.peer)
+        return feed is not None and feed.idle

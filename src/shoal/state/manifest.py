@@ -1,7 +1,7 @@
 """What a state looks like: its tensors, and the chunks that it travels in. Pure values: no loop, no network.
 
 A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own. The encodings follow one
-another without gaps and are cut to chunks of equal size, each with its SHA-256. A manifest from the network is believed
+another without gaps and are cut to chunks of equal size, each with its digest. A manifest from the network is believed
 only as far as it was checked here, before anything is allocated for it:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
@@ -9,14 +9,17 @@ only as far as it was checked here, before anything is allocated for it:
 - metadata is plain: None, bool, int, float, str, bytes, list, dict.
 
 Two manifests of the same layout describe the same bytes wherever their hashes are equal, whoever made them: a download
-goes on from one donor to the next on that.
+takes chunks from several donors, and goes on from one to the next, on that. Encoding and cutting follow from values,
+shapes, dtypes and codecs alone, so donors of equal states have equal hashes. Metadata is no part of that: it may hold
+what is a donor's own, and comes from one of them.
 """
 
 from __future__ import annotations
 
 import bisect
+import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -28,7 +31,16 @@ from shoal.compression import CompressionBase, NoCompression, codec_by_name, dty
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.wire import ManifestReply, encode
 
-__all__ = ["Accept", "Manifest", "TensorSpec", "chunk_size", "describe", "matching", "read_manifest"]
+__all__ = [
+    "Accept",
+    "Manifest",
+    "TensorSpec",
+    "chunk_digest",
+    "chunk_size",
+    "describe",
+    "matching",
+    "read_manifest",
+]
 
 MIN_CHUNK_BYTES = 1 << 10
 CHUNK_BYTES = 1 << 20
@@ -37,6 +49,7 @@ MAX_CHUNKS = 4096
 """So many hashes fit beside the rest into one message; larger states get larger chunks."""
 
 MAX_METADATA_BYTES = 1 << 20
+DIGEST_BYTES = 32
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 1 << 44
 
@@ -86,7 +99,7 @@ class Manifest:
         metadata: what goes with the tensors.
         tensors: the tensors in order.
         chunk_bytes: size of every chunk but the last.
-        hashes: SHA-256 of every chunk.
+        hashes: digest of every chunk.
     """
 
     snapshot: bytes
@@ -110,6 +123,10 @@ class Manifest:
     def same_layout(self, other: Manifest) -> bool:
         """Whether chunk `i` covers the same elements in both."""
         return self.tensors == other.tensors and self.chunk_bytes == other.chunk_bytes
+
+    def same_content(self, other: Manifest) -> bool:
+        """Whether both describe the same tensors, bit for bit. Metadata and epoch are each donor's own."""
+        return self.same_layout(other) and self.hashes == other.hashes
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """First byte of a chunk within the encoded state, and the byte after its last."""
@@ -167,6 +184,18 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
         if not codec.supports(tensor.dtype):
             raise ConfigError(f"codec {codec.name!r} does not support tensor {position} of the state ({tensor.dtype})")
     return tuple(TensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True))
+
+
+def chunk_digest(pieces: Iterable[memoryview]) -> bytes:
+    """The digest of a chunk that lies in these pieces: SHA-512, cut to 32 bytes.
+
+    On processors without instructions for SHA-256 it is half as fast again, and hashing is most of what a download
+    costs there.
+    """
+    found = hashlib.sha512()
+    for piece in pieces:
+        found.update(piece)
+    return found.digest()[:DIGEST_BYTES]
 
 
 def chunk_size(total_bytes: int) -> int:

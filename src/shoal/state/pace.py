@@ -1,14 +1,22 @@
-"""An upload limit, as arithmetic: when may the next bytes go. Pure logic: no loop, no clock.
+"""How fast a donor sends, as arithmetic: when may the next bytes go. Pure logic: no loop, no clock.
 
-Each sender reserves one piece at a time and waits for as long as it is told, so senders take turns and share the rate
-evenly. After a pause at most `burst_s` worth of bytes goes at once.
+`Pacer` is a fixed limit. Each sender reserves one piece at a time and waits for as long as it is told, so senders take
+turns and share the rate evenly. After a pause at most `burst_s` worth of bytes goes at once.
+
+`Courtesy` keeps newcomers from slowing what this peer is there for: as long as it sends other things (rounds of
+averaging), states get a fraction of what those get. Where all bytes cost the same, on a line or on a processor, a round
+takes longer by about that fraction, however many newcomers there are. What is measured is the rounds' own traffic, so
+the rule needs to know neither the line nor the processor, nor when a round begins.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+
 from shoal.errors import ConfigError
 
-__all__ = ["Pacer"]
+__all__ = ["Courtesy", "Pacer"]
 
 MIN_BYTES_PER_S = 32 << 10
 _PIECE_S = 0.125
@@ -47,3 +55,56 @@ class Pacer:
         starts_at = max(self._free_at, now - _BURST_S)
         self._free_at = starts_at + nbytes / self._bytes_per_s
         return max(0.0, starts_at - now)
+
+
+QUIET_BYTES = 64 << 10
+"""Other traffic below this, within the window, is no round."""
+
+FREE_PIECE_BYTES = 256 << 10
+"""Before each piece is looked whether a round has begun."""
+
+HELD_PIECE_BYTES = 64 << 10
+LONGEST_HOLD_S = 1.5
+"""A piece is not held for longer: so every receiver gets 43 kB/s, which is no stall."""
+
+LOOK_AGAIN_S = 0.02
+_WINDOW_S = 0.5
+_WATCH_S = 0.1
+"""Nothing goes before other traffic was watched for so long: what has gone is in the queues of the line."""
+
+
+class Courtesy:
+    """Compares what is sent for states with what else is sent, over the last half second.
+
+    Attributes:
+        busy: whether there was other traffic at the last look.
+    """
+
+    def __init__(self) -> None:
+        self._state_bytes = 0
+        self._samples: deque[tuple[float, int, int]] = deque()
+        self.busy = False
+
+    def held(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
+        """Whether states have had their share by now, or it is not known yet: then look again after `LOOK_AGAIN_S`.
+
+        Args:
+            fraction: of the other traffic, that states may have.
+            now: seconds.
+            other_bytes: what was sent by this peer so far, beside states. Called only as often as needed.
+        """
+        samples = self._samples
+        if not samples or now - samples[-1][0] >= LOOK_AGAIN_S:
+            samples.append((now, other_bytes(), self._state_bytes))
+        while len(samples) > 2 and samples[1][0] <= now - _WINDOW_S:
+            samples.popleft()
+        (since, other_before, state_before), (_, other_now, _) = samples[0], samples[-1]
+        if now - since < _WATCH_S:
+            return True
+        other = other_now - other_before
+        self.busy = other >= QUIET_BYTES
+        return self.busy and self._state_bytes - state_before > fraction * other
+
+    def sent(self, nbytes: int) -> None:
+        """So many bytes of a state go now."""
+        self._state_bytes += nbytes

@@ -1,13 +1,17 @@
 """Which chunks of a state are still missing, who has them and who is sending them. Pure logic: no loop, no network.
 
-A chunk is missing, then in flight from one donor, then verified; a donor that gives up returns its chunks to missing.
-Invariants: a chunk is in flight from at most one donor; a verified chunk is never asked for again, except when the plan
-moves to a manifest that says something else of it. The plan does not care how many donors send at the same time.
+A chunk is missing, then in flight from one donor, its owner, then verified; a donor that gives up returns its chunks to
+missing. Near the end a second donor may be asked for a chunk whose owner is slow: it *doubles* it.
+
+Invariants: a chunk in flight has one owner and at most one other donor that doubles it; a verified chunk is never asked
+for again, except when the plan moves to a manifest that says something else of it. The plan does not care how many
+donors send at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from itertools import islice
 from typing import Generic, TypeVar
 
 from shoal.state.manifest import Manifest
@@ -28,6 +32,7 @@ class ChunkPlan(Generic[D]):
         self._manifest = manifest
         self._missing = dict.fromkeys(range(len(manifest.hashes)))  # a set that keeps its order
         self._in_flight: dict[int, D] = {}
+        self._doubled: dict[int, D] = {}
         self._verified: dict[int, D] = {}
         self._holdings: dict[D, frozenset[int]] = {}
 
@@ -40,6 +45,11 @@ class ChunkPlan(Generic[D]):
     def complete(self) -> bool:
         """True once every chunk is verified."""
         return len(self._verified) == len(self._manifest.hashes)
+
+    @property
+    def missing(self) -> int:
+        """Number of chunks that nobody sends."""
+        return len(self._missing)
 
     @property
     def verified(self) -> int:
@@ -79,20 +89,49 @@ class ChunkPlan(Generic[D]):
     def take(self, donor: D, limit: int | None = None) -> list[int]:
         """Missing chunks that this donor is to send now, in order, at most `limit`; they are in flight from now on."""
         holds = self._holdings.get(donor, frozenset())
-        taken = [chunk for chunk in self._missing if chunk in holds][:limit]
+        taken = list(islice((chunk for chunk in self._missing if chunk in holds), limit))
         for chunk in taken:
             del self._missing[chunk]
             self._in_flight[chunk] = donor
         return taken
 
-    def verify(self, chunk: int) -> None:
-        """A chunk in flight has arrived, and its hash is right."""
-        self._verified[chunk] = self._in_flight.pop(chunk)
+    def doubtful(self, donor: D) -> Iterator[tuple[int, D]]:
+        """Chunks in flight from another donor alone that this one has too: (chunk, owner)."""
+        holds = self._holdings.get(donor, frozenset())
+        for chunk, owner in self._in_flight.items():
+            if owner != donor and chunk in holds and chunk not in self._doubled:
+                yield chunk, owner
+
+    def double(self, donor: D, chunk: int) -> None:
+        """This donor sends a chunk too that is in flight from another one."""
+        assert self._in_flight.get(chunk, donor) != donor, "double() of a chunk that is in flight from nobody else"
+        assert chunk not in self._doubled, "double() of a chunk that is doubled"
+        self._doubled[chunk] = donor
+
+    def owner(self, chunk: int) -> D | None:
+        """From whom a chunk is in flight; None if it is missing or verified."""
+        return self._in_flight.get(chunk)
+
+    def is_verified(self, chunk: int) -> bool:
+        """Whether a chunk is there."""
+        return chunk in self._verified
+
+    def verify(self, chunk: int, donor: D) -> None:
+        """A chunk in flight has arrived from this donor, its owner or who doubles it, and its hash is right."""
+        senders = (self._in_flight.pop(chunk), self._doubled.pop(chunk, None))
+        assert donor in senders, "verify() of a chunk from somebody else"
+        self._verified[chunk] = donor
 
     def release(self, donor: D) -> None:
-        """A donor sends nothing more: what is in flight from it is missing again, and it holds nothing."""
+        """A donor sends nothing more: what is in flight from it alone is missing again, and it holds nothing."""
         self._holdings.pop(donor, None)
+        self._doubled = {chunk: sender for chunk, sender in self._doubled.items() if sender != donor}
         back = [chunk for chunk, sender in self._in_flight.items() if sender == donor]
         for chunk in back:
-            del self._in_flight[chunk]
-        self._missing = dict.fromkeys(sorted([*self._missing, *back]))
+            if chunk in self._doubled:
+                self._in_flight[chunk] = self._doubled.pop(chunk)
+            else:
+                del self._in_flight[chunk]
+        back = [chunk for chunk in back if chunk not in self._in_flight]
+        if back:
+            self._missing = dict.fromkeys(sorted([*self._missing, *back]))

@@ -12,7 +12,6 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch
 from shoal.clock import Env
 from shoal.compression import CompressionBase, allocate
 from shoal.errors import ClosedError, ConfigError
-from shoal.state.manifest import Manifest, chunk_size, describe
+from shoal.state.manifest import Manifest, chunk_digest, chunk_size, describe
 from shoal.wire import ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
@@ -34,7 +33,7 @@ _HASH_AT_ONCE = 16
 _HASHERS = 4
 
 _HASH_BYTES = 34
-"""One SHA-256 in MessagePack."""
+"""One digest in MessagePack."""
 
 _ABOUT_TO_OPEN_S = 2.0
 """Whoever was told of a snapshot opens a stream for it within this time, or may have to ask again."""
@@ -251,4 +250,4 @@ def _encode_all(layout: Manifest, tensors: Sequence[torch.Tensor]) -> memoryview
 
 
 def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:
-    return [hashlib.sha256(data[i : i + chunk_bytes]).digest() for i in range(0, data.nbytes, chunk_bytes)]
+    return [chunk_digest([data[i : i + chunk_bytes]]) for i in range(0, data.nbytes, chunk_bytes)]

@@ -1,0 +1,108 @@
+"""What a round is given and what it gives back: the group, how patient it is, the outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from shoal.peer import PeerID
+from shoal.rpc import Stream
+from shoal.wire import Commit, Member
+
+__all__ = ["FormedGroup", "Outcome", "RoundOptions"]
+
+
+class FormedGroup(Protocol):
+    """What matchmaking hands over."""
+
+    @property
+    def round_id(self) -> bytes:
+        """Names the round."""
+        ...
+
+    @property
+    def members(self) -> Sequence[Member]:
+        """Everybody, in the group's order."""
+        ...
+
+    @property
+    def my_index(self) -> int:
+        """Which of them we are."""
+        ...
+
+    @property
+    def decider(self) -> int:
+        """Which of them decides."""
+        ...
+
+    @property
+    def slices(self) -> Sequence[int]:
+        """Elements of the vector that each member owns."""
+        ...
+
+    @property
+    def part_bytes(self) -> int:
+        """Upper bound on a part, as encoded."""
+        ...
+
+    @property
+    def controls(self) -> Mapping[PeerID, Stream[Any, Any]]:
+        """Open streams: from the decider to each follower, from a follower to the decider."""
+        ...
+
+
+class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How patient a round is.
+
+    Attributes:
+        min_group_size: with fewer members left the round fails; auxiliary members count.
+        timeout_s: the round fails here after this.
+        silence_s: a member that sends nothing for this long, while it owes values, is left out.
+        reducer_silence_s: a member that makes no progress for this long, while it owes averages, is left out by the
+            decider; more than `silence_s`, as an owner may be waiting for a sender. None: twice as long.
+        report_s: the longest time between two reports to the decider.
+    """
+
+    min_group_size: int = 2
+    timeout_s: float = 120.0
+    silence_s: float = 5.0
+    reducer_silence_s: float | None = None
+    report_s: float = 1.0
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """A round that succeeded.
+
+    Attributes:
+        commit: the verdict; its digests name the averages.
+        members: the group, in order.
+        contributors: members that count in every part.
+        left_out: members that had values and are missing in at least one part; never an auxiliary member.
+        weight: total weight of the first part (of all parts, if nobody was left out on the way).
+    """
+
+    commit: Commit
+    members: tuple[Member, ...]
+    weight: float
+    contributors: tuple[PeerID, ...]
+    left_out: tuple[PeerID, ...]
+
+    @classmethod
+    def of(cls, commit: Commit, members: Sequence[Member]) -> Outcome:
+        """What this verdict means for this group."""
+        peers = [member.contact.peer for member in members]
+        everywhere = {i for i in range(len(members)) if all(_has(held.contributors, i) for held in commit.parts)}
+        missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
+        return cls(
+            commit=commit,
+            members=tuple(members),
+            weight=commit.parts[0].weight,
+            contributors=tuple(peers[i] for i in sorted(everywhere)),
+            left_out=tuple(peers[i] for i in sorted(missing)),
+        )
+
+
+def _has(mask: bytes, index: int) -> bool:
+    return bool(mask[index // 8] >> index % 8 & 1) if index // 8 < len(mask) else False

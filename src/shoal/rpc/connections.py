@@ -1,0 +1,101 @@
+"""What is open between this peer and each other one: call links, streams, idle connections; and what they carried."""
+
+from __future__ import annotations
+
+import asyncio
+
+from shoal.peer import PeerID
+from shoal.rpc.link import CallLink
+from shoal.transport.base import Connection
+
+__all__ = ["Connections", "PeerState"]
+
+
+class PeerState:
+    """What is open between us and one peer."""
+
+    __slots__ = ("dialing", "idle", "inbound", "links", "streams")
+
+    def __init__(self) -> None:
+        self.links: list[CallLink] = []
+        self.dialing: asyncio.Task[CallLink] | None = None
+        self.streams: set[Connection] = set()
+        self.inbound = 0
+        self.idle: list[Connection] = []
+
+    @property
+    def link(self) -> CallLink | None:
+        """A link that can carry a call."""
+        return next((link for link in self.links if not link.closed), None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is open, nor about to be."""
+        return not (self.links or self.dialing or self.streams or self.idle)
+
+
+class Connections:
+    """All connections of one endpoint.
+
+    Attributes:
+        peers: those that something is open with.
+        connections: all that are open, counted in `traffic`.
+    """
+
+    def __init__(self) -> None:
+        self.peers: dict[PeerID, PeerState] = {}
+        self.connections: set[Connection] = set()
+        self._closed_traffic = (0, 0)
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received since the start, over all connections."""
+        sent, received = self._closed_traffic
+        for connection in self.connections:
+            sent, received = sent + connection.bytes_sent, received + connection.bytes_received
+        return sent, received
+
+    def of(self, peer: PeerID) -> PeerState:
+        """What is open with a peer, to be added to; `forget` it when nothing came of it."""
+        return self.peers.setdefault(peer, PeerState())
+
+    def link(self, peer: PeerID) -> CallLink | None:
+        """A link with a peer that can carry a call."""
+        state = self.peers.get(peer)
+        return state.link if state is not None else None
+
+    def forget(self, peer: PeerID) -> None:
+        """Remember a peer no longer, if nothing is open with it."""
+        if (state := self.peers.get(peer)) and state.empty:
+            del self.peers[peer]
+
+    def has_streams(self, peer: PeerID) -> bool:
+        """Whether a stream with this peer is open."""
+        state = self.peers.get(peer)
+        return bool(state and state.streams)
+
+    def watch(self, peer: PeerID) -> None:
+        """A stream with this peer began or ended: its links look after it more or less closely."""
+        if (state := self.peers.get(peer)) is not None:
+            for link in state.links:
+                link.used()
+                link.watch()
+
+    def count(self, connection: Connection) -> None:
+        """A connection has ended: keep what it carried."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            sent, received = self._closed_traffic
+            self._closed_traffic = (sent + connection.bytes_sent, received + connection.bytes_received)
+
+    def drop(self, connection: Connection) -> None:
+        """End a connection at once."""
+        connection.abort()
+        self.count(connection)
+
+    def drop_all(self, connections: set[Connection] | list[Connection]) -> None:
+        """End these at once, and empty the collection."""
+        dropped = list(connections)
+        connections.clear()
+        for connection in dropped:
+            self.drop(connection)

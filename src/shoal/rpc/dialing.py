@@ -1,0 +1,135 @@
+"""How peers are reached: their addresses as far as they were told, and the way to a call link or a stream's connection.
+
+However many want a link with a peer at a time, it is dialed once. A stream takes an idle connection if there is one;
+either way there is a call link when it begins, as its heartbeat is what tells that a silent peer is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from shoal.errors import ClosedError, PeerTimeout, PeerUnreachable
+from shoal.peer import PeerID
+from shoal.rpc.connections import Connections
+from shoal.rpc.framing import Kind, Limits, pack
+from shoal.rpc.link import CallLink
+from shoal.transport.base import Connection, Transport
+from shoal.wire import Contact, Hello
+
+__all__ = ["Dialer"]
+
+_MAX_CONTACTS = 8192
+
+
+class Dialer:
+    """Dials for one endpoint.
+
+    Args:
+        transport: how peers are reached.
+        connections: what is open.
+        limits: how long dialing may take.
+        contact: how others reach us.
+        add_link: makes a call link of a new connection.
+        spawn: starts a task that the endpoint owns.
+
+    Attributes:
+        contacts: where peers listen, the one told last at the end.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        connections: Connections,
+        limits: Limits,
+        *,
+        contact: Callable[[], Contact],
+        add_link: Callable[[Connection], CallLink],
+        spawn: Callable[[Coroutine[Any, Any, CallLink]], asyncio.Task[CallLink]],
+    ) -> None:
+        self._transport, self._open, self._limits = transport, connections, limits
+        self._contact, self._add_link, self._spawn = contact, add_link, spawn
+        self.contacts: dict[PeerID, Contact] = {}
+        self._closed = False
+
+    def learn(self, contact: Contact) -> None:
+        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored."""
+        addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
+        if addresses and contact.peer != self._transport.peer_id:
+            self.contacts.pop(contact.peer, None)
+            self.contacts[contact.peer] = Contact(contact.peer, addresses)
+            if len(self.contacts) > _MAX_CONTACTS:
+                self.contacts.pop(next(iter(self.contacts)))
+
+    def close(self) -> None:
+        """Let no connection be made any more, nor one that is on its way be used."""
+        self._closed = True
+
+    async def link(self, peer: PeerID, timeout_s: float) -> CallLink:
+        """The call link with a peer; dialed if there is none.
+
+        Raises:
+            PeerTimeout, PeerUnreachable, PeerRefused: there is no connection.
+            ClosedError: this endpoint was closed.
+        """
+        state = self._open.of(peer)
+        if state.link is not None:
+            return state.link
+        if state.dialing is None:
+            state.dialing = self._spawn(self._dial_link(peer))
+        dialing, current = state.dialing, asyncio.current_task()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(dialing)
+        except PeerTimeout:
+            raise
+        except TimeoutError:
+            raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
+        except asyncio.CancelledError:
+            if dialing.cancelled() and current is not None and not current.cancelling():  # by `close`, not our caller
+                raise ClosedError("this peer was shut down") from None
+            raise
+
+    async def _dial_link(self, peer: PeerID) -> CallLink:
+        state = self._open.of(peer)
+        try:
+            connection = await self._dial(peer)
+            await connection.write(pack(Kind.HELLO, Hello(self._contact())))
+            return self._add_link(connection)
+        finally:
+            state.dialing = None
+            self._open.forget(peer)
+
+    async def _dial(self, peer: PeerID) -> Connection:
+        contact = self.contacts.get(peer)
+        if contact is None:
+            raise PeerUnreachable("no address is known, and it has not dialed us", peer)
+        connection = await self._transport.dial(peer, contact.addresses, timeout_s=self._limits.dial_timeout_s)
+        if self._closed:
+            connection.abort()
+            raise ClosedError("this peer was shut down")
+        self._open.connections.add(connection)
+        return connection
+
+    async def stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
+        """A connection for a stream, from the pool or new; when this returns there is a call link too.
+
+        Raises:
+            PeerTimeout, PeerUnreachable, PeerRefused: there is no connection.
+            ClosedError: this endpoint was closed.
+        """
+        await self.link(peer, timeout_s)
+        idle = self._open.of(peer).idle
+        while idle:
+            connection = idle.pop()
+            if not connection.closed:
+                return connection
+            self._open.drop(connection)
+        connection = await self._dial(peer)
+        try:
+            await self.link(peer, timeout_s)  # it may be gone by now
+        except BaseException:
+            self._open.drop(connection)
+            raise
+        return connection

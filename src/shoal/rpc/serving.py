@@ -1,0 +1,221 @@
+"""What is served here: handlers of calls and streams, and what is told to a peer when one of them cannot answer.
+
+What a peer sends is decoded into the declared type before a handler sees it. A handler's `PeerError` is told to the
+peer; any other exception of it is a bug here: logged, told as "internal", and the cost of one call or stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
+from shoal.peer import PeerID
+from shoal.rpc.connections import Connections
+from shoal.rpc.framing import Frame, Kind, Limits
+from shoal.rpc.link import CallLink, reply_frame
+from shoal.rpc.stream import Stream
+from shoal.transport.base import Connection
+from shoal.wire import Call, Failure, Message, OpenStream, Reply, decode, stream_types
+
+__all__ = ["CallHandler", "Services", "StreamHandler", "tag_of"]
+
+CallHandler = Callable[[PeerID, Any], Awaitable[Any]]
+StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
+
+_Handler = TypeVar("_Handler")
+
+_FINISH_TIMEOUT_S = 10.0
+_MAX_SERVING_S = 600.0
+"""No call is served for longer, whatever its caller asks for."""
+
+_logger = logging.getLogger("shoal.rpc")
+
+
+@dataclass(slots=True)
+class _Served(Generic[_Handler]):
+    """A message type that is served, with one handler for each scope."""
+
+    kind: type[Any]
+    handlers: dict[str, _Handler]
+
+
+class Services:
+    """The handlers of one endpoint.
+
+    Args:
+        connections: what is open.
+        limits: what one peer may cost.
+        spawn: starts a task that the endpoint owns.
+        warn: told of a bug in a handler: where, and the exception.
+    """
+
+    def __init__(
+        self,
+        connections: Connections,
+        limits: Limits,
+        *,
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        warn: Callable[[str, Exception], None],
+    ) -> None:
+        self._open, self._limits, self._spawn, self._warn = connections, limits, spawn, warn
+        self._calls: dict[str, _Served[CallHandler]] = {}
+        self._streams: dict[str, _Served[StreamHandler]] = {}
+
+    def add_call(self, request: type[Any], scope: str, handler: CallHandler) -> Callable[[], None]:
+        """Answer requests of this type and scope; returns a function that ends it."""
+        return _register(self._calls, request, scope, handler)
+
+    def add_stream(self, opening: type[Any], scope: str, handler: StreamHandler) -> Callable[[], None]:
+        """Serve streams of this type and scope; returns a function that ends it."""
+        return _register(self._streams, opening, scope, handler)
+
+    # ------------------------------------------------------------------------------------------------------- streams
+
+    async def serve_stream(self, connection: Connection, frame: Frame) -> bool:
+        """Serve one stream; True if the connection can carry another.
+
+        Raises:
+            PeerProtocolError, msgspec.MsgspecError: the peer does not begin a stream in order.
+        """
+        peer = connection.peer_id
+        if frame.kind is not Kind.OPEN:
+            raise PeerProtocolError(f"{frame.kind.name} frame where a stream should begin", peer)
+        opening = decode(frame.header, OpenStream)
+        reusable = False
+
+        def released(ok: bool) -> None:
+            nonlocal reusable
+            reusable = ok
+
+        served = self._streams.get(opening.method)
+        kind = stream_types(served.kind)[0] if served else Message
+        stream: Stream[Any, Any] = Stream(connection, kind, self._limits, released)
+        if served is None:
+            await stream.fail("unknown", f"no stream {opening.method[:200]} is served here")
+            return False
+        try:
+            message = decode(opening.body, served.kind)
+        except msgspec.MsgspecError as error:
+            await stream.fail("bad", str(error))
+            raise
+        handler = served.handlers.get(message.scope)
+        state = self._open.of(peer)
+        if handler is None:
+            await stream.fail("unknown", f"no stream {opening.method} {message.scope[:200]} is served here")
+        elif state.inbound >= self._limits.streams_per_peer:
+            await stream.fail("busy", f"more than {self._limits.streams_per_peer} streams at once")
+        else:
+            state.inbound += 1
+            state.streams.add(connection)
+            self._open.watch(peer)
+            try:
+                await self._run_stream_handler(stream, handler, message)
+            finally:
+                state.inbound -= 1
+                state.streams.discard(connection)
+                self._open.watch(peer)
+        self._open.forget(peer)
+        return reusable and not connection.closed
+
+    async def _run_stream_handler(self, stream: Stream[Any, Any], handler: StreamHandler, opening: Message) -> None:
+        try:
+            await handler(stream, opening)
+            if not stream.closed:
+                async with asyncio.timeout(_FINISH_TIMEOUT_S):
+                    await stream.finish()
+        except PeerRefused as refusal:
+            await stream.fail(_told(refusal), refusal.message)
+        except PeerProtocolError as error:  # the handler knows best what else to do about it
+            await stream.fail("bad", error.message)
+        except (PeerError, TimeoutError) as error:
+            _logger.debug("stream %s given up: %s", type(opening).__name__, error)
+        except ClosedError:
+            await stream.fail("refused", "shutting down")
+        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one stream)
+            self._warn(f"stream {type(opening).__name__}", error)
+            await stream.fail("internal", type(error).__name__)
+        finally:
+            stream.abort()
+
+    # --------------------------------------------------------------------------------------------------------- calls
+
+    def serve_call(self, link: CallLink, call: Call) -> None:
+        """Serve an incoming call."""
+        served = self._calls.get(call.method)
+        if served is None:
+            link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
+        elif link.serving >= self._limits.calls_per_peer:
+            link.post(Failure(call.id, "busy", f"more than {self._limits.calls_per_peer} calls at once"))
+        else:
+            link.serving += 1
+            self._spawn(self._run_call_handler(link, call, served))
+
+    async def _run_call_handler(self, link: CallLink, call: Call, served: _Served[CallHandler]) -> None:
+        # Not a number, or below 0, is 0.
+        limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S) if call.timeout_s > 0 else 0.0)
+        answer: Reply | Failure
+        try:
+            async with limit:
+                answer = await self._answer(link.peer_id, call, served)
+            if not link.closed:
+                link.post(answer)
+        except PeerUnreachable:
+            pass  # it does not read
+        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one call)
+            if isinstance(error, TimeoutError) and limit.expired():
+                return  # the caller has stopped waiting
+            self._warn(f"call {call.method}", error)
+            with suppress(PeerUnreachable):
+                link.post(Failure(call.id, "internal", type(error).__name__))
+        finally:
+            link.serving -= 1
+            link.used()
+
+    async def _answer(self, peer: PeerID, call: Call, served: _Served[CallHandler]) -> Reply | Failure:
+        try:
+            request = decode(call.body, served.kind)
+        except msgspec.MsgspecError as error:
+            return Failure(call.id, "bad", str(error)[:1000])
+        handler = served.handlers.get(request.scope)
+        if handler is None:
+            return Failure(call.id, "unknown", f"{call.method} {request.scope[:200]} is not served here")
+        try:
+            return reply_frame(call.id, await handler(peer, request))
+        except PeerRefused as refusal:
+            return Failure(call.id, _told(refusal), refusal.message[:1000])
+        except PeerError as error:
+            code = "bad" if isinstance(error, PeerProtocolError) else "refused"
+            return Failure(call.id, code, error.message[:1000])
+        except ClosedError:
+            return Failure(call.id, "refused", "shutting down")
+
+
+def _register(
+    table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler
+) -> Callable[[], None]:
+    served = table.setdefault(tag_of(kind), _Served(kind, {}))
+    served.handlers[scope] = handler
+
+    def unregister() -> None:
+        if served.handlers.get(scope) is handler:
+            del served.handlers[scope]
+
+    return unregister
+
+
+def _told(refusal: PeerRefused) -> str:
+    """The code that a handler's refusal is told with: the others speak of the endpoint, not of handlers."""
+    return "busy" if refusal.code == "busy" else "refused"
+
+
+def tag_of(kind: type[Any]) -> str:
+    """The name of a message type on the wire."""
+    tag = kind.__struct_config__.tag
+    return str(tag)

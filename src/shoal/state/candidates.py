@@ -1,0 +1,158 @@
+"""Whom to ask next for a state: the order of the donors, and what each has done so far. No loop: `now` is an argument.
+
+- Donors of higher priority come first, equal ones in an order drawn by chance. Priority says whom to ask first, not
+  whom to wait for: one that is busy is passed over, and asked again later.
+- A donor that breaks the protocol is not asked again. One that was lost or fell silent is asked again if its turn
+  brought at least one chunk, and after that may fail twice in a row: so turns come to an end.
+- A donor whose state is another one than what is being fetched is put aside until nobody is left who has that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shoal.clock import Backoff
+from shoal.peer import PeerID
+from shoal.wire import Contact
+
+if TYPE_CHECKING:
+    import random
+
+__all__ = ["Candidates", "Donor"]
+
+_BUSY_REFUSALS = 5
+_FAILURES_AFTER_CHUNKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Donor:
+    """A peer that may have the state.
+
+    Attributes:
+        contact: how it is reached; a peer id alone for one that we have a link with.
+        priority: donors of higher priority (usually the epoch) are asked first; equal ones together.
+    """
+
+    contact: Contact | PeerID
+    priority: float = 0.0
+
+    @property
+    def peer(self) -> PeerID:
+        """Who it is."""
+        return self.contact.peer if isinstance(self.contact, Contact) else self.contact
+
+
+@dataclass(eq=False, slots=True)
+class _Standing:
+    """How one donor stands with us."""
+
+    donor: Donor
+    backoff: Backoff
+    waiting: bool = True
+    aside: bool = False
+    out: bool = False
+    ready_at: float = float("-inf")
+    refusals: int = 0
+    failures: int = 0
+    failures_left: int = 0
+
+
+class Candidates:
+    """The donors of one download. Each is waiting, has its turn, or is out.
+
+    Args:
+        donors: in any order; of two entries for a peer the last one counts.
+        rng: draws the order of equal donors, and pauses.
+        me: is not asked.
+    """
+
+    def __init__(self, donors: Sequence[Donor], rng: random.Random, me: PeerID) -> None:
+        others = {donor.peer: donor for donor in donors if donor.peer != me}
+        shuffled = sorted(others.values(), key=lambda donor: donor.peer)
+        rng.shuffle(shuffled)
+        ordered = sorted(shuffled, key=lambda donor: -donor.priority)
+        self._all = {donor.peer: _Standing(donor, Backoff(rng, first_s=0.2, max_s=2.0)) for donor in ordered}
+        self._reasons: dict[PeerID, str] = {}
+
+    def next(self, now: float, level: float | None) -> Donor | None:
+        """Give the next donor its turn.
+
+        Args:
+            now: seconds.
+            level: the lowest priority of those that have a turn; None if nobody has. Then donors put aside, and those
+                of lower priority, have a chance too.
+        """
+        waiting = [each for each in self._eligible(level) if each.ready_at <= now]
+        # Whoever has not failed yet goes first.
+        chosen = min(waiting, key=lambda each: (each.failures, -each.donor.priority), default=None)
+        if chosen is None:
+            return None
+        chosen.waiting, chosen.aside = False, False
+        return chosen.donor
+
+    def ready_at(self, level: float | None) -> float | None:
+        """When `next` has somebody; None if nobody waits who could come next."""
+        return min((each.ready_at for each in self._eligible(level)), default=None)
+
+    def _eligible(self, level: float | None) -> list[_Standing]:
+        waiting = (each for each in self._all.values() if each.waiting)
+        return [each for each in waiting if level is None or (each.donor.priority >= level and not each.aside)]
+
+    def describe(self) -> str:
+        """What each donor did."""
+        return "; ".join(f"{peer.short()}: {reason}" for peer, reason in self._reasons.items()) or "nobody to ask"
+
+    # --------------------------------------------------------------------------------------------- how a turn has ended
+
+    def busy(self, donor: Donor, now: float) -> None:
+        """It asked us to come again."""
+        self._reasons[donor.peer] = "busy"
+        self._wait(donor, now, pause=True)
+
+    def refused(self, donor: Donor, reason: str, now: float) -> None:
+        """It described its state and would not send it: busy by now, most likely, unless it happens again and again."""
+        each = self._all[donor.peer]
+        each.refusals += 1
+        if each.refusals < _BUSY_REFUSALS:
+            self.busy(donor, now)
+        else:
+            self._reasons[donor.peer] = reason
+
+    def other_state(self, donor: Donor, now: float) -> None:
+        """Its state is not the one that is being fetched."""
+        self._reasons[donor.peer] = "has another state"
+        self._wait(donor, now, pause=False)
+        self._all[donor.peer].aside = True
+
+    def again(self, donor: Donor, now: float) -> None:
+        """Its turn was ended by us."""
+        self._wait(donor, now, pause=False)
+
+    def beaten(self, donor: Donor, now: float) -> None:
+        """Others were faster with what it was to send; no fault of its own."""
+        self._reasons[donor.peer] = "slower than the others"
+        self._wait(donor, now, pause=True)
+
+    def failed(self, donor: Donor, reason: str, now: float, *, brought_chunks: bool) -> None:
+        """It was lost, fell silent or refused."""
+        each = self._all[donor.peer]
+        each.failures += 1
+        self._reasons[donor.peer] = reason
+        if brought_chunks:
+            each.failures_left = _FAILURES_AFTER_CHUNKS
+            self._wait(donor, now, pause=False)
+        elif each.failures_left > 0:
+            each.failures_left -= 1
+            self._wait(donor, now, pause=True)
+
+    def dropped(self, peer: PeerID, reason: str) -> None:
+        """It broke the protocol: never again."""
+        self._reasons[peer] = reason
+        self._all[peer].waiting, self._all[peer].out = False, True
+
+    def _wait(self, donor: Donor, now: float, *, pause: bool) -> None:
+        each = self._all[donor.peer]
+        each.waiting = not each.out
+        each.ready_at = now + each.backoff.next_s() if pause else now

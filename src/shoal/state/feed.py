@@ -1,0 +1,350 @@
+"""One donor's stream of chunks into a download that several donors feed.
+
+A feed takes missing chunks from the plan, ahead of what arrives by about half a second of its donor's pace. When
+nothing is missing any more, it *doubles* chunks that others were asked for and are late with: so a slow donor holds up
+nothing at the end.
+
+Invariants:
+
+- Only the owner of a chunk receives it into its final place, if it owned it when the chunk began. Whoever doubles a
+  chunk receives it beside, and copies it to its place once its hash was found right and the owner has stopped.
+- A chunk is verified by its digest, whoever it comes from; a wrong one is the fault of who sent it.
+- A feed that ends has nothing in flight, and nothing of it writes into the state any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from shoal.clock import Env
+from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint, Stream
+from shoal.state.assembly import Assembly
+from shoal.state.manifest import Manifest, chunk_digest
+from shoal.state.plan import ChunkPlan
+from shoal.state.tempo import MIN_AHEAD, Tempo
+from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
+
+__all__ = ["Feed", "Target"]
+
+_READ_BYTES = 128 << 10
+"""Bytes that must arrive within the stall limit: whoever is slower than 26 kB/s counts as stalled."""
+
+_CHECKS_AT_ONCE = 4
+END_WITHIN_S = 1.0
+"""For a stream to end in order, when all has come."""
+_LOOK_AGAIN_S = 0.1
+"""A donor with nothing to send looks this often whether another one is late."""
+
+_FASTER = 2.0
+"""A chunk is doubled if it comes this many times sooner than from its owner."""
+
+
+class Target:
+    """The snapshot that is being fetched, and who feeds it.
+
+    Args:
+        manifest: whose content is fetched. Donors of an equal content may feed it.
+        on_change: called when chunks were verified, or given back.
+    """
+
+    def __init__(self, manifest: Manifest, on_change: Callable[[], None]) -> None:
+        self._on_change = on_change
+        self.plan: ChunkPlan[PeerID] = ChunkPlan(manifest)
+        self.assembly = Assembly(manifest)
+        self.feeds: dict[PeerID, Feed] = {}
+        self.bytes_received = 0
+        self._claiming = asyncio.Lock()
+        self._news = asyncio.Event()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The snapshot."""
+        return self.plan.manifest
+
+    def move_to(self, manifest: Manifest) -> None:
+        """Fetch this snapshot from now on, of which equal chunks are kept; nobody feeds now."""
+        assert not self.feeds, "move_to() while donors feed"
+        if not self.plan.move_to(manifest):
+            self.assembly.clear()  # freed before the next one takes memory
+            self.assembly = Assembly(manifest)
+
+    def changed(self) -> None:
+        """Wake whoever waits: chunks were verified, or given back."""
+        self._news.set()
+        self._news = asyncio.Event()
+        self._on_change()
+
+    async def news(self, timeout_s: float) -> None:
+        """Wait until something has changed, at most for so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+
+    def verified(self, chunk: int, peer: PeerID) -> None:
+        """A chunk is in its place, and right."""
+        self.plan.verify(chunk, peer)
+        if self.plan.complete or not self.plan.missing:
+            self.changed()
+
+    async def claim(self, chunk: int, peer: PeerID, data: memoryview) -> bool:
+        """Put a doubled chunk, which was found right, into its place. False if the owner was first."""
+        async with self._claiming:
+            owner = self.plan.owner(chunk)
+            if owner is not None and owner != peer and owner in self.feeds:
+                await self.feeds[owner].yield_place(chunk)
+            if self.plan.is_verified(chunk):
+                return False
+            start = 0
+            for place in self.assembly.buffers(chunk):
+                place[:] = data[start : start + place.nbytes]
+                start += place.nbytes
+            self.verified(chunk, peer)
+            return True
+
+
+class Feed:
+    """One turn of one donor, which has the content of the target.
+
+    Args:
+        endpoint: reaches the donor.
+        env: executor (hashing).
+        prefix: which state.
+        contact: the donor.
+        snapshot: the snapshot's name at this donor.
+        target: what is fed.
+        stall_s: a donor that sends nothing for this long is left.
+
+    Attributes:
+        chunks_brought: chunks that were verified, from this donor, in this turn.
+        beaten: another donor was faster with the chunk that was coming, so this turn was ended.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        env: Env,
+        prefix: str,
+        contact: Contact | PeerID,
+        snapshot: bytes,
+        target: Target,
+        *,
+        stall_s: float,
+    ) -> None:
+        self._endpoint, self._env, self._prefix, self._stall_s = endpoint, env, prefix, stall_s
+        self._contact, self._snapshot, self._target, self._plan = contact, snapshot, target, target.plan
+        self._peer = contact.peer if isinstance(contact, Contact) else contact
+        self._tempo = Tempo()
+        self._queue: deque[int] = deque()
+        self._writing: int | None = None  # the chunk that goes straight into its place now
+        self._beside = bytearray()
+        self._checks: dict[int, asyncio.Task[bool]] = {}
+        self._ended = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.chunks_brought = 0
+        self.beaten = False
+
+    async def run(self) -> None:
+        """Feed until the state is complete, or another donor was faster (`beaten`).
+
+        Raises:
+            PeerError: the donor failed, or has broken the protocol.
+        """
+        self._plan.offer(self._peer, self._plan.manifest)
+        self._target.feeds[self._peer] = self
+        self._task = asyncio.get_running_loop().create_task(self._feed())
+        try:
+            await self._task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not self.beaten or (current is not None and current.cancelling()):
+                self._task.cancel()
+                await asyncio.wait((self._task,))
+                raise
+        finally:
+            del self._target.feeds[self._peer]
+            self._plan.release(self._peer)
+            self._ended.set()
+            self._target.changed()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing that was asked for is still to come."""
+        return not self._queue
+
+    def due_s(self, chunk: int, now: float) -> float:
+        """How long until this chunk, which was asked for, is here."""
+        place = self._queue.index(chunk) if chunk in self._queue else 0
+        return self._tempo.due_s(place, now)
+
+    async def yield_place(self, chunk: int) -> None:
+        """Write no more into the place of this chunk: another donor was faster. What is checked is checked first."""
+        if (check := self._checks.get(chunk)) is not None:
+            await asyncio.wait((check,))
+        elif self._writing == chunk and self._task is not None:
+            self.beaten = True
+            self._task.cancel()
+            await self._ended.wait()
+
+    # ---------------------------------------------------------------------------------------------------- what to fetch
+
+    def _choose(self) -> list[int]:
+        """Chunks to ask for now: missing ones, else one that another donor is late with."""
+        plan, ahead = self._plan, self._tempo.ahead()
+        if len(self._queue) > ahead // 2:
+            return []
+        # Towards the end everybody gets less ahead, so that all end at about the same time.
+        ahead = min(ahead, max(MIN_AHEAD, plan.missing // len(self._target.feeds)))
+        if chunks := plan.take(self._peer, max(0, ahead - len(self._queue))):
+            return chunks
+        if plan.missing or len(self._queue) >= MIN_AHEAD:
+            return []
+        return self._double()
+
+    def _double(self) -> list[int]:
+        now, feeds = asyncio.get_running_loop().time(), self._target.feeds
+        late = ((feeds[owner].due_s(chunk, now), chunk) for chunk, owner in self._plan.doubtful(self._peer))
+        due_s, chunk = max(late, default=(0.0, -1))
+        if due_s <= _FASTER * self._tempo.takes_s(len(self._queue) + 1):
+            return []
+        self._plan.double(self._peer, chunk)
+        return [chunk]
+
+    # ---------------------------------------------------------------------------------------------------------- streams
+
+    async def _feed(self) -> None:
+        while not self._plan.complete:
+            if chunks := self._choose():
+                await self._stream(chunks)
+            else:
+                await self._target.news(_LOOK_AGAIN_S)
+
+    async def _stream(self, chunks: list[int]) -> None:
+        """One stream, until there is nothing more to ask this donor for."""
+        opening = FetchChunks(self._prefix, self._snapshot, chunks)
+        self._queue.extend(chunks)
+        self._tempo.asked(asyncio.get_running_loop().time())
+        stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
+        try:
+            await self._receive(stream)
+            await self._settle(leave=0)
+            await self._finish(stream)
+        finally:
+            self._writing = None
+            stream.abort()  # nothing to do after an orderly end
+            await self._settle(leave=0)
+
+    async def _receive(self, stream: Stream[MoreChunks, Chunk]) -> None:
+        loop, queue = asyncio.get_running_loop(), self._queue
+        try:
+            async with asyncio.timeout(self._stall_s) as limit:
+                while queue:
+                    chunk = queue[0]
+                    await self._receive_chunk(stream, chunk, limit)
+                    queue.popleft()
+                    self._tempo.arrived(loop.time())
+                    limit.reschedule(None)  # hashing is our own time
+                    await self._check(chunk)
+                    limit.reschedule(loop.time() + self._stall_s)
+                    if chunks := self._choose():
+                        queue.extend(chunks)
+                        await stream.send(MoreChunks(chunks))
+        except TimeoutError as error:
+            if isinstance(error, PeerError):
+                raise
+            raise PeerTimeout(f"sent nothing for {self._stall_s:g} s", self._peer) from None
+
+    async def _finish(self, stream: Stream[MoreChunks, Chunk]) -> None:
+        """End in order, so that the connection can carry the next stream. Whatever comes now does not matter."""
+        with suppress(PeerError, TimeoutError):
+            async with asyncio.timeout(min(self._stall_s, END_WITHIN_S)):
+                await stream.finish()
+
+    async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, limit: asyncio.Timeout) -> None:
+        start, stop = self._plan.manifest.chunk_range(chunk)
+        loop = asyncio.get_running_loop()
+        places = deque(self._places(chunk, stop - start))
+        received, announced = 0, 0
+        while received < stop - start:
+            if not announced:
+                announced = await self._next_piece(stream, chunk, received, stop - start)
+            place = places.popleft()
+            part = place[: min(place.nbytes, announced, _READ_BYTES)]
+            if part.nbytes < place.nbytes:
+                places.appendleft(place[part.nbytes :])
+            await stream.readinto(part)
+            received, announced = received + part.nbytes, announced - part.nbytes
+            self._target.bytes_received += part.nbytes
+            limit.reschedule(loop.time() + self._stall_s)
+
+    def _places(self, chunk: int, nbytes: int) -> list[memoryview]:
+        if self._plan.owner(chunk) == self._peer:
+            self._writing = chunk
+            return self._target.assembly.buffers(chunk)
+        self._writing = None
+        if not self._beside:
+            self._beside = bytearray(self._plan.manifest.chunk_bytes)
+        return [memoryview(self._beside)[:nbytes]]
+
+    async def _next_piece(self, stream: Stream[MoreChunks, Chunk], chunk: int, received: int, total: int) -> int:
+        came = await stream.recv()
+        if came is None:
+            raise PeerProtocolError(f"ended before chunk {chunk}", self._peer)
+        message, nbytes = came
+        if message.index != chunk or message.offset != received or not 0 < nbytes <= total - received:
+            raise PeerProtocolError(
+                f"sent {nbytes} bytes of chunk {message.index} at {message.offset}, "
+                f"expected chunk {chunk} at {received}",
+                self._peer,
+            )
+        return nbytes
+
+    # ----------------------------------------------------------------------------------------------------------- checks
+
+    async def _check(self, chunk: int) -> None:
+        """Check what has arrived: in its place while the next one comes, beside it at once."""
+        direct, self._writing = self._writing == chunk, None
+        if direct:
+            self._checks[chunk] = asyncio.get_running_loop().create_task(self._check_in_place(chunk))
+            await self._settle(leave=_CHECKS_AT_ONCE)
+        elif not self._plan.is_verified(chunk):
+            start, stop = self._plan.manifest.chunk_range(chunk)
+            data = memoryview(self._beside)[: stop - start]
+            digest = await self._env.executor.run(chunk_digest, [data])
+            if digest != self._plan.manifest.hashes[chunk]:
+                raise _wrong(chunk, self._peer)
+            if not self._plan.is_verified(chunk) and await self._target.claim(chunk, self._peer, data):
+                self.chunks_brought += 1
+
+    async def _check_in_place(self, chunk: int) -> bool:
+        digest = self._plan.manifest.hashes[chunk]
+        right = await self._env.executor.run(self._target.assembly.has, chunk, digest)
+        if right:
+            self._target.verified(chunk, self._peer)
+            self.chunks_brought += 1
+        return right
+
+    async def _settle(self, *, leave: int) -> None:
+        """Wait for checks until at most `leave` are under way. A wrong one is the donor's fault."""
+        wrong: int | None = None
+        try:
+            while len(self._checks) > leave:
+                chunk, check = next(iter(self._checks.items()))
+                await asyncio.wait((check,))
+                del self._checks[chunk]
+                if not check.result():
+                    wrong, leave = chunk, 0
+        except asyncio.CancelledError:
+            for check in self._checks.values():
+                check.cancel()  # or it would speak for a chunk that is somebody else's by then
+            raise
+        if wrong is not None:
+            raise _wrong(wrong, self._peer)
+
+
+def _wrong(chunk: int, peer: PeerID) -> PeerProtocolError:
+    return PeerProtocolError(f"chunk {chunk} does not match its hash", peer)

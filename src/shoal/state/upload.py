@@ -1,0 +1,82 @@
+"""What leaves one peer for newcomers: which streams there are, and when the next piece may go.
+
+One is shared by all states that are served on an endpoint, since it is the peer's line and processor that they share.
+Invariant: a piece waits for the fixed limit (`Pacer`), and for rounds (`Courtesy`) `LONGEST_HOLD_S` at most.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+from shoal.rpc import Endpoint, Stream
+from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES, LONGEST_HOLD_S, LOOK_AGAIN_S, Courtesy, Pacer
+
+__all__ = ["Upload"]
+
+
+class Upload:
+    """The streams of states of one endpoint. Take it with `of`.
+
+    Args:
+        endpoint: whose other traffic is looked at.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = ref(endpoint)  # which is the key that this is found by: it may not keep it alive
+        self._courtesy = Courtesy()
+        self._streams: dict[Stream[Any, Any], int] = {}  # and what their connections had sent before
+        self._ended_bytes = 0
+
+    @classmethod
+    def of(cls, endpoint: Endpoint) -> Upload:
+        """The one of this endpoint."""
+        if endpoint not in _uploads:
+            _uploads[endpoint] = cls(endpoint)
+        return _uploads[endpoint]
+
+    @contextmanager
+    def stream(self, stream: Stream[Any, Any]) -> Iterator[None]:
+        """What this stream sends in the block is sent for a state."""
+        self._streams[stream] = stream.bytes_sent
+        try:
+            yield
+        finally:
+            self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)
+
+    def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
+        """How many of `nbytes` to send at once."""
+        size = pacer.piece_bytes(nbytes)
+        if fraction is None:
+            return size
+        return min(size, HELD_PIECE_BYTES if self._courtesy.busy else FREE_PIECE_BYTES)
+
+    async def admit(self, nbytes: int, pacer: Pacer, fraction: float | None) -> None:
+        """Wait until so many bytes may go; they count as sent.
+
+        Args:
+            nbytes: one piece.
+            pacer: the fixed limit.
+            fraction: of this peer's other traffic, that states may have; None for no such limit.
+        """
+        loop = asyncio.get_running_loop()
+        if fraction is not None:
+            for _ in range(round(LONGEST_HOLD_S / LOOK_AGAIN_S)):
+                if not self._courtesy.held(fraction, loop.time(), self._other_bytes):
+                    break
+                await asyncio.sleep(LOOK_AGAIN_S)
+        self._courtesy.sent(nbytes)
+        if (wait_s := pacer.reserve(nbytes, loop.time())) > 0:
+            await asyncio.sleep(wait_s)
+
+    def _other_bytes(self) -> int:
+        endpoint = self._endpoint()
+        assert endpoint is not None, "somebody is served by an endpoint that is gone"
+        served = sum(stream.bytes_sent - before for stream, before in self._streams.items())
+        return endpoint.traffic[0] - self._ended_bytes - served
+
+
+_uploads: WeakKeyDictionary[Endpoint, Upload] = WeakKeyDictionary()

@@ -1,0 +1,102 @@
+"""What the fault simulations share: a swarm that can be corrupted, and how long anything may take at most.
+
+The limits are formulas of the settings, and stand here only; `docs/protocol.md`, section 8, has them in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shoal.allreduce.round import RoundOptions
+from shoal.averager import AveragerSettings
+from shoal.compression import view_bytes
+from shoal.rpc import Limits
+from shoal.sim import FaultPlan, SimHost, Stall, Throttle
+from shoal.transport.base import Transport
+from tests.corruption import Corrupt, CorruptibleTransport
+from tests.sim.averaging_kit import Trial
+
+BANDWIDTH_BYTES_S = 400_000.0
+
+_FAREWELL_S = 3.0
+"""An end in order takes this at most: the round's streams 1 s, its control streams 1 s, what matchmaking holds 3 s, and
+these overlap."""
+
+
+@dataclass(frozen=True)
+class TimeLimits:
+    """How long it takes at most, in seconds, until a member knows.
+
+    Attributes:
+        settings: of the averagers.
+        network: of the endpoints.
+    """
+
+    settings: AveragerSettings
+    network: Limits = field(default_factory=Limits)
+
+    def step_s(self, timeout_s: float) -> float:
+        """One step: its timeout, and what a search may overrun it when it has found a leader."""
+        return timeout_s + 4 * self.settings.request_timeout_s + _FAREWELL_S
+
+    @property
+    def stall_s(self) -> float:
+        """From the last sign of a silent or slow member until nobody waits for it any more."""
+        options = RoundOptions()
+        silent_link_s = self.network.silence_s + 2 * self.network.beat_s
+        sender_s = self.settings.sender_timeout_s
+        reducer_s = 2 * sender_s + 2 * options.report_s
+        if self.settings.reducer_timeout_s is not None:
+            reducer_s = self.settings.reducer_timeout_s
+        return max(silent_link_s, sender_s, reducer_s) + options.report_s
+
+    def after_kill_s(self, normal_s: float) -> float:
+        """From a kill to the outcome at every survivor: the work of the dead is done again, at most all of it."""
+        return normal_s + 1.0
+
+    def after_silence_s(self, normal_s: float) -> float:
+        """From the moment at which a member falls silent, or sends nonsense, to the outcome at every other member."""
+        return self.stall_s + self.after_kill_s(normal_s)
+
+    def after_slowing_s(self, normal_s: float) -> float:
+        """The same for a member, not the decider, that is slow.
+
+        First the owners leave it out as a sender, then the decider gives it twice the time that the others needed, and
+        half of the stall limit.
+        """
+        others_s = normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
+        return 2 * others_s + self.stall_s / 2 + self.after_kill_s(normal_s)
+
+
+def corruptible(host: SimHost) -> Transport:
+    """The host's transport, with a gate; the garbage follows from the swarm's seed."""
+    return CorruptibleTransport(host.transport, random.Random(f"{host.name}/{host.life}/{host.env.rng.random()}"))
+
+
+def corruptible_trial(settings: AveragerSettings, **options: Any) -> Trial:
+    """A swarm whose members can turn bad."""
+    return Trial(settings=settings, bandwidth_bytes_s=BANDWIDTH_BYTES_S, transport_of=corruptible, **options)
+
+
+def standstill_s(plan: FaultPlan, host: str) -> float:
+    """How long the plan lets a host stand still, in all: its own clock does not run meanwhile."""
+    return sum(fault.duration_s for fault in plan.events if isinstance(fault, Stall | Throttle) and fault.host == host)
+
+
+def is_bad(plan: FaultPlan, host: str) -> bool:
+    """Whether the plan makes the host send what it should not."""
+    return any(isinstance(fault, Corrupt) and fault.host == host for fault in plan.events)
+
+
+def hash_of(tensors: Sequence[torch.Tensor]) -> str:
+    """A hash of all bits."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(view_bytes(tensor))
+    return digest.hexdigest()

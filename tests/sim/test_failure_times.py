@@ -1,0 +1,197 @@
+"""One fault in one round of known length: whoever is left knows the outcome within the limits of `TimeLimits`.
+
+The victim is drawn (decider or not), and what happens to it, and how far the round is. With it: the others agree, or
+are untouched; and a victim that comes back in time learns the average too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import msgspec
+import pytest
+import torch
+
+from shoal import sim
+from shoal.errors import RoundFailed
+from shoal.events import Event, GroupFormed
+from shoal.sim import Crash, Fault, FaultPlan, Slow, SlowLink, Stall, Throttle, Vanish
+from tests.corruption import KINDS, Corrupt
+from tests.sim.averaging_kit import SETTINGS
+from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of
+
+NAMES = ("p0", "p1", "p2", "p3")
+NUMEL = 100_000
+LONG_S = 60.0
+PERIOD_S = 1.0
+SETTINGS = msgspec.structs.replace(SETTINGS, part_size_bytes=16_384)
+LIMITS = TimeLimits(SETTINGS)
+KINDS_OF_FAULTS = ("crash", "vanish", "stall", "throttle", "slow", "slow link", *KINDS)
+
+
+class OneRound:
+    """Four members average once; from the moment at which the group is formed, `fault` is played.
+
+    Attributes:
+        formed_s: when the group was formed, virtual time.
+        ended_s: when each member knew.
+        reasons: why, of those that failed.
+        hashes: what each member held that succeeded.
+    """
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.trial = corruptible_trial(SETTINGS)
+        self.values = {name: [torch.full((NUMEL,), float(place))] for place, name in enumerate(NAMES)}
+        self.formed = asyncio.Event()
+        self.formed_s = 0.0
+        self.order: list[str] = []
+        self.ended_s: dict[str, float] = {}
+        self.reasons: dict[str, str] = {}
+        self.hashes: dict[str, str] = {}
+        self.touched: list[str] = []
+
+    async def run(self, fault: Callable[[list[str]], Fault | None]) -> None:
+        """Play it; `fault` is told the members, the decider first."""
+        swarm = self.trial.swarm
+        for name in NAMES:
+            await self.trial.add(name, self.values[name])
+            swarm.host(name).env.events.subscribe(self.heard)
+        workers = {name: swarm.spawn(name, self.member(name)) for name in NAMES}
+        await self.formed.wait()
+        event = fault(self.order)
+        playing = asyncio.ensure_future(FaultPlan(() if event is None else (event,)).play(swarm))
+        await asyncio.wait(list(workers.values()), timeout=2 * LONG_S)
+        await playing
+        await asyncio.wait(list(workers.values()), timeout=LONG_S)
+        for worker in workers.values():
+            if worker.done() and not worker.cancelled():
+                worker.result()
+        assert not self.touched
+        assert len(set(self.hashes.values())) <= 1, self.hashes
+        assert not self.trial.warnings, self.trial.warnings
+        await self.trial.close()
+
+    def heard(self, event: Event) -> None:
+        """The group is there; the first to know of it says so."""
+        if isinstance(event, GroupFormed) and len(event.peers) == len(NAMES) and not self.formed.is_set():
+            self.formed_s = self.loop.time()
+            by_id = {self.trial.swarm.host(name).peer_id: name for name in NAMES}
+            decider = by_id[event.decider]
+            self.order = [decider, *(name for name in NAMES if name != decider)]
+            self.formed.set()
+
+    async def member(self, name: str) -> None:
+        """One step."""
+        before = hash_of(self.values[name])
+        try:
+            await self.trial.swarm.peer(name).step(timeout_s=LONG_S, allow_retries=False)
+        except RoundFailed as error:
+            self.reasons[name] = error.reason
+            if hash_of(self.values[name]) != before:
+                self.touched.append(name)
+        else:
+            self.hashes[name] = hash_of(self.values[name])
+        self.ended_s[name] = self.loop.time()
+
+
+def fault_of(kind: str, victim: str, others: Sequence[str], at_s: float, rng: random.Random) -> Fault:
+    """What happens to the victim."""
+    if kind == "crash":
+        return Crash(at_s=at_s, host=victim)
+    if kind == "vanish":
+        return Vanish(at_s=at_s, host=victim)
+    if kind == "stall":
+        return Stall(at_s=at_s, host=victim, duration_s=rng.choice((3.0, 20.0)))
+    if kind == "throttle":
+        return Throttle(at_s=at_s, host=victim, duration_s=20.0, period_s=PERIOD_S)
+    if kind == "slow":
+        return Slow(at_s=at_s, host=victim, factor=100.0, duration_s=20.0)
+    if kind == "slow link":
+        pair = (victim, rng.choice(others))
+        narrow = BANDWIDTH_BYTES_S / 100
+        return SlowLink(at_s=at_s, between=pair, factor=100.0, bandwidth_bytes_s=narrow, duration_s=20.0)
+    return Corrupt(at_s=at_s, host=victim, kind=kind, duration_s=20.0)
+
+
+def normal_s() -> float:
+    """How long the round takes when nothing happens."""
+
+    async def play() -> float:
+        one = OneRound()
+        await one.run(lambda order: None)
+        assert not one.reasons
+        return max(one.ended_s.values()) - one.formed_s
+
+    return sim.run(play)
+
+
+def limit_of(kind: str, usual_s: float, *, decides: bool) -> float:
+    """From the fault to the outcome at everybody else."""
+    if kind == "crash":
+        return LIMITS.after_kill_s(usual_s)
+    if kind not in ("throttle", "slow", "slow link"):
+        return LIMITS.after_silence_s(usual_s)
+    # A decider that is slow, and answers, is waited for: nobody can take its place.
+    if decides:
+        return LONG_S
+    # A throttled process is not slow on the line, but late: by a period with each message that the others wait for
+    # (its values, its averages, its report).
+    return LIMITS.after_slowing_s(usual_s) + (3 * PERIOD_S if kind == "throttle" else 0.0)
+
+
+def check(number: int, usual_s: float) -> str:
+    """Play the case of this number; returns how it went, in a line."""
+    rng = random.Random(f"time/{number}")
+    kind = KINDS_OF_FAULTS[number % len(KINDS_OF_FAULTS)]
+    decides, at_s = rng.random() < 0.4, round(rng.uniform(0, 1.05 * usual_s), 3)
+
+    async def play() -> str:
+        one, chosen = OneRound(), []
+
+        def fault(order: list[str]) -> Fault:
+            victim = order[0] if decides else rng.choice(order[1:])
+            chosen.append(fault_of(kind, victim, [name for name in order if name != victim], at_s, rng))
+            return chosen[0]
+
+        await one.run(fault)
+        [event] = chosen
+        victim = event.hosts[0]
+        survivors = [name for name in NAMES if name not in event.hosts]
+        limit_s = limit_of(kind, usual_s, decides=decides)
+        waits_s = {name: one.ended_s[name] - one.formed_s - at_s for name in survivors if name in one.ended_s}
+        what = f"{number}: {event}, {'decider' if decides else 'member'}"
+        assert set(waits_s) == set(survivors), f"{what}: somebody is left waiting"
+        longest_s = max(waits_s.values())
+        assert longest_s <= limit_s, f"{what}: known after {longest_s:.2f} s, the limit is {limit_s:.2f}; {one.reasons}"
+        assert all(one.reasons.values())
+        back = one.formed_s + event.end_s + 1.0 < max(one.ended_s[name] for name in survivors)
+        if back and kind == "stall" and any(name in one.hashes for name in survivors):
+            assert victim in one.hashes, f"{what}: came back in time, and did not learn the average: {one.reasons}"
+        return f"{what}: {longest_s:.2f} s; succeeded {len(one.hashes)}, failed {one.reasons}"
+
+    try:
+        return sim.run(play, seed=number)
+    except BaseException as error:
+        error.add_note(f"again: python -m pytest -m long --plan {number} tests/sim/test_failure_times.py")
+        raise
+
+
+def test_one_fault_is_known_in_time() -> None:
+    """Every kind of fault, twice."""
+    usual_s = normal_s()
+    for number in range(2 * len(KINDS_OF_FAULTS)):
+        check(number, usual_s)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(24 * 3600)
+def test_one_fault_is_known_in_time_wherever_it_strikes(
+    soak: Callable[[int, int], int], numbers: Callable[[int], Sequence[int]]
+) -> None:
+    """The same, many times."""
+    usual_s = normal_s()
+    for number in numbers(soak(100, 5_000)):
+        print(check(number, usual_s))

@@ -1,0 +1,103 @@
+"""The commit rule with auxiliary members, event by event; `tests/model` has every order of events."""
+
+from __future__ import annotations
+
+from shoal.allreduce.commit import Average, DeciderRules, MemberRules
+from shoal.allreduce.stragglers import Stragglers
+from shoal.wire import Abort, Assign, Commit, Held, Report
+
+ROUND = b"r" * 16
+
+
+def decider(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> DeciderRules:
+    """Of a group in which everybody can reduce; the first decides."""
+    reduces = [True] * len(contributes)
+    return DeciderRules(ROUND, owners, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
+
+
+def held(part: int, attempt: int = 0) -> Held:
+    """An average of somebody."""
+    return Held(part, attempt, b"\x03", 2.0, bytes([part]) * 32)
+
+
+def test_the_commit_waits_for_those_who_contribute() -> None:
+    """An auxiliary owner's word is not enough, and nobody waits for it to hold the rest."""
+    rules = decider([2, 1], [True, True, False])
+    assert not rules.reported(2, Report([held(0)]), 1.0)
+    assert not rules.reported(0, Report([held(0), held(1)]), 1.0)
+    sends = rules.reported(1, Report([held(0), held(1)]), 1.0)
+    assert [send.member for send in sends] == [0, 1, 2]
+    assert all(isinstance(send.message, Commit) for send in sends)
+
+
+def test_without_contributors_there_is_no_commit() -> None:
+    """The last of them is left out: the round ends, however many auxiliary members there are."""
+    rules = decider([0, 1], [False, False, True, False])
+    [*_, last] = rules.lost(2, 1.0)
+    assert isinstance(last.message, Abort)
+    assert last.message.reason == "no member that contributes values is left"
+    assert rules.verdict is last.message
+
+
+def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
+    """One contributor with one auxiliary member are two members; one alone is too few."""
+    rules = decider([1], [True, True, False])
+    assert [send.message for send in rules.lost(1, 1.0)] == [Assign([0], 1, 2)] * 2
+    [*_, last] = rules.lost(2, 2.0)
+    assert isinstance(last.message, Abort)
+    assert "too few" in last.message.reason
+
+
+def test_a_dead_auxiliary_owner_is_replaced_for_those_who_lack_its_parts() -> None:
+    """What all contributors hold needs no new owner; what one holds is asked from it; the rest is averaged again."""
+    rules = decider([3, 3, 3], [True, True, False, False])
+    rules.reported(0, Report([held(0), held(1)]), 1.0)
+    rules.reported(1, Report([held(0)]), 1.0)
+    told = {
+        (send.member, tuple(send.message.parts), send.message.attempt, send.message.owner)
+        for send in rules.lost(3, 2.0)
+        if isinstance(send.message, Assign)
+    }
+    assert {(parts, attempt) for _, parts, attempt, _ in told} == {((1,), 0), ((2,), 1)}
+    assert {member for member, *_ in told} == {0, 1, 2}
+
+
+def test_an_auxiliary_member_sends_and_asks_for_nothing() -> None:
+    """Of what the decider assigns only its own parts concern it."""
+    rules = MemberRules(2, [0, 0, 2], contributes=False)
+    assert not rules.assigned(Assign([0], 0, 1))
+    assert not rules.assigned(Assign([0], 1, 1))
+    assert rules.assigned(Assign([1], 1, 2)) == [Average(1, 1)]
+    assert not rules.missing()
+    assert not rules.succeeded
+
+
+def test_an_auxiliary_member_succeeds_with_the_verdict() -> None:
+    """It keeps what it averaged if that was committed, to give it to others; anything else is void."""
+    rules = MemberRules(2, [0, 2, 2], contributes=False)
+    assert rules.averaged(held(1))
+    assert rules.averaged(held(2))
+    assert not rules.succeeded
+    assert not rules.committed(Commit(ROUND, [held(0), held(1), Held(2, 1, b"\x03", 2.0, b"?" * 32)]))
+    assert rules.succeeded
+    assert [each is not None for each in rules.held] == [False, True, False]
+    assert not rules.give_up("too late")
+
+
+def test_the_last_contributor_is_never_too_slow() -> None:
+    """Nobody else can hold its parts, so it looks as if it owed them: it is left out for silence only."""
+    rules = decider([0, 1, 2, 3, 4], [True, False, False, False, False])
+    stragglers = Stragglers(margin_s=5.0, now=0.0)
+    rules.reported(0, Report([held(part) for part in (0, 1, 2, 3)]), 1.0)
+    assert rules.slow(stragglers, 1.0) == []
+    assert rules.slow(stragglers, 100.0) == [4]
+
+
+def test_progress_counts_from_the_beginning() -> None:
+    """What came before somebody began is no stall of anybody."""
+    rules = decider([1, 2], [False, True, True])
+    rules.begin(100.0)
+    assert not rules.tick(104.0)
+    assert rules.live == {0, 1, 2}
+    rules.tick(106.0)
+    assert rules.live != {0, 1, 2}

@@ -1,0 +1,73 @@
+"""The bits of the next group's key."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.matchmaking.group_bits import next_group_bits
+
+ROUND = bytes(range(16))
+
+
+def drawn(bits: str, size: int, target: int | None, round_id: bytes = ROUND) -> list[str]:
+    """The next bits of each member of a group."""
+    return [
+        next_group_bits(bits, round_id=round_id, place=place, size=size, target_group_size=target)
+        for place in range(size)
+    ]
+
+
+def test_no_bits_stay_no_bits() -> None:
+    """One group for all: there is no other key to go to."""
+    assert drawn("", 4, 4) == [""] * 4
+
+
+def test_each_member_draws_another_digit_and_the_oldest_is_shifted_out() -> None:
+    """Four members, two digits of two bits: the new digit is the last one, the last one becomes the first."""
+    after = drawn("0111", 4, 4)
+    assert sorted(after) == ["1100", "1101", "1110", "1111"]
+    assert sorted(drawn("011", 4, 4)) == ["100", "101", "110", "111"]
+
+
+def test_digits_depend_on_the_round() -> None:
+    """Another round, another permutation; the same round, the same one for whoever computes it."""
+    rounds = [drawn("000", 8, 8, bytes([number]) * 16) for number in range(20)]
+    assert len({tuple(each) for each in rounds}) > 15
+    assert rounds[3] == drawn("000", 8, 8, bytes([3]) * 16)
+
+
+def test_every_place_gets_every_digit_in_time() -> None:
+    """No place is bound to a digit: over many rounds the digits are drawn about equally often."""
+    counts = {f"{digit:02b}": 0 for digit in range(4)}
+    for number in range(400):
+        bits = next_group_bits("00", round_id=number.to_bytes(16), place=1, size=4, target_group_size=4)
+        counts[bits] += 1
+    assert min(counts.values()) > 70
+
+
+def test_members_of_a_group_that_is_not_full_draw_different_digits_of_all() -> None:
+    """A group of two of at most eight: any two of the eight keys."""
+    seen = set()
+    for number in range(100):
+        pair = drawn("000", 2, 8, number.to_bytes(16))
+        assert pair[0] != pair[1]
+        seen.update(pair)
+    assert len(seen) == 8
+
+
+def test_digit_longer_than_the_bits_keeps_its_end() -> None:
+    """One bit for groups of four: two members go to each of the two keys."""
+    assert sorted(drawn("0", 4, 4)) == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize(("target", "keys"), [(3, 3), (6, 6), (256, 256)])
+def test_a_digit_has_as_many_values_as_a_group_has_members(target: int, keys: int) -> None:
+    """Also where that is no power of two: other keys are not used, so that all groups can be full."""
+    assert len(set(drawn("0" * 8, target, target))) == keys
+
+
+def test_without_a_target_the_group_decides() -> None:
+    """The digit is as long as the group needs."""
+    assert sorted(drawn("000", 2, None)) == ["000", "001"]
+    assert len(set(drawn("000", 5, None))) == 5
+    assert len(set(drawn("000", 1, None))) == 1

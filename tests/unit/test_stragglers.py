@@ -1,0 +1,124 @@
+"""Who is slow, in the eyes of the decider; and what it does about owners that nobody can get parts from."""
+
+from __future__ import annotations
+
+from shoal.allreduce.commit import DeciderRules, Send
+from shoal.allreduce.stragglers import Stragglers
+from shoal.wire import Assign, Commit, Held, Report
+
+OWNER = [0, 1, 2, 3]
+ALL = {0, 1, 2, 3}
+
+
+def late(stragglers: Stragglers, parts: list[set[int]], now: float, owner: list[int] = OWNER) -> list[int]:
+    """Who is late, with these parts held by each member."""
+    return stragglers.late(owner, [dict.fromkeys(held) for held in parts], ALL, now)
+
+
+def test_an_owner_that_gives_its_part_to_nobody_is_late() -> None:
+    """The others' parts were there after 2 s: twice that and the margin is the limit."""
+    stragglers = Stragglers(margin_s=3.0, now=0.0)
+    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
+    assert late(stragglers, kept, 2.0) == []
+    assert late(stragglers, kept, 6.9) == []
+    assert late(stragglers, kept, 7.0) == [3]
+
+
+def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
+    """Who lacks what its owner gives to nobody is not at fault."""
+    stragglers = Stragglers(margin_s=1.0, now=0.0)
+    assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 2.0) == []
+    assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 5.0) == [3]
+    whole = set(OWNER)
+    assert late(stragglers, [whole, {0, 1}, whole, whole], 6.0) == []
+    assert late(stragglers, [whole, {0, 1}, whole, whole], 12.9) == []
+    assert late(stragglers, [whole, {0, 1}, whole, whole], 13.0) == [1]
+
+
+def test_nobody_is_late_as_long_as_the_median_is_not_done() -> None:
+    """A slow network is slow for all."""
+    stragglers = Stragglers(margin_s=1.0, now=0.0)
+    assert late(stragglers, [{0}, {0, 1}, {0, 2}, {0, 3}], 1000.0) == []
+
+
+def test_a_new_owner_gets_the_whole_time_again() -> None:
+    """What happened before it owned the parts is not its fault."""
+    stragglers = Stragglers(margin_s=1.0, now=0.0)
+    kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
+    assert late(stragglers, kept, 2.0) == []
+    assert late(stragglers, [{0, 1, 2}] * 4, 10.0, [0, 1, 2, 0]) == []
+    assert late(stragglers, [{0, 1, 2}] * 4, 12.9, [0, 1, 2, 0]) == []
+    assert late(stragglers, [{0, 1, 2}] * 4, 13.0, [0, 1, 2, 0]) == [0]
+
+
+def decider(me: int = 0, *, least: int = 2) -> DeciderRules:
+    """Four members, each the owner of one part."""
+    every = [True] * 4
+    return DeciderRules(b"r" * 16, OWNER, every, every, me, min_group_size=least, stall_s=6.0, now=0.0)
+
+
+def held(part: int, attempt: int = 0) -> Held:
+    """An average of all four."""
+    return Held(part, attempt, b"\x0f", 4.0, bytes([part]) * 32)
+
+
+def report(rules: DeciderRules, member: int, parts: list[int], *lost: int, now: float = 1.0) -> list[Send]:
+    """A member says what it holds, and whom it lost."""
+    return rules.reported(member, Report([held(part) for part in parts], list(lost)), now)
+
+
+def test_an_owner_that_all_others_have_lost_owns_nothing_any_more() -> None:
+    """It holds its part, and can give it to nobody: somebody else averages it anew; the owner stays a member."""
+    rules = decider()
+    report(rules, 3, [0, 1, 2, 3])
+    for member in (0, 1):
+        assert report(rules, member, [0, 1, 2], 3) == []
+    sends = report(rules, 2, [0, 1, 2], 3)
+    assigned = [send.message for send in sends if isinstance(send.message, Assign)]
+    assert len(assigned) == 4
+    assert {(message.attempt, message.owner in (0, 1, 2)) for message in assigned} == {(1, True)}
+    assert rules.live == ALL
+    for member in ALL:
+        sends = rules.reported(member, Report([held(3, 1)]), 2.0)
+    assert all(isinstance(send.message, Commit) for send in sends)
+    assert len(sends) == 4
+
+
+def test_a_silent_owner_is_left_out_before_those_that_wait_for_it() -> None:
+    """It holds its part, gives it to nobody, and nobody makes progress: it is the one."""
+    rules = decider()
+    report(rules, 3, [0, 1, 2, 3])
+    for member in (0, 1, 2):
+        report(rules, member, [0, 1, 2])
+    rules.tick(7.5)
+    assert rules.live == {0, 1, 2}
+
+
+def test_a_decider_that_cannot_get_a_part_does_not_hold_up_the_others() -> None:
+    """All others hold everything: it leaves itself out as a member, and commits."""
+    rules = decider(me=0)
+    for member in (1, 2, 3):
+        report(rules, member, [0, 1, 2, 3])
+    report(rules, 0, [0], 1, 2, 3)
+    sends = rules.tick(7.5)
+    assert rules.live == {1, 2, 3}
+    assert {send.member for send in sends if isinstance(send.message, Commit)} == ALL
+
+
+def test_a_decider_that_lacks_what_others_lack_too_stays() -> None:
+    """It is not the one to blame: the owner goes."""
+    rules = decider(me=0)
+    report(rules, 3, [0, 1, 2, 3])
+    for member in (0, 1, 2):
+        report(rules, member, [0, 1, 2])
+    rules.tick(7.5)
+    assert 0 in rules.live
+
+
+def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
+    """Waiting costs less than failing."""
+    rules, stragglers = decider(least=4), Stragglers(margin_s=1.0, now=0.0)
+    for member in (0, 1, 2):
+        report(rules, member, [0, 1, 2, 3])
+    report(rules, 3, [3])
+    assert rules.slow(stragglers, 1.0) == rules.slow(stragglers, 1000.0) == []

@@ -229,7 +229,7 @@ def test_lifeline_hands_over_commands_and_reports() -> None:
     def lines() -> Iterator[bytes]:
         yield from heard
         ended.set()
-        threading.Event().wait(60)  # the pipe stays open
+        threading.Event().wait()  # the pipe stays open: its end would end this process
 
     line = Lifeline(lines(), out)
     threading.Thread(target=line.listen, daemon=True).start()

@@ -23,6 +23,7 @@ MEMBER = wire.Member(CONTACT, True, 1.5e6, b"\xc0")
 HELD = wire.Held(3, 1, b"\x07", 12.5, b"d" * 32)
 COMMIT = wire.Commit(b"r" * 16, [HELD, HELD])
 PROGRESS = wire.Progress(CONTACT, 3, b"d" * 32, 1024, 17, 12.5, 1.7e9, {"lr": "0.1"}, 100)
+TRACE_ENTRY = wire.TraceEntry(7, 0.5, "PeerLost", {"peer": str(PEER), "bytes_sent": 3, "left_out": ["a"], "wide": None})
 
 MESSAGES: list[wire.Message] = [
     CONTACT,
@@ -73,6 +74,9 @@ MESSAGES: list[wire.Message] = [
     wire.Chunk(3, 65536),
     wire.FetchChunks("run", b"s" * 16, [0, 5]),
     wire.MoreChunks([7, 9]),
+    TRACE_ENTRY,
+    wire.Trace(PEER, 4711, 1.7e9, 2.5, [TRACE_ENTRY, TRACE_ENTRY]),
+    wire.GetTrace(5),
 ]
 
 KINDS: list[type[wire.Message]] = sorted({type(message) for message in MESSAGES}, key=lambda kind: kind.__name__)

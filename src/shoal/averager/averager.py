@@ -38,7 +38,7 @@ from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.wire import Member
 
-__all__ = ["Averager"]
+__all__ = ["Averager", "choose_codecs"]
 
 Expected = Callable[[], frozenset[PeerID] | None]
 Prepare = Callable[[], tuple[float, float]]
@@ -85,7 +85,7 @@ class Averager:
             raise ConfigError(f"prefix must be a text of 1 to 256 characters, got {prefix!r}")
         self.core, self.prefix, self.settings, self.lock = core, prefix, settings, lock
         self.tensors = tuple(tensors)
-        layout = describe(self.tensors, codecs or _choose(compression or NoCompression(), self.tensors))
+        layout = describe(self.tensors, codecs or choose_codecs(compression or NoCompression(), self.tensors))
         self.vector = Vector(self.tensors, layout)
         self.group_bits = settings.group_bits
         self.group_tag = ""
@@ -418,8 +418,11 @@ async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:
         group.release()
 
 
-def _choose(codec: CompressionBase, tensors: Sequence[object]) -> list[CompressionBase]:
-    """The codec of each tensor. What is no tensor is refused when the tensors are described."""
+def choose_codecs(codec: CompressionBase, tensors: Sequence[object]) -> list[CompressionBase]:
+    """The codec of each tensor, chosen by its shape, dtype and position.
+
+    What is no tensor keeps `codec`: it is refused when the tensors are described.
+    """
     return [
         codec.choose(CompressionInfo.from_tensor(tensor, key=i)) if isinstance(tensor, torch.Tensor) else codec
         for i, tensor in enumerate(tensors)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import torch
 
+from shoal import averager
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
 
@@ -38,10 +39,7 @@ def choose_codecs(
         ConfigError: `infos` do not describe these tensors.
     """
     if infos is None:
-        return [
-            codec.choose(CompressionInfo.from_tensor(tensor, key=i)) if isinstance(tensor, torch.Tensor) else codec
-            for i, tensor in enumerate(tensors)
-        ]
+        return averager.choose_codecs(codec, tensors)
     if len(infos) != len(tensors):
         raise ConfigError(
             f"tensor_infos has {len(infos)} entries for {len(tensors)} averaged tensors: give one for each"

@@ -111,16 +111,20 @@ def test_a_program_may_end_itself(meeting: shoal.DHT) -> None:
 
 
 def test_the_second_sigterm_ends_at_once(meeting: shoal.DHT) -> None:
-    """Here in the middle of a round that cannot end: the only other member is frozen."""
-    with Leaver("round", meeting) as first, Leaver("round", meeting) as second:
-        for leaver in (first, second):
-            leaver.expect("ready")
-        first.expect("GroupFormed")
-        second.signal(signal.SIGSTOP)
-        first.signal(signal.SIGTERM)
-        first.expect("requested")
-        first.signal(signal.SIGTERM)
-        assert first.wait() == -signal.SIGTERM  # 143 would be the orderly end
+    """Here in the middle of a round that cannot end: the other member's tensors are held, so it gives no values."""
+    with (
+        shoal.DecentralizedAverager([torch.zeros(NUMEL)], meeting, start=True, prefix="leave") as averager,
+        Leaver("round", meeting) as leaver,
+    ):
+        leaver.expect("ready")
+        with averager.get_tensors():
+            step = averager.step(timeout=60, wait=False)
+            leaver.expect("GroupFormed")
+            leaver.signal(signal.SIGTERM)
+            leaver.expect("requested")
+            leaver.signal(signal.SIGTERM)
+            assert leaver.wait() == -signal.SIGTERM  # 143 would be the orderly end
+        step.cancel()
 
 
 def test_after_the_block_the_signal_is_what_it_was(meeting: shoal.DHT) -> None:

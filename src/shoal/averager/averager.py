@@ -32,8 +32,7 @@ from shoal.compression import CompressionBase, CompressionInfo, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
-from shoal.matchmaking import Group, Matchmaker
-from shoal.matchmaking.group_bits import next_group_bits
+from shoal.matchmaking import Group, Matchmaker, next_group_bits
 from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.wire import Member
@@ -259,7 +258,7 @@ class Averager:
             round_id=group.round_id,
             place=group.peers.index(self.core.peer_id),
             size=len(group.peers),
-            target_group_size=self.settings.target_group_size or len(group.peers),
+            target_group_size=self.settings.target_group_size,
         )
 
     async def _form_group(self, gathered: bytes, timeout_s: float, expected: Expected | None) -> Group:
@@ -310,7 +309,7 @@ class Averager:
             async with self.lock.held():
                 plan.began = True
                 weight, scale = attempt.prepare()
-                bad = await self.core.env.executor.run(self.vector.copy_in, scale, weight or 1.0)
+                bad = await self.core.env.executor.run(self.vector.copy_in, scale, weight)
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)

@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests at a time; those of tests/integration start processes of their own, and never run beside each other.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 # -qq: errors only.
@@ -23,8 +25,8 @@ help:  ## this list
 demo: $(DEMO_READY)  ## a swarm trains a model, loses a peer, takes in another (ARGS="--headless --seconds 60")
 	@$(BIN)/shoal demo $(ARGS)
 
-test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer")
-	@$(PYTEST) $(ARGS)
+test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer"; JOBS=0: one after another)
+	@$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
 
 test-long: $(DEV_READY)  ## the long tests at full size: hours
 	@$(PYTEST) -m long --soak=full $(ARGS)

@@ -6,6 +6,7 @@ every commit, `--soak=full` at their own; how many that is, each test says itsel
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -46,11 +47,19 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark everything in tests/integration as such."""
+    """Mark everything in tests/integration as such. Several workers (`-n 2`) do not start its processes at once."""
     integration = Path(__file__).parent / "integration"
     for item in items:
         if integration in item.path.parents:
             item.add_marker(pytest.mark.integration)
+            item.add_marker(pytest.mark.xdist_group("integration"))
+
+
+@pytest.fixture(autouse=True)
+def _no_dump_of_long_tests(request: pytest.FixtureRequest) -> None:
+    """`faulthandler_timeout` shows where a test hangs before its limit ends it; those marked `long` take their time."""
+    if request.node.get_closest_marker("long") is not None:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

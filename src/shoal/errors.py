@@ -112,13 +112,14 @@ class RoundFailed(ShoalError):
     Args:
         reason: what happened, one phrase.
         peers: the peers that caused it, if any are known.
+        round_id: of the round, if there was a group.
     """
 
-    def __init__(self, reason: str, peers: Sequence[PeerID] = ()) -> None:
+    def __init__(self, reason: str, peers: Sequence[PeerID] = (), *, round_id: bytes | None = None) -> None:
         blamed = f" (peers {', '.join(peer.short() for peer in peers)})" if peers else ""
         super().__init__(f"{reason}{blamed}")
         self.reason = reason
-        self.peers = tuple(peers)
+        self.peers, self.round_id = tuple(peers), round_id
 
 
 class SchemaMismatch(RoundFailed):

@@ -81,7 +81,10 @@ class RoundFinished(Event, frozen=True, kw_only=True):
 
 
 class RoundAborted(Event, frozen=True, kw_only=True):
-    """An averaging round failed here; no tensor was touched."""
+    """An averaging round failed here; no tensor was touched.
+
+    `round_id` is None if there was no group; `peers` are those to blame, as far as it was seen from here.
+    """
 
     prefix: str
     round_id: bytes | None

@@ -2,12 +2,14 @@
 
 Run as `python -m tests.integration.leaver HOW ADDRESS`, HOW being what its main thread does when the signal comes:
 `search` (in step(), nobody is there), `round` (in step(), in a round), `compute` (a loop of its own), `outside` (the
-block is over), `nowhere` (another thread enters the block), `polite` (with exit_code=None). JSON lines on stdout.
+block is over), `nowhere` (another thread enters the block), `polite` (with exit_code=None); `asleep` (as `search`, and
+the signal is delivered to another thread), `fork` (a child of this program gets it). JSON lines on stdout.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -66,6 +68,12 @@ def watch(leaving: Leaving) -> None:
     say("requested")
 
 
+def hear() -> None:
+    """Take the signal for this thread: the main one sleeps on, as if it had come just before that fell asleep."""
+    sys.stdin.readline()
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
 def enter(dht: shoal.DHT) -> None:
     """Where it cannot work."""
     try:
@@ -79,7 +87,20 @@ def work(how: str, averager: shoal.DecentralizedAverager, leaving: Leaving) -> N
     """What the main thread is at."""
     threading.Thread(target=watch, args=(leaving,), daemon=True).start()
     say("ready", str(averager.peer_id))
-    if how in ("search", "round"):
+    if how == "asleep":
+        threading.Thread(target=hear, daemon=True).start()
+        averager.step(timeout=60)
+    elif how == "fork":
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(writes, b"!")
+            signal.pause()
+        os.read(reads, 1)
+        os.kill(child, signal.SIGTERM)
+        say("child", os.WTERMSIG(os.waitpid(child, 0)[1]))
+        say("requested", leaving.requested)
+    elif how in ("search", "round"):
         averager.step(timeout=60)
         say("stepped")
         averager.step(timeout=60)

@@ -75,6 +75,26 @@ def test_sigterm_leaves_at_once_and_ends_with_143(meeting: shoal.DHT, how: str) 
         assert "Traceback" not in leaver.errors()
 
 
+def test_a_main_thread_that_sleeps_through_the_signal_is_woken(meeting: shoal.DHT) -> None:
+    """Python runs a handler when the main thread executes Python again: here that would be a minute later."""
+    heard = Heard(meeting)
+    with Leaver("asleep", meeting) as leaver:
+        leaver.expect("ready")
+        leaver.write("")
+        assert isinstance(heard.wait_for(PeerLost), PeerLost)
+        assert leaver.expect("restored") is True
+        assert leaver.wait() == 143, leaver.errors()
+
+
+def test_the_signal_of_a_forked_child_is_its_own(meeting: shoal.DHT) -> None:
+    """As when a DataLoader ends its workers: the child dies of it, and the program goes on."""
+    with Leaver("fork", meeting) as leaver:
+        assert leaver.expect("child") == signal.SIGTERM
+        assert leaver.expect("requested") is False
+        assert leaver.expect("end") == [2.0, False]
+        assert leaver.wait() == 0, leaver.errors()
+
+
 def test_a_round_in_progress_is_finished_and_the_next_one_is_not_begun(meeting: shoal.DHT) -> None:
     """SIGTERM as the group is formed: both hold the average, then the program ends, and the other goes on alone."""
     heard = Heard(meeting)

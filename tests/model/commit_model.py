@@ -9,6 +9,9 @@ the protocol.
 Some peers may be *auxiliary*: they average what they own, and want no averages. They hold what they averaged themselves
 and nothing else; the commit is all that they need.
 
+The decider may *step aside*, if it is the one that is slow: it leaves itself out like any other member, and goes on
+deciding. It does so while more than `MIN_GROUP` are left, and need not do so at all.
+
 An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.
 """
@@ -41,6 +44,7 @@ class State(NamedTuple):
     """Everything: peers, decider, and what is on its way."""
 
     contributes: tuple[bool, bool, bool]  # False: auxiliary
+    aside: bool | None  # whether the decider has stepped aside; None: it never does
     alive: tuple[bool, bool, bool]
     members: tuple[Member, Member, Member]
     finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
@@ -59,11 +63,12 @@ class Broken(AssertionError):
     """A reachable state breaks the rule."""
 
 
-def start(owner: Pair, auxiliary: frozenset[int] = frozenset()) -> State:
+def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False) -> State:
     """The group has begun; nothing was averaged."""
     member = Member(attempt=(0, 0), owner=owner)
     return State(
         contributes=(0 not in auxiliary, 1 not in auxiliary, 2 not in auxiliary),
+        aside=False if aside else None,
         alive=(True, True, True),
         members=(member, member, member),
         finished=((), ()),
@@ -286,6 +291,8 @@ def _decider_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     for peer in PEERS:
         if peer != DECIDER and peer not in state.suspects:
             yield f"decider suspects {peer}", not state.alive[peer], _suspect(state, peer)
+    if state.aside is False and len(live) > MIN_GROUP:
+        yield "decider steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
 
 
 def check(state: State) -> None:
@@ -298,8 +305,8 @@ def check(state: State) -> None:
 def check_end(state: State) -> None:
     """When nothing more must happen and the decider lives: all who live have the average, or too few are left.
 
-    One exception: an auxiliary decider may hold nothing. Who was left out by mistake then needs another contributing
-    member to get the average from, and fails if all of them died after the commit.
+    One exception: a decider that is auxiliary, or stepped aside, may hold nothing. Who was left out then needs another
+    contributing member to get the average from, and fails if all of them died after the commit.
     """
     if not state.alive[DECIDER] or state.aborted:
         return
@@ -311,14 +318,15 @@ def check_end(state: State) -> None:
 
 
 def _orphaned(state: State, peer: int) -> bool:
-    """Whether the decider needs no averages, and everybody else who did is dead."""
+    """Whether the commit was made without the decider's averages, and everybody else who has them is dead."""
     others = [other for other in PEERS if other != peer and state.contributes[other]]
-    return not state.contributes[DECIDER] and bool(others) and not any(state.alive[other] for other in others)
+    without = state.aside is True or not state.contributes[DECIDER]
+    return without and bool(others) and not any(state.alive[other] for other in others)
 
 
-def explore(owner: Pair, crashes: int, auxiliary: frozenset[int] = frozenset()) -> int:
+def explore(owner: Pair, crashes: int, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False) -> int:
     """Visit every reachable state; returns how many there are. Raises `Broken` with the way there."""
-    first = start(owner, auxiliary)
+    first = start(owner, auxiliary, aside=aside)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     frontier = [first]
     while frontier:

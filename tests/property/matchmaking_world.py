@@ -368,7 +368,7 @@ class World:
                 self.answer(old, AskRefused(leader.peer, "replaced", ""))
                 self.feed(leader, JoinGone(node.peer))
             leader.inbound[node.peer] = pipe
-            self.feed(leader, JoinAsked(node.contact, expiration, node.rules.reduces))
+            self.feed(leader, JoinAsked(node.contact, expiration, node.rules.reduces, node.rules.contributes))
 
         def timeout() -> None:
             if not pipe.answered and node.machine is search:

@@ -24,6 +24,7 @@ class PeerPlan:
     calls_at: float
     leads: bool = True
     reduces: bool = True
+    auxiliary: bool = False
     skew_s: float = 0.0
     expects_all: bool = False
     dies_at: float | None = None
@@ -40,6 +41,7 @@ def peer_plans(*, faults: bool) -> st.SearchStrategy[PeerPlan]:
         calls_at=st.one_of(soon, soon, times),
         leads=st.sampled_from([True, True, True, False]),
         reduces=st.sampled_from([True, True, False]),
+        auxiliary=st.sampled_from([False, False, True]),
         skew_s=st.sampled_from([0.0, 0.0, 2.0, -2.0]),
         expects_all=st.booleans(),
         dies_at=sometimes,
@@ -70,6 +72,7 @@ def play(
             min_size=least,
             deadline_s=deadline_s,
             reduces=plan.reduces and plan.leads,
+            contributes=not (plan.auxiliary and plan.reduces and plan.leads),
             leads=plan.leads,
         )
         node = world.add(number, rules, skew_s=plan.skew_s)
@@ -105,6 +108,7 @@ def test_groups_are_sound_whatever_happens(
     for group in world.groups:
         assert least <= len(group.members) <= (target or 256)
         assert any(world.nodes[peer].rules.reduces for peer in group.members)
+        assert any(world.nodes[peer].rules.contributes for peer in group.members)
         assert group.leader.rules.leads
     for node in nodes:
         if node.ended_at is not None:

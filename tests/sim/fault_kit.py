@@ -65,13 +65,17 @@ class TimeLimits:
         return self.stall_s + self.after_kill_s(normal_s)
 
     def after_slowing_s(self, normal_s: float) -> float:
-        """The same for a member, not the decider, that is slow.
+        """The same for a member that is slow.
 
         First the owners leave it out as a sender, then the decider gives it twice the time that the others needed, and
         half of the stall limit.
         """
         others_s = normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
         return 2 * others_s + self.stall_s / 2 + self.after_kill_s(normal_s)
+
+    def words_s(self, bytes_s: float) -> float:
+        """What a decider on a slow line needs for its words: assignments, the reports to it, and the commits."""
+        return 20_000 / bytes_s
 
 
 def corruptible(host: SimHost) -> Transport:

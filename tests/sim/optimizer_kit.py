@@ -97,9 +97,10 @@ class Trainer:
             await sim.sleep(duration_s)
         if collaboration.finished:
             return
-        training.accumulate(size)
-        collaboration.speed.count(size)
-        self.batches_done += 1
+        if not collaboration.at_end:
+            training.accumulate(size)
+            collaboration.speed.count(size)
+            self.batches_done += 1
         collaboration.accumulated()
         await self.take_turn()
 

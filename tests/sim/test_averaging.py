@@ -11,7 +11,8 @@ import torch
 from shoal import sim
 from shoal.averager import Averager
 from shoal.compression import Float16Compression
-from shoal.errors import ConfigError, LocalError, RoundFailed, SchemaMismatch
+from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
+from shoal.events import Event, GroupFormed, PeerDropped, RoundAborted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
 
@@ -269,6 +270,68 @@ def test_a_crash_in_mid_round_leaves_the_others_with_one_average(victim: int, af
         await trial.close()
 
     sim.run(main, seed=victim * 100 + int(after_s * 100))
+
+
+@pytest.mark.parametrize("victim", ["decider", "member"])
+def test_a_failed_round_names_its_id_and_who_is_to_blame(victim: str) -> None:
+    """One of two dies in mid-round: the error and the event of the other one say which round, and who."""
+
+    async def main() -> None:
+        trial = Trial(bandwidth_bytes_s=500_000)
+        events: dict[str, list[Event]] = {"p0": [], "p1": []}
+        for peer, name in enumerate(events):
+            await trial.add(name, [torch.full((40_000,), float(peer))], target_group_size=2)
+            trial.swarm.host(name).env.events.subscribe(events[name].append)
+        steps = {name: asyncio.ensure_future(trial.step(name, timeout_s=60.0, allow_retries=False)) for name in events}
+        while not all(any(isinstance(event, GroupFormed) for event in heard) for heard in events.values()):
+            await sim.sleep(0.01)
+        [formed] = [event for event in events["p0"] if isinstance(event, GroupFormed)]
+        by_id = {trial.swarm.host(name).peer_id: name for name in events}
+        dead = by_id[formed.decider] if victim == "decider" else next(n for n in events if n != by_id[formed.decider])
+        [left] = set(events) - {dead}
+        trial.swarm.crash(dead)
+        await asyncio.wait(list(steps.values()))
+        error = steps[left].exception()
+        assert isinstance(error, RoundFailed)
+        blamed = (trial.swarm.host(dead).peer_id,)
+        assert (error.round_id, error.peers) == (formed.round_id, blamed)
+        [aborted] = [event for event in events[left] if isinstance(event, RoundAborted)]
+        assert (aborted.round_id, aborted.peers, aborted.reason) == (formed.round_id, blamed, error.reason)
+        assert {event.peer for event in events[left] if isinstance(event, PeerDropped)} == set(blamed)
+        assert isinstance(steps[dead].exception(), ClosedError)
+        await trial.close()
+
+    sim.run(main, seed=13)
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.07, 0.1])
+@pytest.mark.parametrize("away_s", [8.0, 40.0])
+def test_a_left_out_member_learns_the_average_until_the_next_round(after_s: float, away_s: float) -> None:
+    """It stood still when the others committed, and comes back long after: they still have what it misses."""
+
+    async def main() -> None:
+        trial = Trial()
+        names = [f"p{peer}" for peer in range(4)]
+        values = [[torch.full((40_000,), float(peer))] for peer in range(4)]
+        for name, tensors in zip(names, values, strict=True):
+            await trial.add(name, tensors, target_group_size=4)
+        await asyncio.gather(*(trial.step(name) for name in names))
+        for peer, [tensor] in enumerate(values):
+            tensor.fill_(float(peer))
+        steps = [asyncio.ensure_future(trial.step(name, timeout_s=60.0, allow_retries=False)) for name in names]
+        await asyncio.wait(steps, timeout=after_s)
+        trial.swarm.stall("p3")
+        await asyncio.wait(steps[:3])
+        await sim.sleep(away_s)
+        trial.swarm.unstall("p3")
+        await asyncio.wait(steps, timeout=10.0)
+        rounds = {step.result().round_id for step in steps}
+        assert len(rounds) == 1
+        assert same_bits(values)
+        assert not trial.warnings, trial.warnings
+        await trial.close()
+
+    sim.run(main, seed=11)
 
 
 def test_a_silent_member_is_left_out() -> None:

@@ -134,12 +134,12 @@ def limit_of(kind: str, usual_s: float, *, decides: bool) -> float:
         return LIMITS.after_kill_s(usual_s)
     if kind not in ("throttle", "slow", "slow link"):
         return LIMITS.after_silence_s(usual_s)
-    # A decider that is slow, and answers, is waited for: nobody can take its place.
-    if decides:
-        return LONG_S
-    # A throttled process is not slow on the line, but late: by a period with each message that the others wait for
-    # (its values, its averages, its report).
-    return LIMITS.after_slowing_s(usual_s) + (3 * PERIOD_S if kind == "throttle" else 0.0)
+    limit_s = LIMITS.after_slowing_s(usual_s)
+    if kind == "throttle":
+        # It is not slow on the line, but late: by a period with each message that the others wait for (its values, its
+        # averages, its report).
+        return limit_s + 3 * PERIOD_S
+    return limit_s + (LIMITS.words_s(BANDWIDTH_BYTES_S / 100) if decides else 0.0)
 
 
 def check(number: int, usual_s: float) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 import torch
 
 from shoal import sim
-from shoal.errors import ConfigError
+from shoal.averager import StepResult
+from shoal.errors import ConfigError, RoundFailed
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -267,6 +269,40 @@ def test_a_fast_client_does_not_run_away() -> None:
         await run.close()
 
     sim.run(main, seed=8)
+
+
+def test_who_is_first_at_the_end_waits_for_the_others() -> None:
+    """The last round fails for one of two, and the other has what it needs: it leaves when both hold it."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+        unlucky = run.swarm.peer("p1").collaboration
+        step = unlucky._gradients.step
+
+        async def lose_the_last(**options: Any) -> StepResult:
+            result = await step(**{**options, "apply": lambda vector: None} if unlucky.epoch == 2 else options)
+            if unlucky.epoch == 2:
+                raise RoundFailed("committed, but nobody who holds the averages could be reached")
+            return result
+
+        unlucky._gradients.step = lose_the_last  # type: ignore[assignment]
+        unlucky.announce_end(3)
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            await trainer.train(4, duration_s=0.2, until=lambda: False)
+            await trainer.collaboration.close()
+            await trainer.collaboration.core.close()
+
+        await asyncio.gather(*(run.swarm.spawn(name, train(name)) for name in names))
+        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert run.swarm.peer("p1").downloads == 1
+        assert not run.warnings, run.warnings
+
+    sim.run(main, seed=12)
 
 
 def test_a_run_with_other_settings_is_refused_by_name() -> None:

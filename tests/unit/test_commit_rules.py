@@ -1,4 +1,4 @@
-"""The commit rule with auxiliary members, event by event; `tests/model` has every order of events."""
+"""The commit rule with auxiliary members and slow deciders, event by event; `tests/model` has every order of events."""
 
 from __future__ import annotations
 
@@ -101,3 +101,76 @@ def test_progress_counts_from_the_beginning() -> None:
     assert rules.live == {0, 1, 2}
     rules.tick(106.0)
     assert rules.live != {0, 1, 2}
+
+
+def everything_but(missing: int, parts: int) -> Report:
+    """What a member holds that lacks one part."""
+    return Report([held(part) for part in range(parts) if part != missing])
+
+
+def test_a_decider_whose_parts_are_all_that_is_missing_steps_aside() -> None:
+    """It moves no bytes, and the others hold each other's parts: they do its part again, and it commits for them."""
+    rules = decider([0, 1, 2], [True] * 3)
+    rules.reported(0, Report([held(0)]), 1.0)
+    for member in (1, 2):
+        rules.reported(member, everything_but(0, 3), 1.0)
+    for now in range(2, 6):
+        assert rules.tick(float(now)) == []
+        for member in (1, 2):
+            rules.reported(member, Report([]), float(now))
+    told = rules.tick(6.0)
+    assert [(send.member, send.message) for send in told] == [(1, Assign([0], 1, 2)), (2, Assign([0], 1, 2))]
+    assert rules.live == {1, 2}
+    assert rules.reported(1, Report([held(0, 1)]), 7.0) == []
+    sends = rules.reported(2, Report([held(0, 1)]), 7.0)
+    assert [send.member for send in sends] == [0, 1, 2]
+    assert all(isinstance(send.message, Commit) for send in sends)
+
+
+def test_of_two_it_cannot_be_told_who_is_slow() -> None:
+    """The decider's parts are missing at the only other one that wants any: both are waited for, and so is it."""
+    rules = decider([0, 0], [True, True, False])
+    rules.reported(0, Report([held(0), held(1)]), 1.0)
+    for now in range(2, 30):
+        for member in (1, 2):
+            rules.reported(member, Report([], moved_bytes=now), float(now))
+        assert rules.tick(float(now)) == []
+    assert rules.live == {0, 1, 2}
+
+
+def test_a_decider_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
+    """Everybody reports all the time: if most are not heard, its own line is in the way. One that is silent is not."""
+    rules = decider([0, 1, 2, 3], [True] * 4)
+    for now in (1.0, 2.0, 2.4):
+        assert rules.tick(now) == []
+        for member in (1, 2):
+            rules.reported(member, Report([]), now)
+    assert rules.tick(3.5) == []
+    rules.reported(1, Report([]), 3.5)
+    assert rules.tick(4.4) == []
+    assert rules.live == {0, 1, 2, 3}
+    assert rules.tick(4.95) != []  # neither 2 nor 3, since 2.4 and from the beginning
+    assert rules.live == {1, 2, 3}
+
+
+def test_a_decider_that_stood_still_blames_nobody_for_it() -> None:
+    """Its own process was stopped: the reports are there, only not read yet."""
+    rules = decider([0, 1, 2, 3], [True] * 4)
+    assert rules.tick(1.0) == []
+    assert rules.tick(4.0) == []
+    assert rules.live == {0, 1, 2, 3}
+
+
+class EverybodyIsLate(Stragglers):
+    """As when one is slow and the rest wait for its values."""
+
+    def late(self, *_: object) -> list[int]:
+        return [0, 1, 2, 3]
+
+
+def test_of_several_slow_ones_only_as_many_are_left_out_as_can_be_done_without() -> None:
+    """Two must be left, or `min_group_size`; and one that contributes."""
+    stragglers = EverybodyIsLate(margin_s=1.0, now=0.0)
+    assert decider([1, 2, 3], [True, False, True, True]).slow(stragglers, 1.0) == [0, 1]
+    assert decider([1, 2, 3], [True, False, True, True], min_group_size=3).slow(stragglers, 1.0) == [0]
+    assert decider([1, 2, 3], [False, True, False, False]).slow(stragglers, 1.0) == [2, 3]

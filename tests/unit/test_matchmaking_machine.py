@@ -132,10 +132,12 @@ def declared(number: int, expiration: float = MINE) -> Declaration:
     return Declaration(contact_of(number), expiration)
 
 
-def join(number: int, expiration: float = MINE, *, reduces: bool = True, client: bool = False) -> JoinAsked:
+def join(
+    number: int, expiration: float = MINE, *, reduces: bool = True, contributes: bool = True, client: bool = False
+) -> JoinAsked:
     """A peer asks us."""
     contact = Contact(peer_id(number)) if client else contact_of(number)
-    return JoinAsked(contact, expiration, reduces and not client)
+    return JoinAsked(contact, expiration, reduces and not client, contributes)
 
 
 def following(number: int = 1) -> Play:
@@ -316,6 +318,29 @@ def test_refuses_when_full() -> None:
     play.read(declared(1))
     play.joins(60)
     assert play.joins(61) == [Refuse(peer_id(61), "full", "the group has its 2 members")]
+
+
+def test_auxiliary_peers_alone_are_no_group() -> None:
+    """They leave a place for one with values, wait for it to the end of the window, and then say what is missing."""
+    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play.settle()
+    assert play.joins(60, contributes=False) == [Accept(peer_id(60))]
+    [refused] = play.joins(61, contributes=False)
+    assert isinstance(refused, Refuse)
+    assert refused.code == "full"
+    assert "only auxiliary peers" in refused.text
+    said = play.wait(WINDOW_S + 1)
+    [failed] = [action for action in said if isinstance(action, Fail)]
+    assert "all 2 peers that are looking are auxiliary" in failed.reason
+    assert not any(isinstance(action, Start) for action in said)
+
+
+def test_one_with_values_makes_auxiliary_peers_a_group() -> None:
+    """Whoever it is: the leader waits for it."""
+    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play.settle()
+    play.joins(60, contributes=False)
+    assert play.joins(61)[:2] == [Accept(peer_id(61)), Start((peer_id(60), peer_id(61)))]
 
 
 def test_refuses_after_the_end() -> None:

@@ -208,6 +208,8 @@ class DeciderRules:
         self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: who it cannot get parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
         self._progress = [now] * len(reduces)
+        self._heard = [now] * len(reduces)
+        self._ticked = now
         self._moved_bytes = [0] * len(reduces)
         self._turn = me
 
@@ -216,9 +218,11 @@ class DeciderRules:
     def begin(self, now: float) -> None:
         """Nobody owed progress before this moment."""
         self._progress = [now] * len(self.reduces)
+        self._heard = list(self._progress)
 
     def reported(self, member: int, report: Report, now: float) -> list[Send]:
         """A member told what it newly holds, and which owners it cannot get parts from."""
+        self._heard[member] = now
         if self.verdict is not None or member not in self.live:
             return []
         for held in report.held:
@@ -277,26 +281,54 @@ class DeciderRules:
         return min((self._progress[member] + self.stall_s for member in self._owing()), default=None)
 
     def tick(self, now: float) -> list[Send]:
-        """Leave out who owes parts and made no progress within the stall limit."""
-        sends: list[Send] = []
+        """Leave out who owes parts and made no progress within the stall limit; the decider if it cannot hear."""
+        if now - self._ticked > self.stall_s / 4:
+            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that says nothing of its line
+        self._ticked = now
+        sends = self.lost(self.me, now) if self._cannot_hear(now) else []
         for member in self._owing():
             if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
                 sends += self.lost(member, now)
         return sends
 
+    def _cannot_hear(self, now: float) -> bool:
+        """Whether the decider's own line is what is slow: for half of the limit most others' reports are missing.
+
+        Everybody reports once a second. The values on their way to and from the decider are in the way of the reports.
+        """
+        others = self.live - {self.me}
+        missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
+        return self._may_step_aside() and 2 * missing > len(others)
+
+    def _may_step_aside(self) -> bool:
+        """Whether the others can do without the decider's values: two at least that have values themselves.
+
+        With one it could not be told which of the two is slow.
+        """
+        others = self._takers() - {self.me}
+        return self.me in self.live and len(others) >= 2 and len(self.live) > self.min_group_size
+
     def _may_leave_out(self, member: int) -> bool:
-        """Whether it is no wrong to leave the member out; the decider itself once nobody else lacks anything."""
+        """Whether silence is the member's fault; the decider's own, if only its parts are missing, or nobody's."""
         others = self._takers() - {member}
-        return member != self.me or all(len(self._held[other]) == len(self.owner) for other in others)
+        complete = all(len(self._held[other]) == len(self.owner) for other in others)
+        return member != self.me or complete or (self._kept() == {member} and self._may_step_aside())
 
     def slow(self, stragglers: Stragglers, now: float) -> list[int]:
-        """Who is far slower than the others; nobody while too few would be left: waiting costs less than failing."""
-        if self.verdict is not None or len(self.live) <= max(self.min_group_size, 2):
+        """Who is far slower than the others, the decider itself among them: then it goes on deciding.
+
+        Nobody while too few would be left, or nobody that contributes: waiting costs less than failing.
+        """
+        if self.verdict is not None:
             return []
-        takers = self._takers()
-        late = stragglers.late(self.owner, self._held, takers, now)
-        # Never the last one that contributes: there would be nobody to average for.
-        return [each for each in late if each in self.live and takers - {each} and self._may_leave_out(each)]
+        takers, slow = self._takers(), set[int]()
+        for each in stragglers.late(self.owner, self._held, takers, now):
+            left = self.live - slow - {each}
+            if each not in self.live or (each == self.me and not self._may_step_aside()):
+                continue
+            if len(left) >= max(self.min_group_size, 2) and left & takers:
+                slow.add(each)
+        return sorted(slow)
 
     # ------------------------------------------------------------------------------------------------------ decisions
 
@@ -313,15 +345,19 @@ class DeciderRules:
         }
         if unheld:
             return sorted(unheld & self.live)
+        if kept := self._kept():
+            return sorted(kept)
+        return sorted(member for member in self._takers() if len(self._held[member]) < len(self.owner))
+
+    def _kept(self) -> set[int]:
+        """Who has parts that none of the others holds who are to hold them."""
         takers = self._takers()
         kept = {
             owner
             for part, owner in enumerate(self.owner)
             if takers - {owner} and not any(part in self._held[other] for other in takers - {owner})
         }
-        if kept & self.live - {self.me}:
-            return sorted(kept & self.live)
-        return sorted(member for member in takers if len(self._held[member]) < len(self.owner))
+        return kept & self.live
 
     def _new_owner(self, part: int) -> tuple[int | None, int]:
         """Somebody who can reduce and holds the part already; else the next in turn, who averages it again."""

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 from shoal.allreduce.commit import DeciderRules, Send
 from shoal.allreduce.stragglers import Stragglers
 from shoal.errors import PeerError
-from shoal.events import PeerDropped
 from shoal.rpc import Endpoint, Stream
 from shoal.wire import Abort, AskVerdict, Assign, Commit, Leave, Member, Report
 
@@ -48,6 +47,14 @@ class ControlledRound(Protocol):
 
     def give_up(self, reason: str) -> None:
         """Fail the round here."""
+        ...
+
+    def blame(self, member: int, reason: str) -> None:
+        """A member did not do its part."""
+        ...
+
+    def step_aside(self) -> None:
+        """Stop to send and to receive values: this member was left out, by itself."""
         ...
 
     @property
@@ -118,7 +125,7 @@ class DeciderControl:
                     break
                 if self._round.members[member].contributes:
                     self._round.heard()
-                self._do(self._rules.reported(member, message, self._now()))
+                self._reported(member, message)
         except PeerError as error:
             reason = error.message  # whatever it is: without its stream a member cannot report
         self._leave_out(member, reason)
@@ -142,7 +149,14 @@ class DeciderControl:
                     self._queues[member].put_nowait(None)
 
     def report(self, report: Report) -> None:
-        self._do(self._rules.reported(self._round.me, report, self._now()))
+        self._reported(self._round.me, report)
+
+    def _reported(self, member: int, report: Report) -> None:
+        before = list(self._rules.reduces)
+        self._do(self._rules.reported(member, report, self._now()))
+        for owner, reduced in enumerate(before):
+            if reduced and not self._rules.reduces[owner]:
+                self._round.blame(owner, "nobody gets its averages: others average its parts")
 
     def lost(self, member: int) -> None:
         self._leave_out(member, "its connection was lost")
@@ -151,12 +165,12 @@ class DeciderControl:
         waited_for = member in self._rules.live and self._rules.verdict is None
         self._do(self._rules.lost(member, self._now()))
         if waited_for:
-            self._tell(member, reason)
+            self._left_out(member, reason)
 
-    def _tell(self, member: int, reason: str) -> None:
-        peer = self._round.members[member].contact.peer
-        event = PeerDropped(peer=peer, where="all-reduce", reason=f"left out of the round: {reason}")
-        self._round.endpoint.env.events.emit(event)
+    def _left_out(self, member: int, reason: str) -> None:
+        if member == self._round.me:
+            self._round.step_aside()
+        self._round.blame(member, f"left out of the round: {reason}")
 
     def begin(self, now: float) -> None:
         self._rules.begin(now)
@@ -166,7 +180,7 @@ class DeciderControl:
         before = set(self._rules.live)
         self._do(self._rules.tick(now))
         for member in before - self._rules.live:
-            self._tell(member, "no progress")
+            self._left_out(member, "no progress")
         for member in self._rules.slow(self._stragglers, now):
             self._leave_out(member, "far slower than the others")
 
@@ -223,6 +237,7 @@ class FollowerControl:
     def lost(self, member: int) -> None:
         if member == self._round.decider and self.may_learn:
             self.may_learn = False
+            self._round.blame(member, "lost, and it was to decide")
             if not self._round.decided:
                 self._round.spawn(self._ask_others())
 

@@ -16,7 +16,7 @@ from shoal.allreduce.commit import Ask, Average, Contribute, MemberAction
 from shoal.allreduce.owner import PartOwner
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
-from shoal.allreduce.streams import DownStream, Inbound, Outgoing, RoundView, UpStream, check_part, tell_dropped
+from shoal.allreduce.streams import DownStream, Inbound, Outgoing, RoundView, UpStream, check_part
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused
 from shoal.wire import Held, PartData, PartRequest
 
@@ -135,10 +135,12 @@ class Exchange:
             inbound.close()
             await asyncio.wait((pump,))  # not `await pump`: it may have been cancelled with the round
         except PeerProtocolError as error:
-            tell_dropped(self._round, sender, error.message)
+            self._round.blame(sender, error.message)
             self._owner.exclude(sender)
             raise
-        except PeerError:
+        except PeerError as error:
+            if not self._over:
+                self._round.blame(sender, f"its values stopped: {error.message}")
             self._owner.exclude(sender)
             raise
         finally:
@@ -195,6 +197,15 @@ class Exchange:
             round_.news()
 
     # --------------------------------------------------------------------------------------------------------- ending
+
+    def step_aside(self) -> None:
+        """The decider left itself out, as it is slow: nothing goes on beside its words. After the commit it may ask."""
+        for outgoing in self._outgoing.values():
+            self._moved_closed += outgoing.moved_bytes
+            outgoing.retire()
+        self._outgoing.clear()
+        for stream in list(self._serving):
+            stream.abort()
 
     async def finish(self) -> None:
         """The round is over: end our streams in order, and give the others a moment to end theirs."""

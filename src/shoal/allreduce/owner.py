@@ -12,7 +12,7 @@ from collections.abc import Callable
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.reducer import ReducerRules
-from shoal.allreduce.streams import Inbound, RoundView, check_part, tell_dropped
+from shoal.allreduce.streams import Inbound, RoundView, check_part
 from shoal.allreduce.vector import is_weight
 from shoal.errors import PeerProtocolError
 from shoal.wire import Held, PartData
@@ -140,7 +140,7 @@ class PartOwner:
     def tick(self, now: float) -> None:
         """Look who is silent, and who is far behind."""
         for sender in self.reducer.stalled(now):
-            tell_dropped(self._round, sender, "too slow: left out of the parts that are not averaged yet")
+            self._round.blame(sender, "too slow: left out of the parts that are not averaged yet")
             self.exclude(sender)
 
     # ------------------------------------------------------------------------------------------------------------ ends

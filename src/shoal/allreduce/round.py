@@ -1,7 +1,8 @@
 """One round: the group is formed, the values are copied in; at the end the averages are committed, or nothing happened.
 
 `Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
-give averages and its verdict to members that were left out, until `close`. `RoundTable` finds the round that an
+give averages and its verdict to members that were left out, until `close`: its owner closes it when it needs the vector
+for the next one. `RoundTable` finds the round that an
 incoming stream belongs to, and remembers recent verdicts.
 
 An auxiliary member's clocks begin with the first sign of a member that contributes: those may begin later than it does,
@@ -22,7 +23,7 @@ from shoal.allreduce.interface import FormedGroup, Outcome, RoundOptions
 from shoal.allreduce.streams import DownStream
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, is_weight
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
-from shoal.events import Warned
+from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Abort, AskVerdict, Assign, Commit, Reduce, Report, Verdict
@@ -76,6 +77,7 @@ class Round:
         self._news = asyncio.Event()
         self._sign = asyncio.Event()
         self._lost_sources: list[int] = []
+        self._blamed: dict[tuple[PeerID, str], None] = {}
         self._tried: dict[int, int] = {}
         self._exchange = Exchange(self, silence_s=options.silence_s)
         self._control = self._make_control(group, owners)
@@ -115,7 +117,7 @@ class Round:
         """
         if not any(member.contributes for member in self.members):
             self.give_up("all members of the group are auxiliary: nobody has values to average")
-            raise RoundFailed(self.rules.failed or "")
+            raise self._failure()
         self._table.add(self)
         self._control.start()
         self._exchange.start()
@@ -130,20 +132,28 @@ class Round:
             self.give_up("cancelled")
             raise
         if not self.rules.succeeded:
-            raise RoundFailed(self.rules.failed or "no verdict")
+            raise self._failure()
         assert self.rules.commit is not None
         return Outcome.of(self.rules.commit, self.members)
 
+    async def end_streams(self) -> None:
+        """The verdict is known: end our streams, so that their connections can be used again.
+
+        A round that succeeded goes on giving its averages to members that were left out, by streams of their own.
+        """
+        if self.rules.succeeded:
+            await asyncio.gather(self._control.finish(), self._exchange.finish())
+
     async def close(self, *, orderly: bool = True) -> None:
-        """Stop serving this round; afterwards nothing of it touches the vector.
+        """Stop serving this round; afterwards nothing of it touches the vector. Safe to call twice.
 
         Args:
-            orderly: let streams end so that their connections can be used again.
+            orderly: `end_streams` first, if that was not done.
         """
         self._unsubscribe()
         try:
-            if orderly and self.rules.succeeded:
-                await asyncio.gather(self._control.finish(), self._exchange.finish())
+            if orderly:
+                await self.end_streams()
         finally:
             self._exchange.stop()
             for task in list(self._tasks):
@@ -189,6 +199,25 @@ class Round:
             self._control.give_up(reason)
             self._check()
 
+    def blame(self, member: int, reason: str) -> None:
+        """A member did not do its part: an event says so, once, and the error does if the round fails."""
+        if self.decided:
+            return  # who leaves after the verdict harms nobody
+        peer = self.members[member].contact.peer
+        if (peer, reason) not in self._blamed:
+            self._blamed[peer, reason] = None
+            self.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
+
+    def _failure(self) -> RoundFailed:
+        """Why there is no average here, and who is to blame for it."""
+        peers = dict.fromkeys(peer for peer, _ in self._blamed)
+        return RoundFailed(self.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
+
+    def step_aside(self) -> None:
+        """Stop to send and to receive values: this member, the decider, has left itself out."""
+        if self.rules.commit is None:
+            self._exchange.step_aside()
+
     def news(self) -> None:
         """A part is held that was not held before."""
         self._news.set()
@@ -201,6 +230,8 @@ class Round:
                 if self.rules.held[missing] is None:
                     self._fetch(missing)
         else:
+            if part is None:
+                self.blame(member, "its averages stopped")
             self._lost_sources.append(member)
             self._news.set()
 
@@ -208,8 +239,10 @@ class Round:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
         owner = self.rules.owner[part]
-        # The owner first; auxiliary members last: they have only what they averaged themselves.
-        order = sorted(range(len(self.members)), key=lambda i: (i != owner, not self.members[i].contributes))
+        # The owner late: who still lacks its part when all others hold it may well have waited for it in vain.
+        # Auxiliary members last: they have only what they averaged themselves. Else every part somewhere else.
+        count = len(self.members)
+        order = sorted(range(count), key=lambda i: (not self.members[i].contributes, i == owner, (i + part) % count))
         sources = [i for i in order if i != self.me and self.members[i].reduces]
         turn = self._tried.get(part, 0)
         self._tried[part] = turn + 1

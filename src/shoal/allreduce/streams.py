@@ -17,12 +17,11 @@ from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import Vector
 from shoal.clock import Env
 from shoal.errors import PeerError, PeerProtocolError
-from shoal.events import PeerDropped
 from shoal.rpc import Endpoint, Stream
 from shoal.transport.base import Buffer
 from shoal.wire import Held, Member, PartAbsent, PartAverage, PartData, PartRequest, Reduce
 
-__all__ = ["DownStream", "Inbound", "Outgoing", "RoundView", "UpStream", "check_part", "tell_dropped"]
+__all__ = ["DownStream", "Inbound", "Outgoing", "RoundView", "UpStream", "check_part"]
 
 _OPEN_TIMEOUT_S = 10.0
 
@@ -55,6 +54,10 @@ class RoundView(Protocol):
         """This member does not give what it was asked for (`part`, or anything)."""
         ...
 
+    def blame(self, member: int, reason: str) -> None:
+        """A member did not do its part."""
+        ...
+
     def give_up(self, reason: str) -> None:
         """Fail the round here."""
         ...
@@ -70,12 +73,6 @@ def check_part(round_: RoundView, number: int, attempt: int, sender: Stream[Any,
     if not 0 <= number < len(round_.parts) or not 0 <= attempt <= len(round_.members):
         raise PeerProtocolError(f"part {number} attempt {attempt} is not in this round", sender.peer_id)
     return round_.parts[number]
-
-
-def tell_dropped(round_: RoundView, member: int, reason: str) -> None:
-    """Say who is counted out, and why."""
-    peer = round_.members[member].contact.peer
-    round_.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
 
 
 class Outgoing:
@@ -103,6 +100,7 @@ class Outgoing:
         self._stream: UpStream | None = None
         self._reader: asyncio.Task[None] | None = None
         self._scratch = bytearray()
+        self._retired = False
         self.landing: int | None = None
         self.done = False
 
@@ -127,6 +125,11 @@ class Outgoing:
         if self._stream is not None:
             self._stream.abort()
 
+    def retire(self) -> None:
+        """As `abort`, and nobody is to be blamed for it."""
+        self._retired = True
+        self.abort()
+
     async def run(self) -> None:
         """Open the stream and use it until it ends."""
         round_ = self._round
@@ -138,9 +141,10 @@ class Outgoing:
             await self._write(stream, self._reader)
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
-                tell_dropped(round_, self._owner, error.message)
+                round_.blame(self._owner, error.message)
             self.done = True
-            round_.source_lost(self._owner, None)
+            if not self._retired:
+                round_.source_lost(self._owner, None)
         finally:
             self.done = True
             if self._reader is not None:

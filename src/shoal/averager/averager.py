@@ -99,6 +99,7 @@ class Averager:
         core.leavers.append(self.leave)
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
+        self._last_round: Round | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         endpoint = core.endpoint
         core.rounds()  # from now on: whoever hears of a group before we do may open its streams at once
@@ -222,7 +223,7 @@ class Averager:
                 raise RoundFailed("allow_allreduce() was not called before the step's timeout") from None
 
     def _aborted(self, error: RoundFailed) -> None:
-        event = RoundAborted(prefix=self.prefix, round_id=None, reason=error.reason, peers=error.peers)
+        event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)
         self.core.env.events.emit(event)
 
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult:
@@ -298,10 +299,10 @@ class Averager:
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
             self._closing = self._spawn(_finish(round_, group, orderly=orderly))
+            self._last_round = round_
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
-        if self._closing is not None:
-            await self._closing  # the last round may still be giving its averages to somebody
+        await self._close_last_round()
         settings, plan = self.settings, attempt.plan
         weight = 0.0
         plan.stage = AveragingStage.RUNNING_ALLREDUCE
@@ -325,7 +326,16 @@ class Averager:
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
         except ConfigError as error:
             leader = group.members[group.decider].contact.peer
-            raise RoundFailed(f"the group's plan does not fit: {error}", [leader]) from error
+            reason = f"the group's plan does not fit: {error}"
+            raise RoundFailed(reason, [leader], round_id=group.round_id) from error
+
+    async def _close_last_round(self) -> None:
+        """It gave its averages to whoever was left out, until now that the vector is needed for others."""
+        if self._closing is not None:
+            await self._closing
+        if self._last_round is not None:
+            await self._last_round.close(orderly=False)
+            self._last_round = None
 
     async def _apply(self, apply: Apply | None) -> None:
         executor = self.core.env.executor
@@ -381,10 +391,9 @@ class Averager:
         if self._stepping is not None:
             self._stepping.cancel()
             await asyncio.wait({self._stepping}, timeout=2.0)
-        if self._closing is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(2.0):
-                    await asyncio.gather(self._closing, return_exceptions=True)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(2.0):
+                await asyncio.gather(self._close_last_round(), return_exceptions=True)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -412,7 +421,10 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:
     try:
-        await round_.close(orderly=orderly)
+        if orderly:
+            await round_.end_streams()
+        else:
+            await round_.close(orderly=False)
     finally:
         group.release()
 

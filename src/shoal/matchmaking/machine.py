@@ -41,6 +41,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from shoal.matchmaking.declarers import Declarers
+from shoal.matchmaking.followers import Follower, Followers
 from shoal.matchmaking.lookout import Lookout
 from shoal.matchmaking.signals import (
     Accept,
@@ -138,7 +139,8 @@ class GroupMachine:
         self._expiration = math.inf
         self._leader: Contact | None = None
         self._chain: set[PeerID] = set()
-        self._followers: dict[PeerID, bool] = {}
+        self._group = Followers(rules)
+        self._followers = self._group.members
         self._met = False
         self._mismatches: dict[PeerID, str] = {}
         self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
@@ -242,13 +244,20 @@ class GroupMachine:
         elif event.contact.addresses and asker.key < self.key:
             self._followers.pop(peer, None)
             self._out.append(Refuse(peer, "later", "you are earlier: lead me"))
-        elif self._size >= self._rules.full_size and peer not in self._followers:
-            self._out.append(Refuse(peer, "full", f"the group has its {self._rules.full_size} members"))
+        elif not self._group.has_room(peer, contributes=event.contributes):
+            self._refuse_as_full(peer)
         else:
             if peer not in self._followers:
                 self._lookout.joined(now)
-            self._followers[peer] = event.reduces
+            self._followers[peer] = Follower(event.reduces, event.contributes)
             self._out.append(Accept(peer))
+
+    def _refuse_as_full(self, peer: PeerID) -> None:
+        text = f"the group has its {self._rules.full_size} members"
+        if not self._group.full:
+            text = "only auxiliary peers are looking, and the last place is for one that has values"
+            self._trouble = (text, ())
+        self._out.append(Refuse(peer, "full", text))
 
     def _mismatch(self, peer: PeerID, text: str) -> None:
         self._declarers.spend(peer, math.inf)
@@ -291,7 +300,8 @@ class GroupMachine:
             self._out += self._lookout.withdraw()
 
     def _on_refused(self, peer: PeerID, code: str, text: str, now: float) -> None:
-        self._trouble = (f"refused by the peer that was asked to lead: {text or code}", (peer,))
+        if code != "later":  # it comes to us instead
+            self._trouble = (f"refused by the peer that was asked to lead: {text or code}", (peer,))
         if code in MISMATCH_CODES:
             self._mismatch(peer, text)
         else:
@@ -372,19 +382,20 @@ class GroupMachine:
         return out
 
     def _decide(self, now: float) -> None:
-        if self._full or now >= self._window_end:
+        if self._group.full or now >= self._window_end:
             self._conclude(now)
             return
         expected = self._expected_members()
-        if self._can_start and expected is not None and expected <= self._followers.keys():
+        if self._group.can_start and expected is not None and expected <= self._followers.keys():
             self._start()
             return
         self._out += self._lookout.declare(self._expiration, now)
         earlier = self._declarers.earlier(self.key if self._rules.leads else None, self._followers, now)
         leader = self._whom_to_ask(earlier, now)
+        may_start = self._group.can_start and not earlier and expected is None
         if leader is not None and not self._lookout.outdated(now):
             self._ask(leader.contact)
-        elif self._can_start and not earlier and expected is None and self._lookout.all_joined(self._followers, now):
+        elif may_start and self._lookout.all_joined(self._followers, now):
             self._start()
         else:
             self._out += self._lookout.nudge(self.key, self._followers, now)
@@ -413,26 +424,6 @@ class GroupMachine:
         gone = self._declarers.is_lost
         return frozenset(p for p in expected - {self._me} if p in self._followers or not gone(p)) or None
 
-    @property
-    def _size(self) -> int:
-        return 1 + len(self._followers)
-
-    @property
-    def _full(self) -> bool:
-        return self._rules.leads and self._size >= self._rules.full_size
-
-    @property
-    def _enough(self) -> bool:
-        return self._rules.leads and self._size >= self._rules.min_size
-
-    @property
-    def _reducible(self) -> bool:
-        return self._rules.reduces or any(self._followers.values())
-
-    @property
-    def _can_start(self) -> bool:
-        return self._enough and self._reducible
-
     def _start(self) -> None:
         self._phase = Phase.OVER
         self._out.append(Start(tuple(self._followers)))
@@ -445,16 +436,18 @@ class GroupMachine:
 
     def _conclude(self, now: float) -> None:
         """The group is full, or the window ended."""
-        too_few = f"the window ended with {self._size} of at least {self._rules.min_size} peers"
+        too_few = self._group.why_not()
         waited = f"no group within {now - self._started_at:.1f} s"
-        if self._can_start:
+        if self._group.can_start:
             self._start()
-        elif self._enough:
+        elif self._group.enough and not self._group.reduces:
             self._fail("nobody in the group can reduce: all are clients or have bandwidth 0", tuple(self._followers))
         elif self._mismatches and not self._met:
             peers = tuple(self._mismatches)
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
         elif now < self._end:
+            if self._followers:
+                self._trouble = (too_few, ())
             self._out += [Refuse(peer, "too-few", too_few) for peer in self._followers]
             self._followers.clear()
             self._new_window(now)
@@ -472,7 +465,7 @@ class GroupMachine:
     def _give_up(self, reason: str) -> None:
         if self._leader is not None:
             self._out.append(StopAsking(self._leader.peer))
-        code = "not-looking" if self._reducible else "no-reducer"
+        code = "not-looking" if self._group.reduces else "no-reducer"
         self._out += [Refuse(peer, code, f"the leader gave up: {reason}") for peer in self._followers]
         self._followers.clear()
         self._phase, self._leader = Phase.OVER, None

@@ -195,6 +195,7 @@ class Matchmaker:
             settle_max_s=10 * self._settle_s,
             patience_s=self._request_timeout_s,
             reduces=member.reduces,
+            contributes=member.contributes,
             leads=bool(member.contact.addresses),
             follow_grace_s=self._request_timeout_s,
         )

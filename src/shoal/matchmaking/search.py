@@ -280,7 +280,7 @@ class Search:
             self._answer(peer, JoinRefused("replaced", "you have asked again"))
             self.feed(JoinGone(peer))
         inbound = self._inbound[peer] = Inbound(stream, join.member, join.expiration)
-        self.feed(JoinAsked(join.member.contact, join.expiration, join.member.reduces))
+        self.feed(JoinAsked(join.member.contact, join.expiration, join.member.reduces, join.member.contributes))
         try:
             await inbound.run()
         finally:

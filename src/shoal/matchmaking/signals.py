@@ -68,6 +68,7 @@ class Rules:
         settle_max_s: longest such quiet time that is chosen by what was observed.
         patience_s: a peer that stands in the directory for longer than this without joining is waited for no more.
         reduces: whether this peer can reduce a slice.
+        contributes: whether it has values; False for an auxiliary peer. A group needs one that has.
         leads: whether this peer can lead; False for a client, which never declares.
         grace_s: a declaration counts as live until this long after its expiration, since clocks differ.
         follow_grace_s: how long past its own window a follower waits for its leader's `Begin`.
@@ -81,6 +82,7 @@ class Rules:
     settle_max_s: float = 0.5
     patience_s: float = 3.0
     reduces: bool = True
+    contributes: bool = True
     leads: bool = True
     grace_s: float = 3.0
     follow_grace_s: float = 3.0
@@ -163,6 +165,7 @@ class JoinAsked:
     contact: Contact
     expiration: float
     reduces: bool
+    contributes: bool = True
 
 
 @dataclass(frozen=True, slots=True)

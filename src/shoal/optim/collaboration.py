@@ -1,6 +1,6 @@
 """When the swarm steps: progress, gradient rounds, forks, state download. No threads, no waiting for the user.
 
-One task in the loop watches the swarm and moves between four phases:
+One task in the loop watches the swarm and moves between five phases:
 
 ============  ====================================================================  ==================================
 phase         what goes on                                                          what the trainer does at its step
@@ -9,6 +9,7 @@ COLLECTING    the swarm has fewer than `target_batch_size` samples at our state 
 AVERAGING     there are enough: the gradients are averaged with all at our state    waits for the round
 STEPPING      the average is here                                                   takes the optimizer step
 BEHIND        somebody has a better state (a later epoch, or the winner of a fork)  downloads it
+ENDING        this peer is at the announced end of the run, others are not yet      waits, some seconds at most
 ============  ====================================================================  ==================================
 
 Only the trainer changes parameters, between its batches. A round takes what was accumulated when the group begins, also
@@ -38,6 +39,7 @@ from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, StateUnavaila
 from shoal.events import EpochAdvanced, Warned
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.rate import RateMeter
+from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.shared_state import name_of, share, why_not_ours
 from shoal.optim.state_name import StateName
@@ -57,6 +59,10 @@ class Phase(enum.Enum):
     AVERAGING = "averaging"
     STEPPING = "stepping"
     BEHIND = "behind"
+    ENDING = "ending"
+
+
+_BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
 
 class Collaboration:
@@ -88,7 +94,7 @@ class Collaboration:
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
         self.phase = Phase.COLLECTING
         self.state = StateName.genesis(training.fingerprint())
-        self.end_epoch: int | None = None
+        self._end = RunEnd(settings.end_patience_s)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
         self.others_samples = 0
@@ -113,7 +119,6 @@ class Collaboration:
         self._tasks: list[asyncio.Task[None]] = []
         self._update: tuple[StateName, int, int] | None = None
         self._shared = False
-        self._behind = False
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -171,9 +176,14 @@ class Collaboration:
         return self.state.epoch
 
     @property
+    def at_end(self) -> bool:
+        """Whether this peer has reached the announced end of the run: it trains no more."""
+        return self._end.reached(self.epoch)
+
+    @property
     def finished(self) -> bool:
-        """Whether this peer has reached the announced end of the run, at the best state that is known here."""
-        return self.end_epoch is not None and self.epoch >= self.end_epoch and not self._behind
+        """Whether this peer is at the end, at the best state that is known here, and the others are too."""
+        return self._end.over(self.epoch)
 
     def mine(self) -> Progress:
         """Where this peer stands, as others are told."""
@@ -186,23 +196,22 @@ class Collaboration:
             rate=self.speed.rate,
             time=self.core.env.clock.time(),
             settings=dict(self.settings.fingerprint),
-            end_epoch=self.end_epoch,
+            end_epoch=self._end.epoch,
         )
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
         view = self._known.view(self.mine(), self._now(), shared=self._shared)
         self.others_samples = view.samples - self.training.samples
-        self._behind = view.behind
-        if view.end_epoch is not None and (self.end_epoch is None or view.end_epoch < self.end_epoch):
-            self.end_epoch = view.end_epoch
+        if self._end.announce(view.end_epoch):
             self._gossip.renamed()
+        if self._end.look(self.epoch, view, self._now()):
+            self._move(self.phase)
         return view
 
     def announce_end(self, epoch: int) -> None:
         """Tell everybody that the run ends when it reaches this epoch. The earliest announcement holds."""
-        if self.end_epoch is None or epoch < self.end_epoch:
-            self.end_epoch = epoch
+        if self._end.announce(epoch):
             self._gossip.renamed()
             self.accumulated()
 
@@ -227,7 +236,7 @@ class Collaboration:
             self.speed.measure(self._now())
             self._news.clear()
             view = self.view()
-            if self.phase in (Phase.COLLECTING, Phase.BEHIND):
+            if self.phase not in _BUSY:
                 self._judge(view)
             self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
             if self.phase is Phase.AVERAGING:
@@ -240,7 +249,9 @@ class Collaboration:
     def _judge(self, view: SwarmView) -> None:
         if view.behind:
             phase = Phase.BEHIND
-        elif self.finished or view.samples < self.settings.target_batch_size:
+        elif self.at_end and not self.finished:
+            phase = Phase.ENDING
+        elif self.at_end or view.samples < self.settings.target_batch_size:
             phase = Phase.COLLECTING
         else:
             phase = Phase.AVERAGING
@@ -331,21 +342,28 @@ class Collaboration:
     # ----------------------------------------------------------------------------------------------- the trainer's turn
 
     async def turn(self, timeout_s: float) -> Phase:
-        """Wait while a round goes on, and say what is to be done: not AVERAGING, unless time ran out (trainer)."""
+        """Wait while a round goes on, or the others come to the end; say what is to be done then (trainer).
+
+        AVERAGING and ENDING only if time ran out.
+        """
         await self._gossip.looked.wait()
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self.phase is Phase.AVERAGING and not self._closed and self.failure is None:
+                while self._must_wait and not self._closed and self.failure is None:
                     await self._moved.wait()
         if self.failure is not None:
             raise self.failure
         return self.phase
 
+    @property
+    def _must_wait(self) -> bool:
+        return self.phase is Phase.AVERAGING or (self.phase is Phase.ENDING and not self.finished)
+
     async def decide(self, timeout_s: float) -> Phase:
         """As `turn`, after looking at what was accumulated just now (trainer)."""
         await self._gossip.looked.wait()
         await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
-        if self.phase in (Phase.COLLECTING, Phase.BEHIND):
+        if self.phase not in _BUSY:
             self._judge(self.view())
             self._news.set()
         return await self.turn(timeout_s)
@@ -365,7 +383,7 @@ class Collaboration:
         event = EpochAdvanced(run_id=self.settings.run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
         every = self.settings.average_state_every
-        if every and epoch % every == 0 and not self.finished:
+        if every and epoch % every == 0 and not self.at_end:
             await self._average_state()
         self._move(Phase.COLLECTING)
         self._news.set()
@@ -400,7 +418,7 @@ class Collaboration:
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _share(self) -> SharedState:
-        return share(self.training, self.state, self.end_epoch, self._download_codec)
+        return share(self.training, self.state, self._end.epoch, self._download_codec)
 
     async def download(self, timeout_s: float) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.

@@ -159,7 +159,11 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def finished(self) -> bool:
-        """Whether this peer has reached the announced end of the run; then `step` does nothing."""
+        """Whether this peer is at the announced end of the run, and may leave; then `step` does nothing.
+
+        At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
+        knows have it too.
+        """
         return self._collaboration.finished
 
     @property
@@ -209,9 +213,10 @@ class Optimizer(torch.optim.Optimizer):
         collaboration = self._collaboration
         if collaboration.finished:
             return loss
-        with self._lock:
-            self._training.accumulate(samples)
-        collaboration.speed.count(samples)
+        if not collaboration.at_end:
+            with self._lock:
+                self._training.accumulate(samples)
+            collaboration.speed.count(samples)
         enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
         if collaboration.epoch == 0 or enough or collaboration.phase is not Phase.COLLECTING:
             self._take_turn()
@@ -226,6 +231,8 @@ class Optimizer(torch.optim.Optimizer):
                 self._collaboration.step()
             patience_s = 2 * self.averaging_timeout
             self._run(self._collaboration.stepped(), patience_s)
+            if self._collaboration.at_end:
+                self._take_turn()  # the last one: wait for the others
         elif phase is Phase.BEHIND:
             try:
                 self.load_state_from_peers()

@@ -22,6 +22,7 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
         publish_period_s: how often progress is written to the DHT when nothing changes.
         tell_period_s: the shortest time between two messages of progress to the other peers.
         ttl_s: a peer that says nothing for this long is no longer counted.
+        end_patience_s: how long a peer at the announced end of the run waits for the others that it knows.
         fingerprint: named values that must be equal on all peers of the run.
     """
 
@@ -32,4 +33,5 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
     publish_period_s: float = 2.0
     tell_period_s: float = 0.05
     ttl_s: float = 20.0
+    end_patience_s: float = 15.0
     fingerprint: Mapping[str, str] = {}

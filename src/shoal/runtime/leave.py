@@ -1,9 +1,11 @@
 """Leaving on SIGTERM, for programs that want it: the others are told at once, and do not wait for who is gone.
 
-shoal never touches a program's signals by itself; this does, inside of a `with` block only. The handler runs in the
-main thread and does next to nothing: it starts a thread, which has the loop finish the round in progress (or give it
-up), withdraw what was declared, and say Bye. So it works while the main thread waits in `step()`, and while it
-computes. When all is said, the main thread is woken by the same signal, and ends the program.
+shoal never touches a program's signals by itself; this does, inside of a `with` block only. Python runs a handler in
+the main thread alone, and only once that thread executes Python again: not while it is deep in a long computation, and
+not if the signal came in the instant before it fell asleep in a lock. So the signal is heard by a thread of our own,
+through `signal.set_wakeup_fd`. It has the loop finish the round in progress (or give it up), withdraw what was
+declared, and say Bye. When all is said, the main thread is woken by the same signal, as often as it takes, and ends the
+program.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
+import os
 import signal
+import socket
 import threading
+import weakref
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -27,6 +32,9 @@ EXIT_TERMINATED = 143
 """128 + 15: what a shell shows of a process that SIGTERM has ended."""
 
 
+_POKE_S = 0.2
+
+
 class Leaving:
     """What `leave_on_sigterm` gives: whether this program is told to end. Use it in a `with` statement.
 
@@ -38,7 +46,12 @@ class Leaving:
         self._dhts, self._grace_s, self.exit_code = dhts, grace_s, exit_code
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
+        self._at_once = False  # the second signal came
+        self._woken = threading.Event()  # the main thread need not be woken any more
+        self._guard = threading.Lock()  # nobody wakes it once its handler is gone
         self._before: Any = None
+        self._ear: socket.socket | None = None
+        self._listener: threading.Thread | None = None
         self._inside = False
 
     @property
@@ -62,29 +75,89 @@ class Leaving:
         if before is None:
             raise LocalError("SIGTERM has a handler that was not set from Python, and could not be put back: leave it")
         self._before, self._inside = before, True
+        self._prick_up()
         signal.signal(signal.SIGTERM, self._handle)
+        _inside.add(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        try:
-            if self._thread is not None:
-                self._thread.join()  # bounded: see `_limit_s`
-        finally:
-            signal.signal(signal.SIGTERM, self._before)
-            self._inside = False
+        with self._guard:
+            self._woken.set()
+        self.restore()
+        if self._listener is not None:
+            self._listener.join()  # it has heard what came until now
+        if self._thread is not None:
+            self._thread.join()  # bounded: see `_limit_s`
         if self.requested and self.exit_code is not None and (error is None or isinstance(error, ClosedError)):
             raise SystemExit(self.exit_code) from None
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+    def restore(self) -> None:
+        """Put back what was there before; also in a forked child, where SIGTERM is meant for the child alone."""
+        _inside.discard(self)
+        self._inside = False
+        signal.signal(signal.SIGTERM, self._before)
+        if self._ear is not None:
+            signal.set_wakeup_fd(-1)
+            self._ear.close()
+            self._ear = None
+
+    # ------------------------------------------------------------------------------------------------------- hearing
+
+    def _prick_up(self) -> None:
+        """Have a thread hear signals, unless the program does so already: then the handler alone must do."""
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        if (taken := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(taken)
+            reader.close()
+            writer.close()
+            return
+        self._ear = writer
+        self._listener = threading.Thread(target=self._listen, args=(reader,), name="shoal-signals", daemon=True)
+        self._listener.start()
+
+    def _listen(self, reader: socket.socket) -> None:
+        with reader:
+            while heard := reader.recv(64):
+                for _ in range(heard.count(signal.SIGTERM)):
+                    self._count()
+
+    def _count(self) -> None:
+        """SIGTERM came; or `_wake` sent it, to say what is known here already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._leave, name="shoal-leave", daemon=True)
             self._thread.start()
-        elif not self._done.is_set():
-            # The second time: at once. What the default does cannot be done from here but by its own means.
+        elif not self.done and not self._at_once:
+            self._at_once = True
+            threading.Thread(target=self._wake, name="shoal-wake", daemon=True).start()
+
+    def _wake(self) -> None:
+        """End whatever wait the main thread is in, by the signal itself: once is not enough if it was about to wait."""
+        main = threading.main_thread().ident
+        while True:
+            with self._guard:
+                if self._woken.is_set():
+                    return
+                if hasattr(signal, "pthread_kill") and main is not None:
+                    signal.pthread_kill(main, signal.SIGTERM)
+                else:
+                    _thread.interrupt_main(signal.SIGTERM)
+            self._woken.wait(_POKE_S)
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self._woken.is_set():
+            return
+        if self._listener is None:
+            self._count()
+        if self._at_once:
+            # What the default does cannot be done from here but by its own means.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
-        elif self.exit_code is not None:
+        if self.done and self.exit_code is not None:
+            self._woken.set()
             raise SystemExit(self.exit_code)
+
+    # ------------------------------------------------------------------------------------------------------- leaving
 
     def _leave(self) -> None:
         try:
@@ -96,8 +169,8 @@ class Leaving:
                 dht.shutdown()
         finally:
             self._done.set()
-            if self.exit_code is not None and self._inside:
-                _wake_main_thread()
+            if self.exit_code is not None:
+                threading.Thread(target=self._wake, name="shoal-wake", daemon=True).start()
 
     @property
     def _limit_s(self) -> float:
@@ -114,13 +187,16 @@ class Leaving:
             return None  # it has not joined, or is shut down already
 
 
-def _wake_main_thread() -> None:
-    """By the signal itself: it ends whatever wait the main thread is in."""
-    main = threading.main_thread().ident
-    if hasattr(signal, "pthread_kill") and main is not None:
-        signal.pthread_kill(main, signal.SIGTERM)
-    else:
-        _thread.interrupt_main(signal.SIGTERM)
+_inside: weakref.WeakSet[Leaving] = weakref.WeakSet()
+
+
+def _restore_in_child() -> None:
+    for leaving in list(_inside):
+        leaving.restore()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_restore_in_child)
 
 
 async def _finish(core: PeerCore, grace_s: float) -> None:

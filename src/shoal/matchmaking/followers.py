@@ -1,0 +1,73 @@
+"""Who has joined a leader, and whether that is a group. Sans-IO."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from shoal.matchmaking.signals import Rules
+from shoal.peer import PeerID
+
+__all__ = ["Follower", "Followers"]
+
+
+class Follower(NamedTuple):
+    """What the leader knows of one that joined."""
+
+    reduces: bool
+    contributes: bool
+
+
+class Followers:
+    """Those that a peer leads, while its group forms.
+
+    Args:
+        rules: of the leader.
+
+    Attributes:
+        members: who was accepted and has neither left nor been sent away; the leader itself left out.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self._rules = rules
+        self.members: dict[PeerID, Follower] = {}
+
+    @property
+    def size(self) -> int:
+        """Of the group, the leader counted."""
+        return 1 + len(self.members)
+
+    def has_room(self, peer: PeerID, *, contributes: bool) -> bool:
+        """Whether this peer may join. Auxiliary members leave a place for one that contributes, or it is no group."""
+        needed = 1 if contributes or self.contributes else 2
+        return peer in self.members or self.size + needed <= self._rules.full_size
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody else may join."""
+        return self._rules.leads and self.size >= self._rules.full_size
+
+    @property
+    def enough(self) -> bool:
+        """Whether there are enough members for a group."""
+        return self._rules.leads and self.size >= self._rules.min_size
+
+    @property
+    def reduces(self) -> bool:
+        """Whether anybody can reduce a slice."""
+        return self._rules.reduces or any(member.reduces for member in self.members.values())
+
+    @property
+    def contributes(self) -> bool:
+        """Whether anybody has values."""
+        return self._rules.contributes or any(member.contributes for member in self.members.values())
+
+    @property
+    def can_start(self) -> bool:
+        """Whether these can average."""
+        return self.enough and self.reduces and self.contributes
+
+    def why_not(self) -> str:
+        """What is missing for a group, if the window has ended."""
+        if self.enough and not self.contributes:
+            return f"all {self.size} peers that are looking are auxiliary: nobody has values"
+        return f"the window ended with {self.size} of at least {self._rules.min_size} peers"

@@ -15,6 +15,7 @@ from shoal.transport.base import Transport
 
 if TYPE_CHECKING:
     from shoal.allreduce.round import RoundTable
+    from shoal.state import Pacer
 
 __all__ = ["PeerCore"]
 
@@ -29,6 +30,7 @@ class PeerCore:
         endpoint: calls and streams.
         node: the DHT.
         client_mode: whether it only dials, and never listens.
+        state_upload_limit: bytes per second that all states together are sent at; None: no fixed limit.
         leavers: what ends in order before this peer leaves on purpose; each is given the seconds that it may take.
     """
 
@@ -37,11 +39,13 @@ class PeerCore:
     endpoint: Endpoint
     node: DhtNode
     client_mode: bool
+    state_upload_limit: float | None = None
     leavers: list[Callable[[float], Coroutine[Any, Any, None]]] = field(default_factory=list, init=False)
     _rounds: RoundTable | None = field(default=None, init=False)
+    _pacer: Pacer | None = field(default=None, init=False)
 
     @classmethod
-    async def start(  # noqa: PLR0913 (the last six by name)
+    async def start(  # noqa: PLR0913 (the last seven by name)
         cls,
         identity: Identity,
         transport: Transport,
@@ -52,6 +56,7 @@ class PeerCore:
         limits: Limits | None = None,
         dht_settings: DhtSettings | None = None,
         validators: Iterable[RecordValidator] = (),
+        state_upload_limit: float | None = None,
         timeout_s: float | None = None,
     ) -> PeerCore:
         """Listen, and join the network of the initial peers.
@@ -65,6 +70,7 @@ class PeerCore:
             limits: of the endpoint.
             dht_settings: of the DHT node.
             validators: rules for records, beside signatures.
+            state_upload_limit: see the attributes.
             timeout_s: for joining.
 
         Raises:
@@ -75,7 +81,7 @@ class PeerCore:
         try:
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
-            core = cls(identity, env, endpoint, node, client_mode)
+            core = cls(identity, env, endpoint, node, client_mode, state_upload_limit)
             await node.bootstrap(initial_peers, timeout_s=timeout_s)
         except BaseException:
             await endpoint.close()
@@ -94,6 +100,18 @@ class PeerCore:
 
             self._rounds = RoundTable(self.endpoint)
         return self._rounds
+
+    def pacer(self) -> Pacer:
+        """What all states that are shared from here are sent by; made when it is first asked for (it needs torch).
+
+        Raises:
+            ConfigError: `state_upload_limit` is too low.
+        """
+        if self._pacer is None:
+            from shoal.state import Pacer  # noqa: PLC0415 (as above)
+
+            self._pacer = Pacer(self.state_upload_limit)
+        return self._pacer
 
     async def close(self) -> None:
         """Leave the network. Safe to call twice."""

@@ -84,6 +84,9 @@ def test_other_protocol_version_is_refused_clearly() -> None:
         ({"initial_peers": 3}, "initial_peers"),
         ({"startup_timeout": 0}, "startup_timeout"),
         ({"shutdown_timeout": "long"}, "shutdown_timeout"),
+        ({"state_upload_limit": 1000}, "state_upload_limit.*allow 32768"),
+        ({"state_upload_limit": "fast"}, "state_upload_limit"),
+        ({"state_upload_limit": float("nan")}, "state_upload_limit"),
     ],
 )
 def test_wrong_arguments_of_a_dht_are_named(arguments: dict[str, Any], named: str) -> None:

@@ -24,12 +24,17 @@ SETTINGS = AveragerSettings(
 
 
 async def start_core(
-    host: SimHost, first: SimHost | None, *, client_mode: bool = False, transport: Transport | None = None
+    host: SimHost,
+    first: SimHost | None,
+    *,
+    client_mode: bool = False,
+    transport: Transport | None = None,
+    **options: Any,
 ) -> PeerCore:
     """One peer, joined to the network of the first."""
     transport = transport or host.transport
     peers = [] if first is None or first.name == host.name else [first.address]
-    return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode)
+    return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode, **options)
 
 
 def note_internal_error(notes: list[str], name: str, event: Event) -> None:

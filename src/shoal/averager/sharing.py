@@ -59,8 +59,9 @@ class StateSharing:
     def enable(self) -> None:
         """Begin to give the state to whoever asks. Without effect if it goes on already."""
         if self._donor is None:
+            core = self._core
             self._donor = StateDonor(
-                self._core.endpoint, self._core.env, self._prefix, self._hold_state, self._state_version
+                core.endpoint, core.env, self._prefix, self._hold_state, self._state_version, pacer=core.pacer()
             )
             self._declaring = asyncio.get_running_loop().create_task(self._declare_loop())
             self._declaring.add_done_callback(self._declaring_ended)

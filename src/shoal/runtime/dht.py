@@ -42,6 +42,8 @@ class DHT:
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
         client_mode: never listen, only dial.
         record_validators: further rules for records, beside signatures.
+        state_upload_limit: bytes per second that this peer sends to those who download states from it, all together;
+            at least 32 KiB/s. None: as much as there is, and a tenth of its other traffic beside rounds.
         await_ready: with `start`, wait until the network is joined.
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
@@ -66,6 +68,7 @@ class DHT:
         identity_path: str | os.PathLike[str] | None = None,
         client_mode: bool = False,
         record_validators: Iterable[RecordValidator] = (),
+        state_upload_limit: float | None = None,
         await_ready: bool = True,
         daemon: bool = True,
         shutdown_timeout: float = 3.0,
@@ -80,6 +83,7 @@ class DHT:
         self.client_mode = bool(client_mode)
         self.events = EventBus()
         self._validators = tuple(record_validators)
+        self._state_upload_limit = _checked_limit(state_upload_limit)
         self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
         self._running: RunningPeer | None = None
         if start:
@@ -117,7 +121,8 @@ class DHT:
         )
         self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
         weakref.finalize(self, running.stop, wait=False).atexit = False
-        running.start(self._initial_peers, self._validators, self.client_mode, limit_s)
+        limit = self._state_upload_limit
+        running.start(self._initial_peers, self._validators, self.client_mode, limit_s, limit)
         if await_ready:
             try:
                 self.wait_until_ready(limit_s + GRACE_S)
@@ -355,6 +360,20 @@ class DHT:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+
+
+def _checked_limit(limit: object) -> float | None:
+    if limit is None:
+        return None
+    from shoal.state import Pacer  # noqa: PLC0415 (a peer without tensors does without torch)
+
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise ConfigError(f"state_upload_limit must be a number of bytes per second, or None, got {limit!r}")
+    try:
+        Pacer(limit)
+    except ConfigError as error:
+        raise ConfigError(f"state_upload_limit: {error}") from None
+    return float(limit)
 
 
 def _one_place(maddrs: str | Sequence[str], argument: str) -> tuple[str, int]:

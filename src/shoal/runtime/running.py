@@ -64,6 +64,7 @@ class RunningPeer:
         validators: Sequence[RecordValidator],
         client_mode: bool,
         timeout_s: float,
+        state_upload_limit: float | None,
     ) -> None:
         """Begin to join; `ready` tells how it went."""
 
@@ -80,6 +81,7 @@ class RunningPeer:
                 initial_peers,
                 client_mode=client_mode,
                 validators=validators,
+                state_upload_limit=state_upload_limit,
                 timeout_s=timeout_s,
             )
             self._debug.serve(self._core.endpoint)

@@ -3,7 +3,8 @@
 Run as `python -m tests.integration.leaver HOW ADDRESS`, HOW being what its main thread does when the signal comes:
 `search` (in step(), nobody is there), `round` (in step(), in a round), `compute` (a loop of its own), `outside` (the
 block is over), `nowhere` (another thread enters the block), `polite` (with exit_code=None); `asleep` (as `search`, and
-the signal is delivered to another thread), `fork` (a child of this program gets it). JSON lines on stdout.
+the signal is delivered to another thread), `fork` (a child of this program gets it), `impatient` (as `round`, with next
+to no grace), `train` (an optimizer). JSON lines on stdout.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ def main(how: str, address: str) -> None:
     """Do it."""
     torch.set_num_threads(1)
     numel = NUMEL if how == "round" else 100
+    grace_s = 0.2 if how == "impatient" else 20.0
     with shoal.DHT([address], start=True) as dht:
         dht.events.subscribe(tell)
         tensor = torch.full((numel,), 2.0)
@@ -45,7 +47,7 @@ def main(how: str, address: str) -> None:
             return
         before = signal.getsignal(signal.SIGTERM)
         try:
-            with shoal.leave_on_sigterm(dht, grace_s=20, exit_code=None if how == "polite" else 143) as leaving:
+            with shoal.leave_on_sigterm(dht, grace_s=grace_s, exit_code=None if how == "polite" else 143) as leaving:
                 work(how, averager, leaving)
         finally:
             say("restored", signal.getsignal(signal.SIGTERM) is before)
@@ -74,6 +76,26 @@ def hear() -> None:
     signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
 
 
+def train(dht: shoal.DHT, leaving: Leaving) -> None:
+    """An ordinary loop; says each epoch."""
+    weight = torch.nn.Parameter(torch.zeros(100))
+    optimizer = shoal.Optimizer(
+        dht=dht,
+        run_id="leave",
+        target_batch_size=64,
+        batch_size_per_step=1,
+        optimizer=torch.optim.SGD([weight], lr=0.01),
+        matchmaking_time=2.0,
+    )
+    while not leaving.requested:
+        (weight - 1.0).square().sum().backward()  # type: ignore[no-untyped-call]
+        epoch = optimizer.local_epoch
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.local_epoch != epoch:
+            say("epoch", optimizer.local_epoch)
+
+
 def enter(dht: shoal.DHT) -> None:
     """Where it cannot work."""
     try:
@@ -100,7 +122,9 @@ def work(how: str, averager: shoal.DecentralizedAverager, leaving: Leaving) -> N
         os.kill(child, signal.SIGTERM)
         say("child", os.WTERMSIG(os.waitpid(child, 0)[1]))
         say("requested", leaving.requested)
-    elif how in ("search", "round"):
+    elif how == "train":
+        train(averager.dht, leaving)
+    elif how in ("search", "round", "impatient"):
         averager.step(timeout=60)
         say("stepped")
         averager.step(timeout=60)

@@ -119,6 +119,43 @@ def test_a_round_in_progress_is_finished_and_the_next_one_is_not_begun(meeting: 
             averager.step(timeout=5, allow_retries=False)
 
 
+def test_a_round_that_does_not_end_within_the_grace_is_given_up(meeting: shoal.DHT) -> None:
+    """The other member gives no values: after `grace_s` the program leaves all the same, in order."""
+    heard = Heard(meeting)
+    with (
+        shoal.DecentralizedAverager([torch.zeros(100)], meeting, start=True, prefix="leave") as averager,
+        Leaver("impatient", meeting) as leaver,
+    ):
+        leaver.expect("ready")
+        with averager.get_tensors():
+            step = averager.step(timeout=60, wait=False, allow_retries=False)
+            leaver.expect("GroupFormed")
+            leaver.signal(signal.SIGTERM)
+            assert leaver.expect("restored") is True
+            assert leaver.wait() == 143, leaver.errors()
+            lost = heard.wait_for(PeerLost)
+            assert isinstance(lost, PeerLost)
+            assert lost.reason == "the peer left"
+        assert isinstance(step.exception(60), shoal.RoundFailed)
+
+
+def test_a_trainer_that_leaves_holds_nobody_up(meeting: shoal.DHT) -> None:
+    """Two train one run; one is told to end: it ends with 143, and the other goes on, alone in the end."""
+    with Leaver("train", meeting) as one, Leaver("train", meeting) as other:
+        for leaver in (one, other):
+            while leaver.expect("epoch") < 3:
+                pass
+        one.signal(signal.SIGTERM)
+        assert one.expect("restored") is True
+        assert one.wait() == 143, one.errors()
+        assert "Traceback" not in one.errors()
+        reached = other.expect("epoch")
+        while other.expect("epoch") < reached + 20:
+            pass
+        other.signal(signal.SIGTERM)
+        assert other.wait() == 143, other.errors()
+
+
 def test_a_program_may_end_itself(meeting: shoal.DHT) -> None:
     """exit_code=None: the step ends with ClosedError, the network is left, and the program goes on to its own end."""
     with Leaver("polite", meeting) as leaver:

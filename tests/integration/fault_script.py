@@ -194,13 +194,15 @@ def fail(*, initial_peers: list[str], rank: int, shapes: list[list[int]]) -> Non
             said: dict[str, Any] = {}
             STRIKER.arm(case, rank)
             del sizes[1:]
+            # Who was stopped in its search comes back when the others have ended: then it looks for nobody.
+            timeout_s = 30.0 if case.moment == "searching" else 100.0
             while sizes[-1] != MEMBERS:
                 with averager.get_tensors():
                     for tensor, first in zip(tensors, tensors_of(rank, shapes, "float32"), strict=True):
                         tensor.copy_(first)
                 before = digest(tensors)
                 try:
-                    averager.step(gather=rank, timeout=100, allow_retries=False)
+                    averager.step(gather=rank, timeout=timeout_s, allow_retries=False)
                     said = {"ok": True, "round": rounds[-1]}
                 except shoal.RoundFailed as error:
                     said = {"ok": False, "reason": error.reason}

@@ -11,6 +11,7 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -139,5 +140,5 @@ def test_the_others_know_and_agree_whatever_happens(
         try:
             print(number, play(workers, case_of(number)), flush=True)
         except BaseException as error:
-            error.add_note(f"again: python -m pytest -m long --plan {number} tests/integration/{__name__}.py")
+            error.add_note(f"again: python -m pytest -m long --plan {number} tests/integration/{Path(__file__).name}")
             raise

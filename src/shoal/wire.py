@@ -46,7 +46,10 @@ Down = TypeVar("Down")
 M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""32 bytes: SHA-256 of states, SHA-512 cut short of parts and chunks."""
+"""32 bytes: SHA-256 of states, SHA-512 cut short of chunks."""
+
+PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+"""16 bytes: GMAC of an encoded average, keyed by the round."""
 
 RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """Names one averaging round; drawn at random by the leader of the group."""
@@ -340,7 +343,7 @@ class Held(Message, frozen=True):
     attempt: int
     contributors: Annotated[bytes, msgspec.Meta(max_length=32)]
     weight: float
-    digest: Digest
+    digest: PartDigest
 
 
 class Report(Message, frozen=True):

@@ -396,7 +396,7 @@ def test_streams_that_are_none(swarm: Swarm) -> None:
 
 # ------------------------------------------------------------------------------------------------ a member of the group
 
-HELD = Held(0, 0, b"\x07", 3.0, b"d" * 32)
+HELD = Held(0, 0, b"\x07", 3.0, b"d" * 16)
 SIZES = sorted({0, 1, 4, 100, PART_BYTES - 4, PART_BYTES, PART_BYTES + 4, 1 << 20})
 
 CONTRIBUTIONS: list[tuple[Message, bytes]] = [
@@ -410,11 +410,11 @@ CONTRIBUTIONS: list[tuple[Message, bytes]] = [
 ]
 AVERAGES: list[tuple[Message, bytes]] = [
     *(
-        (PartAverage(Held(part, attempt, b"\x07", 3.0, b"d" * 32)), b"\xff" * 100)
+        (PartAverage(Held(part, attempt, b"\x07", 3.0, b"d" * 16)), b"\xff" * 100)
         for part in (-1, 0, 9)
         for attempt in (0, 9)
     ),
-    (PartAverage(Held(0, 0, b"", math.nan, b"d" * 32)), b""),
+    (PartAverage(Held(0, 0, b"", math.nan, b"d" * 16)), b""),
     (PartAbsent(-1, 0), b""),
     (PartAbsent(1 << 62, 0), b"x"),
     (PartData(0, 0, 1.0), b"x" * 4),
@@ -422,7 +422,7 @@ AVERAGES: list[tuple[Message, bytes]] = [
 ]
 REPORTS: list[Message] = [
     Report(held=[HELD] * 1000),
-    Report(held=[Held(1 << 62, -1, b"", math.inf, b"d" * 32)], lost=[-1, 0, 1, 2, 99], moved_bytes=1 << 62),
+    Report(held=[Held(1 << 62, -1, b"", math.inf, b"d" * 16)], lost=[-1, 0, 1, 2, 99], moved_bytes=1 << 62),
     Assign([0], 1, 0),
     Commit(b"?" * 16, []),
     Abort(b"?" * 16, "because"),

@@ -189,7 +189,7 @@ class World:
         member = self.members[peer]
         if member.wants(part, attempt):
             member.expect(part, attempt)
-            digest = f"{part}/{attempt}".encode().ljust(32)
+            digest = f"{part}/{attempt}".encode().ljust(16)
             member.averaged(Held(part, attempt, b"\x07", 3.0, digest))
         if news := member.take_report():
             self.reports[peer].append(Report(held=news))

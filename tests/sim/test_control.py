@@ -220,7 +220,7 @@ def test_a_commit_of_other_bytes_is_fetched_or_given_up() -> None:
     async def scenario(net: SimNet) -> None:
         trial = await HandDecider.begin(net)
         [held] = trial.held
-        other = Commit(ROUND, [Held(0, 0, held.contributors, held.weight, b"?" * 32)])
+        other = Commit(ROUND, [Held(0, 0, held.contributors, held.weight, b"?" * 16)])
         for member in (trial.b, trial.c):
             await trial.tell(member, other)
         failures = await together(*trial.running)

@@ -139,7 +139,7 @@ def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
         others = [await speak(member, a) for member in (b, c)]
         await others[0].send(PartData(0, 0, 1.0), encoded(2.0, 200))
         await sleep(0.5)
-        newer = Held(0, 1, b"\x06", 2.0, b"n" * 32)
+        newer = Held(0, 1, b"\x06", 2.0, b"n" * 16)
         round_.rules.expect(0, 1)  # as `Exchange.land` does when it receives another owner's average
         landing = a.vector.landing(round_.parts[0])
         assert landing is not None
@@ -240,7 +240,7 @@ def test_an_orderly_end_waits_for_those_who_still_read() -> None:
 # ------------------------------------------------------------------------------------------------------------ hostile
 
 
-HELD = Held(0, 0, b"\x01", 1.0, b"d" * 32)
+HELD = Held(0, 0, b"\x01", 1.0, b"d" * 16)
 
 
 @pytest.mark.parametrize(
@@ -364,10 +364,10 @@ def test_asking_a_million_times_is_remembered_once() -> None:
         (PartAbsent(1 << 40, 0), b""),
         (PartAbsent(-1, 0), b""),
         (PartAbsent(0, 0), b"payload"),
-        (PartAverage(Held(5, 0, b"\x01", 1.0, b"d" * 32)), encoded(1.0, 200)),
-        (PartAverage(Held(-1, 0, b"\x01", 1.0, b"d" * 32)), encoded(1.0, 200)),
-        (PartAverage(Held(0, 99, b"\x01", 1.0, b"d" * 32)), encoded(1.0, 200)),
-        (PartAverage(Held(0, 0, b"\x01" * 9, 1.0, b"d" * 32)), encoded(1.0, 200)),
+        (PartAverage(Held(5, 0, b"\x01", 1.0, b"d" * 16)), encoded(1.0, 200)),
+        (PartAverage(Held(-1, 0, b"\x01", 1.0, b"d" * 16)), encoded(1.0, 200)),
+        (PartAverage(Held(0, 99, b"\x01", 1.0, b"d" * 16)), encoded(1.0, 200)),
+        (PartAverage(Held(0, 0, b"\x01" * 9, 1.0, b"d" * 16)), encoded(1.0, 200)),
         (PartAverage(HELD), encoded(1.0, 10)),
         (PartAverage(HELD), encoded(1.0, 1_000_000)),
         (PartAverage(HELD), encoded(math.nan, 200)),
@@ -454,9 +454,9 @@ def test_early_streams_are_bounded() -> None:
 @pytest.mark.parametrize(
     "report",
     [
-        Report(held=[Held(-1, 0, b"\x07", 3.0, b"d" * 32)]),
-        Report(held=[Held(1 << 50, 0, b"\x07", 3.0, b"d" * 32)]),
-        Report(held=[Held(0, -1, b"\x07", 3.0, b"d" * 32), Held(0, 1 << 50, b"\x07", 3.0, b"d" * 32)]),
+        Report(held=[Held(-1, 0, b"\x07", 3.0, b"d" * 16)]),
+        Report(held=[Held(1 << 50, 0, b"\x07", 3.0, b"d" * 16)]),
+        Report(held=[Held(0, -1, b"\x07", 3.0, b"d" * 16), Held(0, 1 << 50, b"\x07", 3.0, b"d" * 16)]),
         Report(lost=[-1, 7, 1 << 50, 2]),
         Report(moved_bytes=-(1 << 60)),
         Report(moved_bytes=1 << 60),

@@ -17,7 +17,7 @@ def decider(owners: list[int], contributes: list[bool], *, min_group_size: int =
 
 def held(part: int, attempt: int = 0) -> Held:
     """An average of somebody."""
-    return Held(part, attempt, b"\x03", 2.0, bytes([part]) * 32)
+    return Held(part, attempt, b"\x03", 2.0, bytes([part]) * 16)
 
 
 def test_the_commit_waits_for_those_who_contribute() -> None:
@@ -78,7 +78,7 @@ def test_an_auxiliary_member_succeeds_with_the_verdict() -> None:
     assert rules.averaged(held(1))
     assert rules.averaged(held(2))
     assert not rules.succeeded
-    assert not rules.committed(Commit(ROUND, [held(0), held(1), Held(2, 1, b"\x03", 2.0, b"?" * 32)]))
+    assert not rules.committed(Commit(ROUND, [held(0), held(1), Held(2, 1, b"\x03", 2.0, b"?" * 16)]))
     assert rules.succeeded
     assert [each is not None for each in rules.held] == [False, True, False]
     assert not rules.give_up("too late")

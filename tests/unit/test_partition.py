@@ -126,7 +126,7 @@ def test_many_members_and_many_runs_are_few_parts() -> None:
 
 def test_the_largest_commit_and_report_fit_in_a_message() -> None:
     """As many parts as there may be, in a group of 256: what decides the round can be sent."""
-    held = Held(MAX_PARTS - 1, 300, b"\xff" * 32, 1.5, b"d" * 32)
+    held = Held(MAX_PARTS - 1, 300, b"\xff" * 32, 1.5, b"d" * 16)
     limit = Limits().header_bytes
     assert len(encode(Commit(b"r" * 16, [held] * MAX_PARTS))) < limit
     assert len(encode(Report([held] * MAX_PARTS, list(range(256)), 1 << 50))) < limit

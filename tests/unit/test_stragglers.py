@@ -59,7 +59,7 @@ def decider(me: int = 0, *, least: int = 2) -> DeciderRules:
 
 def held(part: int, attempt: int = 0) -> Held:
     """An average of all four."""
-    return Held(part, attempt, b"\x0f", 4.0, bytes([part]) * 32)
+    return Held(part, attempt, b"\x0f", 4.0, bytes([part]) * 16)
 
 
 def report(rules: DeciderRules, member: int, parts: list[int], *lost: int, now: float = 1.0) -> list[Send]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
 import pytest
 import torch
 
+from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, describe, is_weight
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
 
+DIGESTS = PartDigests(b"r" * 16)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 PLAIN, HALF = NoCompression(), Float16Compression()
 
@@ -39,11 +40,11 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int
             data = memoryview(bytearray(other.contribution(part)))
             assert data.nbytes == owner.encoded_bytes(part)
             owner.add(part, owner.decoded(part, data, weight), weight)
-        digest = owner.finish(part, sum(weights))
+        digest = owner.finish(part, sum(weights), DIGESTS)
         digests.append(digest)
-        wire = owner.average_bytes(part, digest)
+        wire = owner.average_bytes(part, digest, DIGESTS)
         assert wire is not None
-        assert hashlib.sha512(wire).digest()[:32] == digest
+        assert DIGESTS.of(part.number, wire) == digest
         for other in vectors[1:]:
             landing = other.landing(part)
             place = memoryview(bytearray(len(memoryview(wire)))) if landing is None else landing
@@ -106,7 +107,7 @@ def test_copies_are_copies() -> None:
     assert bytes(vector.contribution(part)) == before.numpy().tobytes()
     vector.begin_sum(part)
     vector.add_mine(part, 3.0)
-    vector.finish(part, 3.0)
+    vector.finish(part, 3.0, DIGESTS)
     torch.testing.assert_close(tensor, before * 2, rtol=0, atol=0)
 
 
@@ -209,7 +210,7 @@ def test_contributions_that_are_not_finite_are_refused(codec: CompressionBase, b
     mine.add_mine(part, 1.0)
     with pytest.raises(PeerProtocolError, match="not finite"):
         mine.decoded(part, memoryview(bytearray(theirs.contribution(part))), 1.0)
-    mine.finish(part, 1.0)
+    mine.finish(part, 1.0, DIGESTS)
     mine.overwrite()
     assert torch.equal(mine.tensors[0], torch.ones(10))
 
@@ -251,7 +252,7 @@ def test_a_sum_begun_again_forgets_the_first() -> None:
     vector.add_mine(part, 5.0)
     vector.begin_sum(part)
     vector.add_mine(part, 1.0)
-    vector.finish(part, 1.0)
+    vector.finish(part, 1.0, DIGESTS)
     vector.overwrite()
     assert torch.equal(vector.tensors[0], torch.full((10,), 2.0))
 
@@ -265,10 +266,10 @@ def test_a_member_gives_on_what_it_received(dtype: torch.dtype, codec: Compressi
         vector.copy_in()
     digests = average([owner, other], [1.0, 3.0])
     for part, digest in zip(parts_of(owner), digests, strict=True):
-        given = other.average_bytes(part, digest)
+        given = other.average_bytes(part, digest, DIGESTS)
         assert given is not None
-        assert bytes(given) == bytes(owner.average_bytes(part, digest) or b"")
-        assert other.average_bytes(part, b"?" * 32) is None
+        assert bytes(given) == bytes(owner.average_bytes(part, digest, DIGESTS) or b"")
+        assert other.average_bytes(part, b"?" * 32, DIGESTS) is None
 
 
 def test_a_new_round_forgets_the_last_one() -> None:
@@ -281,7 +282,7 @@ def test_a_new_round_forgets_the_last_one() -> None:
     vector.copy_in()
     [again] = average([vector], [1.0])
     assert again != digest
-    assert vector.average_bytes(part, again) is not None
+    assert vector.average_bytes(part, again, DIGESTS) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------- apply

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from shoal.allreduce.digest import NO_DIGEST
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.reducer import ReducerRules
@@ -82,9 +83,9 @@ class PartOwner:
                 round_.give_up("no values came: all other members that contribute are lost or too slow")
                 return
             total = self._weights[number, attempt]
-            digest = bytes(32)
+            digest = NO_DIGEST
             if any(contributors):
-                digest = await self._work.compute(part, round_.vector.finish, part, total)
+                digest = await self._work.compute(part, round_.vector.finish, part, total, round_.digests)
             held = Held(number, attempt, contributors, total, digest)
             news = round_.rules.averaged(held)
         if news:

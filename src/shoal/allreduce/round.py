@@ -18,6 +18,7 @@ from typing import Any
 
 from shoal.allreduce.commit import DeciderRules, MemberRules
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
+from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.exchange import Exchange
 from shoal.allreduce.interface import FormedGroup, Outcome, RoundOptions
 from shoal.allreduce.streams import DownStream
@@ -63,7 +64,7 @@ class Round:
             if weight:
                 raise ConfigError(f"weight must be 0 for an auxiliary member, got {weight!r}")
             vector.forget()
-        self.vector, self.weight = vector, weight
+        self.vector, self.weight, self.digests = vector, weight, PartDigests(group.round_id)
         self.parts = vector.layout.parts(group.slices, group.part_bytes)
         for part in self.parts:
             if not self.members[part.owner].reduces:

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from shoal.allreduce.commit import Ask, Contribute, MemberRules
+from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import Vector
@@ -41,6 +42,7 @@ class RoundView(Protocol):
     rules: MemberRules
     vector: Vector
     weight: float
+    digests: PartDigests
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task of this round."""
@@ -269,7 +271,8 @@ class Inbound:
         elif held is not None and any(held.contributors):
             data: Buffer | None = self._round.vector.ready_bytes(part)
             if data is None:
-                data = await self._work.compute(part, self._round.vector.average_bytes, part, held.digest)
+                round_ = self._round
+                data = await self._work.compute(part, round_.vector.average_bytes, part, held.digest, round_.digests)
             if data is None:
                 await self.stream.send(PartAbsent(number, held.attempt))
             else:

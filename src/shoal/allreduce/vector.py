@@ -10,13 +10,13 @@ like everyone else, so all members end bit-identical.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Layout, Part, TensorSpec
 from shoal.compression import DTYPES, CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
 from shoal.errors import ConfigError, PeerProtocolError
@@ -202,7 +202,7 @@ class Vector:
         run = self._runs[part.run]
         self._sums[part.number].add_(_piece(run, run.local, part), alpha=weight)
 
-    def finish(self, part: Part, total_weight: float) -> bytes:
+    def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
         run = self._runs[part.run]
         result = _piece(run, run.result, part)
@@ -215,20 +215,20 @@ class Vector:
             wire = run.codec.encode(sums.to(run.dtype))
             run.codec.decode_into(wire, run.dtype, result)
         self._wire[part.number] = wire
-        return _digest(wire)
+        return digests.of(part.number, wire)
 
     def ready_bytes(self, part: Part) -> Buffer | None:
         """The encoded average of a part that was averaged here; None if `average_bytes` has to look for it."""
         return self._wire.get(part.number)
 
-    def average_bytes(self, part: Part, digest: bytes) -> Buffer | None:
+    def average_bytes(self, part: Part, digest: bytes, digests: PartDigests) -> Buffer | None:
         """The encoded average of a part that is held here, for whoever asks; None if it cannot be given bit by bit."""
         wire = self._wire.get(part.number)
         if wire is None:
             run = self._runs[part.run]
             values = _piece(run, run.result, part)
             wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
-            if _digest(wire) != digest:
+            if digests.of(part.number, wire) != digest:
                 return None
         return wire
 
@@ -255,11 +255,6 @@ class Vector:
 
 def _piece(run: _RunBuffers, values: torch.Tensor, part: Part) -> torch.Tensor:
     return values[part.start - run.start : part.stop - run.start]
-
-
-def _digest(wire: Buffer) -> bytes:
-    """SHA-512 cut to 32 bytes: the fastest standard hash where the processor has no instructions for SHA-256."""
-    return hashlib.sha512(wire).digest()[:32]
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:

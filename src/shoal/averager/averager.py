@@ -193,7 +193,7 @@ class Averager:
         backoff = Backoff(self.core.env.rng, first_s=0.05, max_s=2.0)
         while True:
             try:
-                await self._wait_until_ready(attempt.plan, deadline)
+                await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
                 return await self._try_once(attempt, deadline)
             except SchemaMismatch as error:
                 self._aborted(error)
@@ -204,23 +204,6 @@ class Averager:
                 if not allow_retries or self._leaving or loop.time() + pause_s >= deadline:
                     raise
                 await asyncio.sleep(pause_s)
-
-    async def _wait_until_ready(self, plan: StepPlan, deadline: float) -> None:
-        """Wait for the scheduled time and the trigger. No group waits with us: one is found in milliseconds."""
-        loop, clock = asyncio.get_running_loop(), self.core.env.clock
-        while plan.scheduled_time is not None and (left_s := plan.scheduled_time - clock.time()) > 0:
-            if loop.time() >= deadline:
-                raise RoundFailed("the step's scheduled_time lies after its timeout")
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, deadline - loop.time())):
-                    await plan.wait_for_change()
-        if not plan.triggered:
-            plan.stage = AveragingStage.AWAITING_TRIGGER
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await plan.wait_for_trigger()
-            except TimeoutError:
-                raise RoundFailed("allow_allreduce() was not called before the step's timeout") from None
 
     def _aborted(self, error: RoundFailed) -> None:
         event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)

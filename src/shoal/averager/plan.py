@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
 from shoal.allreduce.round import Outcome
-from shoal.errors import ConfigError
+from shoal.clock import Clock
+from shoal.errors import ConfigError, RoundFailed
 from shoal.peer import PeerID
 
 __all__ = ["AveragingStage", "StepPlan", "StepResult"]
@@ -92,18 +94,35 @@ class StepPlan:
         """Let a group be looked for, and the values be averaged."""
         self._trigger.set()
 
-    async def wait_for_trigger(self) -> None:
-        """Wait for `allow_allreduce`."""
-        await self._trigger.wait()
-
     def changed(self) -> None:
         """The scheduled time is another one."""
         self._changed.set()
 
-    async def wait_for_change(self) -> None:
-        """Wait for `changed`."""
-        self._changed.clear()
-        await self._changed.wait()
+    async def wait_until_ready(self, clock: Clock, deadline: float) -> None:
+        """Wait for the scheduled time and the trigger. No group waits with us: one is found in milliseconds.
+
+        Args:
+            clock: tells wall-clock time.
+            deadline: of the step, loop time.
+
+        Raises:
+            RoundFailed: the deadline came first.
+        """
+        loop = asyncio.get_running_loop()
+        while self.scheduled_time is not None and (left_s := self.scheduled_time - clock.time()) > 0:
+            if loop.time() >= deadline:
+                raise RoundFailed("the step's scheduled_time lies after its timeout")
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, deadline - loop.time())):
+                    await self._changed.wait()
+        if not self.triggered:
+            self.stage = AveragingStage.AWAITING_TRIGGER
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._trigger.wait()
+            except TimeoutError:
+                raise RoundFailed("allow_allreduce() was not called before the step's timeout") from None
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,6 +97,10 @@ class Control(Protocol):
         """Everything was said: end the streams in order."""
         ...
 
+    def let_go(self) -> None:
+        """All is over: know nothing of the round any more."""
+        ...
+
 
 class DeciderControl:
     """The decider's side: hears reports, decides, tells everybody."""
@@ -194,6 +198,10 @@ class DeciderControl:
         except TimeoutError:
             pass  # who does not take the verdict in this time asks the others for it
 
+    def let_go(self) -> None:
+        self._tasks.clear()
+        del self._round
+
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
@@ -280,3 +288,7 @@ class FollowerControl:
                     await asyncio.gather(self._listening, return_exceptions=True)
         except (PeerError, TimeoutError):
             self._stream.abort()
+
+    def let_go(self) -> None:
+        self._listening = self._talking = None
+        del self._round

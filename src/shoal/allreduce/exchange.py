@@ -228,6 +228,12 @@ class Exchange:
         await self._all_served()
         await self._work.settle()
 
+    def let_go(self) -> None:
+        """All is over: know nothing of the round any more (see `Round.close`)."""
+        self._outgoing.clear()
+        self._inbound.clear()
+        del self._round, self._owner
+
     async def _all_served(self) -> None:
         while self._serving:
             self._served.clear()

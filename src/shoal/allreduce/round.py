@@ -72,7 +72,7 @@ class Round:
         owners = [part.owner for part in self.parts]
         self.rules = MemberRules(self.me, owners, contributes=contributes)
         self._table, self._options = table, options
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._closed = asyncio.get_running_loop(), False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = asyncio.Event()
@@ -151,6 +151,8 @@ class Round:
         Args:
             orderly: `end_streams` first, if that was not done.
         """
+        if self._closed:
+            return
         self._unsubscribe()
         try:
             if orderly:
@@ -162,6 +164,18 @@ class Round:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._exchange.settle()
             self._table.remove(self)
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """The parts of a round know each other: that is taken apart, so that it goes when nobody holds it any more.
+
+        Python's collector of cycles would find it too, but seldom: it counts objects, and here are few, with buffers.
+        """
+        if not self._closed:
+            self._closed = True
+            self._unsubscribe = _nothing
+            self._control.let_go()
+            self._exchange.let_go()
 
     # ------------------------------------------------------------------------------------------------ what happens
 
@@ -177,6 +191,8 @@ class Round:
 
     def obey(self, message: Assign | Commit | Abort) -> None:
         """The decider says something (or another member relays its commit)."""
+        if self._closed:
+            return
         self.heard()
         match message:
             case Assign():
@@ -309,6 +325,10 @@ class Round:
                 await self._exchange.serve(stream, index)
                 return
         raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+
+
+def _nothing() -> None:
+    """After `close` nobody is told anything."""
 
 
 class RoundTable:

@@ -152,6 +152,7 @@ class Outgoing:
             if self._reader is not None:
                 self._reader.cancel()
                 await asyncio.gather(self._reader, return_exceptions=True)
+                self._reader = None  # its traceback knows us
             self.abort()  # does nothing after a clean end
 
     async def _write(self, stream: UpStream, reader: asyncio.Task[None]) -> None:
@@ -162,7 +163,10 @@ class Outgoing:
             else:
                 self._changed.clear()
                 await self._changed.wait()
-        reader.result()  # raises what ended it
+        try:
+            reader.result()  # raises what ended it
+        finally:
+            del reader  # it holds its exception, whose traceback holds this frame
 
     async def _send(self, stream: UpStream, action: Contribute | Ask) -> None:
         round_ = self._round

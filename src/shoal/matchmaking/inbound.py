@@ -41,8 +41,7 @@ class Inbound:
     def begin(self, begin: Begin) -> None:
         """Send `Begin`, and hand the stream over: from now on its reader is somebody else."""
         self._begins = True
-        if self._watcher is not None:
-            self._watcher.cancel()
+        self._unwatch()
         self.post(begin)
 
     def drop(self) -> None:
@@ -72,10 +71,14 @@ class Inbound:
                     return
         finally:
             self._over = True
-            if self._watcher is not None:
-                self._watcher.cancel()
+            self._unwatch()
             if not self.begun.done():
                 self.begun.cancel()
+
+    def _unwatch(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None  # its traceback knows us
 
     async def _watch(self) -> None:
         try:

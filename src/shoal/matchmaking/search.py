@@ -117,7 +117,13 @@ class Search:
             RoundFailed: there is none; says why.
         """
         self._carry_out(lambda: self._machine.start(self._loop.time()))
-        group = await self._result
+        try:
+            group = await self._result
+        except RoundFailed:
+            # The future holds its exception, whose traceback holds this frame, and so us.
+            self._result = self._loop.create_future()
+            self._result.cancel()
+            raise
         if group.leads:
             # Begin is on its way to everyone; who cannot be told in time is a dead member to the round.
             pending = [inbound.begun for inbound in self._inbound.values()]
@@ -148,6 +154,9 @@ class Search:
         for task in (self._read, *self._nudges):
             if task is not None:
                 task.cancel()
+        # What knows us is let go: else a search would stay in memory until Python's cycle collector finds it.
+        self._ask = self._read = None
+        del self._outbound
 
     def abandon(self) -> None:
         """Nobody waits for the result any more: a group that was formed is released."""
@@ -316,7 +325,7 @@ class Search:
     def _found(
         self, begin: Begin, my_index: int, controls: dict[PeerID, ControlStream], inbounds: Sequence[Inbound] = ()
     ) -> None:
-        streams = () if inbounds else tuple(controls.values())
+        streams, owner = () if inbounds else tuple(controls.values()), self._owner
         group = Group(
             round_id=begin.round_id,
             members=tuple(begin.members),
@@ -325,7 +334,7 @@ class Search:
             slices=tuple(begin.slices),
             part_bytes=begin.part_bytes,
             controls=controls,
-            on_release=lambda: self._owner.release(streams, inbounds),
+            on_release=lambda: owner.release(streams, inbounds),
         )
         if self._result.done():  # cancelled meanwhile
             group.release()

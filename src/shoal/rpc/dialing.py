@@ -90,6 +90,8 @@ class Dialer:
             if dialing.cancelled() and current is not None and not current.cancelling():  # by `close`, not our caller
                 raise ClosedError("this peer was shut down") from None
             raise
+        finally:
+            del dialing  # it holds its exception, whose traceback holds this frame
 
     async def _dial_link(self, peer: PeerID) -> CallLink:
         state = self._open.of(peer)

@@ -130,7 +130,7 @@ class CallLink:
         except TimeoutError:
             raise PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id) from None
         finally:
-            del self._waiting[number]
+            del self._waiting[number], reply  # it holds its exception, whose traceback holds this frame
             self._last_used = self._loop.time()
 
     def post(self, message: _CallMessage) -> None:

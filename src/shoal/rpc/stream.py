@@ -111,7 +111,10 @@ class Stream(Generic[Sent, Received]):
             return await read_frame(self._connection, self._limits)
         await self.ready()
         ahead, self._ahead = self._ahead, None
-        return ahead.result()
+        try:
+            return ahead.result()
+        finally:
+            del ahead  # it holds its exception, whose traceback holds this frame
 
     async def recv(self) -> tuple[Received, int] | None:
         """The next message and the size of its payload in bytes (read that with `readinto` first), None at END.

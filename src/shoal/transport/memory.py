@@ -312,7 +312,7 @@ class MemoryTransport:
                     try:
                         return await self._open(peer_id, address)
                     finally:
-                        del self._dials[limit]
+                        del self._dials[limit], limit  # it holds our task, whose exception will hold this frame
             except TimeoutError:
                 self._check_open()
                 failures.append(

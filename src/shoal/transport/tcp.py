@@ -296,6 +296,7 @@ class TcpTransport:
         waiting = deque(addresses)
         racing: set[asyncio.Task[TlsConnection]] = set()
         failure: PeerError = PeerUnreachable("no address to dial", peer_id)
+        task: asyncio.Task[TlsConnection] | None = None
         try:
             while waiting or racing:
                 if waiting:
@@ -312,8 +313,10 @@ class TcpTransport:
                         raise ClosedError("this transport was closed while it dialed") from error
             raise failure
         finally:
-            for task in racing:
-                task.cancel()
+            task = None  # tasks hold their exceptions, whose tracebacks hold this frame
+            del failure
+            for each in racing:
+                each.cancel()
             for result in await asyncio.gather(*racing, return_exceptions=True):
                 if isinstance(result, TlsConnection):
                     result.abort("another address was faster")
@@ -337,7 +340,7 @@ class TcpTransport:
     async def _connect(self, address: Address) -> TlsConnection:
         """Make a TCP connection. Raises `PeerUnreachable`."""
         loop = asyncio.get_running_loop()
-        failure: OSError | None = None
+        failure = "it has no address"
         try:
             targets = await resolve(address.host, address.port)
         except OSError as error:
@@ -347,21 +350,20 @@ class TcpTransport:
             try:
                 sock = new_socket(family)
             except OSError as error:
-                failure = error
+                failure = error.strerror or str(error)
                 continue
             try:
                 await loop.sock_connect(sock, sockaddr)
                 await loop.create_connection(lambda made=connection: made, sock=sock)  # type: ignore[misc]
             except OSError as error:
                 sock.close()
-                failure = error
+                failure = error.strerror or str(error)
             except BaseException:
                 sock.close()
                 raise
             else:
                 return connection
-        reason = (failure.strerror or failure) if failure is not None else "it has no address"
-        raise PeerUnreachable(f"no connection to {address.host}:{address.port}: {reason}", address.peer_id) from failure
+        raise PeerUnreachable(f"no connection to {address.host}:{address.port}: {failure}", address.peer_id)
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)

@@ -15,9 +15,11 @@ from shoal.wire import Commit, Held, Report, encode
 _SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-def element_bytes(spec: TensorSpec) -> int:
-    """As the codecs have it."""
-    return 2 if spec.codec == "float16" else _SIZES[spec.dtype]
+def encoded_bytes(dtype: str, codec: str, count: int) -> int:
+    """As the codecs have it; and one with a header, whose elements share bytes."""
+    if codec == "packed":
+        return 5 + (count + 1) // 2
+    return count * (2 if codec == "float16" else _SIZES[dtype])
 
 
 def spec(*shape: int, dtype: str = "float32", codec: str = "none") -> TensorSpec:
@@ -27,7 +29,7 @@ def spec(*shape: int, dtype: str = "float32", codec: str = "none") -> TensorSpec
 
 def layout(*specs: TensorSpec) -> Layout:
     """A layout of these."""
-    return Layout(specs, element_bytes)
+    return Layout(specs, encoded_bytes)
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -52,10 +54,10 @@ def test_neighbours_of_one_kind_form_a_run() -> None:
         spec(2),
     )
     assert found.runs == (
-        Run(0, 6, "float32", "none", 4),
-        Run(6, 11, "float64", "none", 8),
-        Run(11, 16, "float64", "float16", 2),
-        Run(16, 18, "float32", "none", 4),
+        Run(0, 6, "float32", "none"),
+        Run(6, 11, "float64", "none"),
+        Run(11, 16, "float64", "float16"),
+        Run(16, 18, "float32", "none"),
     )
 
 

@@ -72,7 +72,11 @@ def test_tensors_are_described() -> None:
         ((0,), "float32", "float16"),
         ((5,), "float32", "float16"),
     ]
-    assert [run.element_bytes for run in layout.runs] == [4, 8, 2]
+    assert [(run.dtype, run.codec) for run in layout.runs] == [
+        ("float32", "none"),
+        ("float64", "none"),
+        ("float32", "float16"),
+    ]
 
 
 @pytest.mark.parametrize(

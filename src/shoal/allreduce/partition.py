@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, NamedTuple
@@ -50,6 +51,9 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape)
 
 
+EncodedBytes = Callable[[str, str, int], int]
+"""Of (dtype, codec, number of elements)."""
+
 _Schema = Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_TENSORS)]
 _schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpack.Decoder(_Schema)
 
@@ -61,7 +65,6 @@ class Run(NamedTuple):
     stop: int
     dtype: str
     codec: str
-    element_bytes: int
 
 
 class Part(NamedTuple):
@@ -84,13 +87,13 @@ class Layout:
 
     Args:
         specs: the tensors in order; at least one element in all.
-        element_bytes: bytes that one element of (dtype, codec) takes on the wire.
+        encoded_bytes: what so many elements take on the wire; more of them never take less.
 
     Raises:
         ConfigError: there is nothing to average, or there are too many tensors.
     """
 
-    def __init__(self, specs: Sequence[TensorSpec], element_bytes: Callable[[TensorSpec], int]) -> None:
+    def __init__(self, specs: Sequence[TensorSpec], encoded_bytes: EncodedBytes) -> None:
         if len(specs) > _MAX_TENSORS:
             raise ConfigError(f"averaged_tensors has {len(specs)} tensors, the most is {_MAX_TENSORS}")
         self.specs = tuple(specs)
@@ -105,8 +108,9 @@ class Layout:
             if runs and (runs[-1].dtype, runs[-1].codec) == (spec.dtype, spec.codec):
                 runs[-1] = runs[-1]._replace(stop=stop)
             else:
-                runs.append(Run(start, stop, spec.dtype, spec.codec, element_bytes(spec)))
+                runs.append(Run(start, stop, spec.dtype, spec.codec))
         self.runs = tuple(runs)
+        self._encoded_bytes = encoded_bytes
 
     @property
     def schema(self) -> bytes:
@@ -129,7 +133,7 @@ class Layout:
             raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
         pieces: list[tuple[int, int, int, int, int]] = []
         for owner, number, start, stop in self._intervals(slices):
-            step = max(1, part_bytes // self.runs[number].element_bytes)
+            step = self._elements_within(part_bytes, self.runs[number])
             pieces.append((owner, number, start, stop, -(-(stop - start) // step)))
         if sum(count for *_, count in pieces) > MAX_PARTS:
             raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
@@ -139,6 +143,12 @@ class Layout:
             cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
             parts += [Part(len(parts) + i, owner, number, *cut) for i, cut in enumerate(pairwise(cuts))]
         return parts
+
+    def _elements_within(self, nbytes: int, run: Run) -> int:
+        """How many elements of this run can be encoded in so many bytes; one at least."""
+        # Two elements share a byte at most. By bisection: some codecs have a header, or scales of blocks.
+        counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)
+        return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(run.dtype, run.codec, count)))
 
     def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """Where no slice and no run ends: (owner, run, start, stop), in order, none empty."""

@@ -59,12 +59,12 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
         TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
         for tensor, codec in zip(tensors, codecs, strict=True)
     ]
-    return Layout(specs, element_bytes)
+    return Layout(specs, encoded_bytes)
 
 
-def element_bytes(spec: TensorSpec) -> int:
-    """Bytes of one element of such a tensor on the wire."""
-    return codec_by_name(spec.codec).encoded_bytes(1, dtype_by_name(spec.dtype))
+def encoded_bytes(dtype: str, codec: str, count: int) -> int:
+    """Bytes that so many elements take on the wire."""
+    return codec_by_name(codec).encoded_bytes(count, dtype_by_name(dtype))
 
 
 class _RunBuffers(NamedTuple):

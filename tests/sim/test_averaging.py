@@ -10,10 +10,10 @@ import torch
 
 from shoal import sim
 from shoal.averager import Averager
-from shoal.compression import Float16Compression
+from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import Event, GroupFormed, PeerDropped, RoundAborted
-from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
+from tests.sim.averaging_kit import CODECS, SETTINGS, Trial, same_bits
 
 
 def _values(peer: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -67,20 +67,24 @@ def test_the_average_is_the_weighted_mean(peers: int, dtype: torch.dtype) -> Non
     sim.run(main, seed=peers)
 
 
-def test_float16_averages_within_its_error_and_bit_identical() -> None:
-    """Lossy averaging: the error is the codec's, the bits are everybody's."""
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_lossy_averages_are_within_the_codecs_error_and_bit_identical(codec: CompressionBase) -> None:
+    """Each contribution has the codec's error, and so has the average, once more; the bits are everybody's."""
 
     async def main() -> None:
-        trial = Trial(compression=Float16Compression())
+        trial = Trial(compression=codec)
         values = [_values(peer) for peer in range(4)]
+        everything = torch.cat([tensor.reshape(-1) for tensors in values for tensor in tensors])
+        error = max(codec.max_error(everything), codec.max_error(everything.abs()), 1e-6)
         expected = _mean([[tensor.clone() for tensor in tensors] for tensors in values], [1.0] * 4)
         for peer in range(4):
             await trial.add(f"p{peer}", values[peer], target_group_size=4)
         await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(4)))
         assert same_bits(values)
         for got, want in zip(values[0], expected, strict=True):
-            torch.testing.assert_close(got.double(), want.expand(got.shape), rtol=2e-3, atol=2e-3)
+            torch.testing.assert_close(got.double(), want.expand(got.shape), rtol=0.0, atol=2.1 * error)
         await trial.close()
+        assert not trial.warnings
 
     sim.run(main, seed=1)
 

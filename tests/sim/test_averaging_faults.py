@@ -1,8 +1,9 @@
 """Random faults against whole averagers: who crashes, stalls, is slow, turns bad or is cut off, and when.
 
-Held in every plan: members that succeed in a round hold the same bits; a failed step leaves its tensors untouched;
-every step ends within its limit, and its failure has a reason; when the faults are over, those who live form the next
-group and average. A plan has a number, which a failure names: `pytest --plan NUMBER` plays it again alone.
+Every plan has a codec, by its number. Held in every plan: members that succeed in a round hold the same bits; a failed
+step leaves its tensors untouched; every step ends within its limit, and its failure has a reason; when the faults are
+over, those who live form the next group and average. A plan has a number, which a failure names: `pytest --plan NUMBER`
+plays it again alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.compression import CompressionBase
 from shoal.errors import RoundFailed
 from shoal.sim import FaultPlan
-from tests.sim.averaging_kit import SETTINGS, Trial
+from tests.sim.averaging_kit import CODECS, SETTINGS, Trial
 from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of, standstill_s
 from tests.strategies import numbered_plan
 
@@ -30,10 +32,11 @@ LIMITS = TimeLimits(SETTINGS)
 class Play:
     """One plan: averages again and again while it is played, then once more."""
 
-    def __init__(self, plan: FaultPlan) -> None:
-        self.plan, self.trial = plan, corruptible_trial(SETTINGS)
+    def __init__(self, plan: FaultPlan, codec: CompressionBase) -> None:
+        self.plan, self.trial = plan, corruptible_trial(SETTINGS, compression=codec)
         self.loop = asyncio.get_running_loop()
         self.values = {name: [torch.zeros(12_000), torch.zeros(3, 5, dtype=torch.float64)] for name in NAMES}
+        self.ramp = [torch.empty(tensor.numel(), dtype=tensor.dtype) for tensor in self.values["p0"]]
         self.held: dict[bytes, dict[str, str]] = defaultdict(dict)
         self.reasons: list[str] = []
 
@@ -65,7 +68,8 @@ class Play:
             if began > HORIZON_S + 3:
                 return
             for position, tensor in enumerate(values):
-                tensor.fill_(NAMES.index(name) + attempt / 8 + position)
+                torch.linspace(-1.0, NAMES.index(name), tensor.numel(), out=self.ramp[position])
+                tensor.copy_(self.ramp[position].view(tensor.shape)).add_(attempt / 8 + position)
             before = hash_of(values)
             try:
                 result = await averager.step(
@@ -102,16 +106,16 @@ class Play:
         assert not waiting, f"{sorted(waiting)} live, and find no group any more"
 
 
-async def run(plan: FaultPlan) -> None:
+async def run(plan: FaultPlan, codec: CompressionBase) -> None:
     """On virtual time."""
-    await Play(plan).run()
+    await Play(plan, codec).run()
 
 
 def play(number: int) -> None:
     """Play the plan of this number; a failure names it."""
     plan = numbered_plan(number, NAMES, HORIZON_S, bandwidth_bytes_s=BANDWIDTH_BYTES_S)
     try:
-        sim.run(lambda: run(plan), seed=number)
+        sim.run(lambda: run(plan, CODECS[number % len(CODECS)]), seed=number)
     except BaseException as error:
         error.add_note(f"plan {number}: {plan}")
         error.add_note(f"again: python -m pytest -m long --plan {number} tests/sim/test_averaging_faults.py")

@@ -11,7 +11,16 @@ import torch
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, describe, is_weight
-from shoal.compression import CompressionBase, Float16Compression, NoCompression
+from shoal.compression import (
+    BFloat16Compression,
+    BlockwiseQuantization,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    Quantile8BitQuantization,
+    ScaledFloat16Compression,
+    Uniform8BitQuantization,
+)
 from shoal.errors import ConfigError, PeerProtocolError
 
 DIGESTS = PartDigests(b"r" * 16)
@@ -77,6 +86,51 @@ def test_tensors_are_described() -> None:
         ("float64", "none"),
         ("float32", "float16"),
     ]
+
+
+CODECS = [
+    PLAIN,
+    HALF,
+    BFloat16Compression(),
+    ScaledFloat16Compression(),
+    Uniform8BitQuantization(),
+    Quantile8BitQuantization(),
+    BlockwiseQuantization(),
+    BlockwiseQuantization(bits=4),
+]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_whoever_holds_an_average_gives_the_bytes_that_the_owner_sent(codec: CompressionBase) -> None:
+    """Encoded again, or kept: the digest is the same, and so are the values of all."""
+    generator = torch.Generator().manual_seed(3)
+    owner, other = (vector_of([torch.randn(5000, generator=generator)], codec) for _ in range(2))
+    for vector in (owner, other):
+        vector.copy_in()
+    digests = average([owner, other], [1.0, 2.0], part_bytes=4096)
+    for part, digest in zip(parts_of(owner, 4096), digests, strict=True):
+        given = other.ready_bytes(part) or other.average_bytes(part, digest, DIGESTS)
+        assert given is not None
+        assert DIGESTS.of(part.number, given) == digest
+    for vector in (owner, other):
+        vector.apply(1.0)
+    assert torch.equal(owner.tensors[0], other.tensors[0])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_an_owner_that_was_replaced_gives_the_average_of_its_successor(codec: CompressionBase) -> None:
+    """It had averaged the part itself, under an older attempt: those bytes are void."""
+    generator = torch.Generator().manual_seed(4)
+    first, successor = (vector_of([torch.randn(700, generator=generator)], codec) for _ in range(2))
+    for vector in (first, successor):
+        vector.copy_in()
+    [part] = parts_of(first, 4096)
+    old = average([first], [1.0], part_bytes=4096)
+    [new] = average([successor, first], [1.0, 1.0], part_bytes=4096)
+    assert [new] != old
+    given = first.ready_bytes(part) or first.average_bytes(part, new, DIGESTS)
+    assert given is not None
+    assert DIGESTS.of(part.number, given) == new
 
 
 @pytest.mark.parametrize(

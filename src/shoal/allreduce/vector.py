@@ -163,7 +163,7 @@ class Vector:
 
     def is_light(self, part: Part) -> bool:
         """Whether to decode and to add this part takes little more than to copy it."""
-        return self._runs[part.run].codec.name in ("none", "float16")
+        return self._runs[part.run].codec.name in ("none", "float16", "bfloat16")
 
     def contribution(self, part: Part) -> Buffer:
         """My values of a part, encoded; without a copy where they are sent as they are."""
@@ -218,7 +218,7 @@ class Vector:
         return digests.of(part.number, wire)
 
     def ready_bytes(self, part: Part) -> Buffer | None:
-        """The encoded average of a part that was averaged here; None if `average_bytes` has to look for it."""
+        """The encoded average of a part, if it is at hand; None if `average_bytes` has to make it."""
         return self._wire.get(part.number)
 
     def average_bytes(self, part: Part, digest: bytes, digests: PartDigests) -> Buffer | None:
@@ -247,8 +247,11 @@ class Vector:
         """
         run = self._runs[part.run]
         result = _piece(run, run.result, part)
+        self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
         if run.codec.name != "none":
             run.codec.decode_into(data, run.dtype, result)
+            if not run.codec.idempotent(run.dtype):  # else it can be encoded again, for whoever asks
+                self._wire[part.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 

@@ -5,7 +5,7 @@ state for newcomers, `directory` how groups and donors find each other in the DH
 is `shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
-from shoal.averager.averager import Averager, choose_codecs
+from shoal.averager.averager import Averager
 from shoal.averager.directory import DhtDirectory, find_donors
 from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
@@ -22,6 +22,5 @@ __all__ = [
     "StepResult",
     "TensorLock",
     "check_group_bits",
-    "choose_codecs",
     "find_donors",
 ]

@@ -28,7 +28,7 @@ from shoal.averager.plan import AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
 from shoal.clock import Backoff
-from shoal.compression import CompressionBase, CompressionInfo, NoCompression
+from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
@@ -37,7 +37,7 @@ from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.wire import Member
 
-__all__ = ["Averager", "choose_codecs"]
+__all__ = ["Averager"]
 
 Expected = Callable[[], frozenset[PeerID] | None]
 Prepare = Callable[[], tuple[float, float]]
@@ -84,7 +84,8 @@ class Averager:
             raise ConfigError(f"prefix must be a text of 1 to 256 characters, got {prefix!r}")
         self.core, self.prefix, self.settings, self.lock = core, prefix, settings, lock
         self.tensors = tuple(tensors)
-        layout = describe(self.tensors, codecs or choose_codecs(compression or NoCompression(), self.tensors))
+        chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
+        layout = describe(self.tensors, chosen)
         self.vector = Vector(self.tensors, layout)
         self.group_bits = settings.group_bits
         self.group_tag = ""
@@ -410,14 +411,3 @@ async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:
             await round_.close(orderly=False)
     finally:
         group.release()
-
-
-def choose_codecs(codec: CompressionBase, tensors: Sequence[object]) -> list[CompressionBase]:
-    """The codec of each tensor, chosen by its shape, dtype and position.
-
-    What is no tensor keeps `codec`: it is refused when the tensors are described.
-    """
-    return [
-        codec.choose(CompressionInfo.from_tensor(tensor, key=i)) if isinstance(tensor, torch.Tensor) else codec
-        for i, tensor in enumerate(tensors)
-    ]

@@ -1,9 +1,17 @@
 """How tensor values become bytes: codecs, chosen per tensor and named on the wire.
 
-`base` says what a codec is and what it promises, `floating` holds the codecs that exist, `memory` sees tensors as bytes
-without copies. Other codecs join by `register_codec`.
+`base` says what a codec is and what it promises, `memory` sees tensors as bytes without copies. `floating` has the
+codecs that convert each element by itself; those whose elements share a scale or a codebook stand on `packed`:
+`scaled`, `uniform`, `quantile`, `blockwise`. `adaptive` chooses among all of them. Other codecs join by
+`register_codec`. `docs/compression.md` says which one is for what.
 """
 
+from shoal.compression.adaptive import (
+    PerTensorCompression,
+    RoleAdaptiveCompression,
+    SizeAdaptiveCompression,
+    choose_codecs,
+)
 from shoal.compression.base import (
     CompressionBase,
     CompressionInfo,
@@ -12,19 +20,32 @@ from shoal.compression.base import (
     codec_by_name,
     register_codec,
 )
-from shoal.compression.floating import Float16Compression, NoCompression
+from shoal.compression.blockwise import BlockwiseQuantization
+from shoal.compression.floating import BFloat16Compression, Float16Compression, NoCompression
 from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, view_bytes
+from shoal.compression.quantile import Quantile8BitQuantization
+from shoal.compression.scaled import ScaledFloat16Compression
+from shoal.compression.uniform import Uniform8BitQuantization
 
 __all__ = [
     "DTYPES",
+    "BFloat16Compression",
+    "BlockwiseQuantization",
     "CompressionBase",
     "CompressionInfo",
     "Float16Compression",
     "NoCompression",
+    "PerTensorCompression",
+    "Quantile8BitQuantization",
+    "RoleAdaptiveCompression",
+    "ScaledFloat16Compression",
+    "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorRole",
+    "Uniform8BitQuantization",
     "allocate",
     "as_tensor",
+    "choose_codecs",
     "codec_by_name",
     "dtype_by_name",
     "dtype_name",

@@ -7,11 +7,18 @@ Invariants that every codec keeps, and that one set of property tests holds:
 - **The size is known before.** `encoded_bytes` depends on the number of elements and the dtype only, so part borders,
   limits and buffers are fixed before a byte arrives.
 - **The error is stated.** What is decoded differs from the value by at most `error_bound`, element by element.
-- **Finite stays finite, and the rest stays what it is**: NaN decodes to NaN, an infinity to that infinity. A codec
-  never hides that values are not finite: whoever applies them has to look.
+- **Finite stays finite, and the rest is never hidden.** A tensor without NaN and infinities decodes to one without,
+  also when it is then converted back to its dtype. A value that is not finite decodes to one that is not: to itself
+  under a codec that keeps elements apart (`none`, `float16`, `bfloat16`); under one whose elements share a scale or a
+  codebook the whole unit that shares it (a block, or all that is encoded at once) decodes to NaN. Whoever applies
+  values has to look at them, and needs to look at nothing else.
+- **Any bytes of the right size decode**, whoever made them: to some values, finite or not, and nothing else happens.
+- **Decoding is exact.** Equal bytes give equal bits on every machine: what is computed is rounded once, or not at all,
+  so that neither the processor's instructions nor the order of operations show. The averages of a round rely on it.
+- **What was decoded can be encoded again**, and gives the same bytes where `idempotent` says so.
 
 Which codec a tensor gets is decided by `choose`, from a `CompressionInfo`: a codec that picks by role, size or key
-returns the concrete one. Class and argument names are those of hivemind 1.1.12.
+returns the concrete one. Class and argument names are those of hivemind 1.1.12 where it has them.
 """
 
 from __future__ import annotations
@@ -102,24 +109,31 @@ class CompressionBase(ABC):
         """Whether tensors of this dtype can be encoded."""
 
     @abstractmethod
-    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of one element as it is sent."""
-
-    @abstractmethod
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Exact size of the encoding of `numel` elements of `dtype`."""
 
     @abstractmethod
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """Upper bound of |decoded - value| for each element (float64); only where the value is finite."""
+        """Upper bound of |decoded - value| for each element (float64), if all values are finite.
+
+        It holds for what `decode` returns; `decode_into` a narrower dtype adds the rounding to that. A codec that keeps
+        elements apart holds it wherever the value is finite.
+        """
+
+    @abstractmethod
+    def idempotent(self, dtype: torch.dtype) -> bool:
+        """Whether finite values of `dtype`, encoded, decoded into `dtype` and encoded again, give the same bytes.
+
+        Where they do, whoever holds decoded values can prove, or serve, the encoding that they came from.
+        """
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
         """Fill `out`, which has the right size and is not empty."""
 
     @abstractmethod
-    def _decode(self, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-        """The values in `data`, which has a possible size and is not empty."""
+    def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The `numel` values in `data`, which has the right size and is not empty."""
 
     def choose(self, info: CompressionInfo) -> CompressionBase:
         """The codec for this tensor: this one where it supports the dtype, else none at all.
@@ -158,7 +172,7 @@ class CompressionBase(ABC):
         return out
 
     def decode(self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The values as a 1-D tensor of some dtype that holds them exactly.
+        """The values as a 1-D tensor in host memory, of some dtype that holds them exactly.
 
         The tensor may be a view of `data`: read it, do not write it, and not after `data` is used for something else.
         `total.add_(codec.decode(data, numel, dtype), alpha=weight)` is the cheapest way to accumulate.
@@ -178,7 +192,7 @@ class CompressionBase(ABC):
                 f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in "
                 f"{self.encoded_bytes(numel, dtype)} bytes, not in {view.nbytes}"
             )
-        return self._decode(view, dtype) if numel else torch.empty(0, dtype=dtype)
+        return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
     def decode_into(self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor) -> None:
         """Decode values that had `dtype` into `out` (any shape and dtype), converting to its dtype.

@@ -1,4 +1,4 @@
-"""Codecs that send floating-point values as floating-point values.
+"""Codecs that send floating-point values as floating-point values, each element by itself.
 
 ======== ===================== =================== =========================================================
 name     dtypes                bytes per element   error
@@ -6,14 +6,21 @@ name     dtypes                bytes per element   error
 none     all                   as in memory        none, NaN payloads included; bfloat16 stays 2 bytes
 float16  float64, float32,     2                   ``|x| · (2^-11 + 2^-23) + 2^-25``, and beyond ±65504 what
          float16, bfloat16                         was cut off
+bfloat16 float64, float32,     2                   ``|x| · (2^-8 + 2^-23) + 2^-134``, and beyond the largest
+         float16, bfloat16                         bfloat16 (3.39e38) what was cut off; float16: none
 ======== ===================== =================== =========================================================
 
-`float16` cuts *finite* values to ±65504, so that what was finite stays finite; an infinity stays one and NaN stays NaN,
-so that what was not finite is still seen as such. For float64 it loses most of the precision, and for bfloat16 it saves
-nothing (it sends what bfloat16 holds exactly between 2^-17 and 65504): use `NoCompression` there.
+Both casts round to nearest, ties to even, and cut *finite* values to the largest of the 16-bit format, so that what was
+finite stays finite; an infinity stays one and NaN stays NaN, so that what was not finite is still seen as such.
+
+`bfloat16` keeps the range of float32 with three significant digits fewer than `float16` has bits for. float16 tensors
+it sends as they are: there is nothing to save. `float16` loses most of the precision of float64, and for bfloat16 it
+saves nothing (it sends what bfloat16 holds exactly between 2^-17 and 65504): use `NoCompression` there.
 """
 
 from __future__ import annotations
+
+from abc import abstractmethod
 
 import torch
 
@@ -21,14 +28,18 @@ from shoal.compression.base import CompressionBase, register_codec, wire_view
 from shoal.compression.memory import DTYPES, as_tensor
 from shoal.errors import ConfigError
 
-__all__ = ["Float16Compression", "NoCompression"]
+__all__ = ["FLOATS", "BFloat16Compression", "Float16Compression", "NoCompression", "register_plain"]
 
-FLOAT16_MAX = 65504.0
-_FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
+"""The dtypes that a lossy codec takes."""
 
 
 class _Cast(CompressionBase):
     """A codec that is a conversion to `wire_dtype`."""
+
+    @abstractmethod
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of one element as it is sent."""
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return numel * self.wire_dtype(dtype).itemsize
@@ -42,7 +53,7 @@ class _Cast(CompressionBase):
     def _convert(self, values: torch.Tensor, wire: torch.Tensor) -> None:
         wire.copy_(values)
 
-    def _decode(self, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return as_tensor(data, self.wire_dtype(dtype))
 
 
@@ -59,45 +70,86 @@ class NoCompression(_Cast):
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def _decode(self, data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    def idempotent(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.bool:  # a byte from elsewhere need not be 0 or 1, and PyTorch takes it for granted
             return as_tensor(data, torch.uint8) != 0
-        return super()._decode(data, dtype)
+        return super()._decode(data, numel, dtype)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(values.shape, dtype=torch.float64)
 
 
-class Float16Compression(_Cast):
+class _Rounding(_Cast):
+    """A cast to a 16-bit format: rounds to nearest, and cuts finite values to the format's range."""
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype in FLOATS
+
+    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        size = values.detach().to(device="cpu", dtype=torch.float64).abs()
+        wire = self.wire_dtype(values.dtype)
+        if wire is values.dtype:
+            return torch.zeros_like(size)
+        # Half a unit in the last place: of a normal number, and of a subnormal one. 2^-23 covers float64, which is
+        # rounded twice (PyTorch converts it by way of float32).
+        info = torch.finfo(wire)
+        return size * (info.eps / 2 + 2**-23) + info.smallest_normal * info.eps / 2 + (size - info.max).clamp(min=0.0)
+
+    def _convert(self, values: torch.Tensor, wire: torch.Tensor) -> None:
+        wire.copy_(values)
+        if _surely_within(values, torch.finfo(wire.dtype).max):
+            return
+        # Out of range became infinite. One pass over the result tells; to clamp before costs twenty times as much.
+        low, high = torch.aminmax(wire)
+        if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
+            host = values.to(wire.device)
+            cut = torch.isinf(wire) & torch.isfinite(host)
+            largest = torch.full_like(wire, torch.finfo(wire.dtype).max)
+            wire.copy_(torch.where(cut, largest.copysign(wire), wire))
+
+
+def _surely_within(values: torch.Tensor, limit: float) -> bool:
+    """True only if no absolute value is larger: so is the sum of squares. Takes half as long as the extremes."""
+    if values.dtype is not torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
+        return False
+    flat = values.view(-1)
+    return float(torch.dot(flat, flat)) <= 0.99 * limit * limit  # false for NaN
+
+
+class Float16Compression(_Rounding):
     """The values in half precision (IEEE 754 binary16), cut to its range: see the module's table for the error."""
 
     @property
     def name(self) -> str:
         return "float16"
 
-    def supports(self, dtype: torch.dtype) -> bool:
-        return dtype in _FLOATS
-
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float16
 
-    def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        # 2^-11 is half a unit in the last place of a normal number, 2^-25 of a subnormal one. 2^-23 covers float64,
-        # which is rounded twice (PyTorch converts it by way of float32).
-        size = values.detach().to(device="cpu", dtype=torch.float64).abs()
-        return size * (2**-11 + 2**-23) + 2**-25 + (size - FLOAT16_MAX).clamp(min=0.0)
-
-    def _convert(self, values: torch.Tensor, wire: torch.Tensor) -> None:
-        wire.copy_(values)
-        # Out of range became infinite. One pass over the result tells; to clamp before costs twenty times as much.
-        low, high = torch.aminmax(wire)
-        if not bool(torch.isfinite(low)) or not bool(torch.isfinite(high)):
-            host = values.to(wire.device)
-            cut = torch.isinf(wire) & torch.isfinite(host)
-            wire.copy_(torch.where(cut, torch.full_like(wire, FLOAT16_MAX).copysign(wire), wire))
+    def idempotent(self, dtype: torch.dtype) -> bool:
+        return True  # bfloat16 cannot hold all of float16, but what it holds comes back
 
 
-def _plain(codec: type[CompressionBase]) -> None:
+class BFloat16Compression(_Rounding):
+    """The values in bfloat16: the range of float32, 8 significant bits; float16 as it is. The table has the error."""
+
+    @property
+    def name(self) -> str:
+        return "bfloat16"
+
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float16 if dtype is torch.float16 else torch.bfloat16
+
+    def idempotent(self, dtype: torch.dtype) -> bool:
+        return True
+
+
+def register_plain(codec: type[CompressionBase]) -> None:
+    """Make a codec without parameters known by its name."""
+
     def make(parameters: str) -> CompressionBase:
         if parameters:
             raise ConfigError(f"codec {codec().name!r} takes no parameters, got {parameters[:32]!r}")
@@ -106,5 +158,6 @@ def _plain(codec: type[CompressionBase]) -> None:
     register_codec(codec().name, make)
 
 
-_plain(NoCompression)
-_plain(Float16Compression)
+register_plain(NoCompression)
+register_plain(Float16Compression)
+register_plain(BFloat16Compression)

@@ -33,7 +33,7 @@ import msgspec
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult, TensorLock
-from shoal.compression import CompressionBase, NoCompression
+from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, StateUnavailable
 from shoal.events import EpochAdvanced, Warned
@@ -102,7 +102,12 @@ class Collaboration:
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
         self._gradients = Averager(
-            core, training.accumulators, f"{settings.run_id}_grad", averaging, lock=lock, compression=compression
+            core,
+            training.accumulators,
+            f"{settings.run_id}_grad",
+            averaging,
+            lock=lock,
+            codecs=choose_codecs(compression or NoCompression(), training.accumulators, TensorRole.GRADIENT),
         )
         self._download_codec = download_compression or NoCompression()
         self._states = Averager(
@@ -111,7 +116,7 @@ class Collaboration:
             f"{settings.run_id}_state",
             averaging,
             lock=lock,
-            compression=state_compression,
+            codecs=choose_codecs(state_compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER),
             state=self._share,
         )
         self._news = asyncio.Event()

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.compression import CompressionBase, NoCompression
+from shoal.compression import CompressionBase, TensorRole, choose_codecs
 from shoal.errors import StateUnavailable
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -22,13 +22,17 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None, codec
         training: parameters, optimizer, schedule.
         name: of the state that they are.
         end_epoch: where the run ends, if that was announced.
-        codec: for tensors of floating point; all others travel as they are.
+        codec: chooses for each tensor: parameters and extra tensors, then what the optimizer keeps.
     """
     values, tensors = training.export()
+    fixed = len(training.describe())
     return SharedState(
         metadata={"state": list(name), "end_epoch": end_epoch, "training": values},
         tensors=tensors,
-        codecs=[codec if t.dtype.is_floating_point else NoCompression() for t in tensors],
+        codecs=[
+            *choose_codecs(codec, tensors[:fixed], TensorRole.PARAMETER),
+            *choose_codecs(codec, tensors[fixed:], TensorRole.OPTIMIZER, first_key=fixed),
+        ],
         epoch=name.epoch,
     )
 

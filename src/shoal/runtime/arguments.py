@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from shoal import averager
+from shoal import compression
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
 
@@ -39,7 +39,7 @@ def choose_codecs(
         ConfigError: `infos` do not describe these tensors.
     """
     if infos is None:
-        return averager.choose_codecs(codec, tensors)
+        return compression.choose_codecs(codec, tensors)
     if len(infos) != len(tensors):
         raise ConfigError(
             f"tensor_infos has {len(infos)} entries for {len(tensors)} averaged tensors: give one for each"

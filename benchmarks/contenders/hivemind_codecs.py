@@ -1,0 +1,56 @@
+"""hivemind's codecs, for `benchmarks.compression`; run by a Python that has hivemind 1.1.12. Imports nothing of shoal.
+
+Reads requests from standard input and answers on standard output, a line of JSON each: ``{"do": "load", "path": …}``
+takes a tensor, ``{"do": "measure", "codec": NAME}`` encodes and decodes it once. What fails is ``{"error": …}``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import warnings
+
+
+def main() -> None:
+    """Answer until there are no more requests."""
+    warnings.simplefilter("ignore")
+    import torch
+    from hivemind import compression  # type: ignore[import-not-found]
+
+    logging.disable()
+    torch.set_num_threads(1)
+    values = torch.empty(0)
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["do"] == "load":
+                values, answer = torch.load(request["path"]), {}
+            else:
+                answer = measure(getattr(compression, request["codec"])(), values, compression.CompressionInfo)
+        except (ImportError, RuntimeError, TypeError, ValueError) as error:
+            answer = {"error": " ".join(str(error).split())}
+        print(json.dumps(answer), flush=True)
+
+
+def measure(codec, values, make_info) -> dict[str, float]:
+    """One turn. The message is made and read, not sent."""
+    info = make_info.from_tensor(values)
+    begun = time.perf_counter()
+    message = codec.compress(values, info)
+    encoded = time.perf_counter()
+    decoded = codec.extract(message)
+    ended = time.perf_counter()
+    error = (decoded - values).double()
+    return {
+        "encode_s": encoded - begun,
+        "decode_s": ended - encoded,
+        "bytes": len(message.buffer),
+        "rms": float(error.square().mean().sqrt()),
+        "max": float(error.abs().max()),
+    }
+
+
+if __name__ == "__main__":
+    main()

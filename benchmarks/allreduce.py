@@ -307,7 +307,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
     parser.add_argument("--against", default="", help=f"with commas, any of {', '.join(CONTENDERS[1:])}")
     parser.add_argument("--hivemind-python", metavar="PATH", help="the Python of an environment with hivemind 1.1.12")
-    parser.add_argument("--compression", choices=("none", "float16"), default="none")
+    parser.add_argument("--compression", choices=("none", "float16", "uniform8bit", "quantile8bit"), default="none")
     parser.add_argument("--part-bytes", type=int, help="shoal's (and the transport's) part size instead of the default")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     args = parser.parse_args()

@@ -38,7 +38,12 @@ class HivemindPeer(Contender):
         if self.options.rank:
             self.dht = hivemind.DHT(initial_peers=invites[:1], start=True)
         codecs = hivemind.compression
-        codec = {"none": codecs.NoCompression, "float16": codecs.Float16Compression}[self.options.compression]
+        codec = {
+            "none": codecs.NoCompression,
+            "float16": codecs.Float16Compression,
+            "uniform8bit": codecs.Uniform8BitQuantization,
+            "quantile8bit": codecs.Quantile8BitQuantization,
+        }[self.options.compression]
         self.averager = TimedAverager(
             [self.tensor],
             self.dht,

@@ -8,11 +8,9 @@ import torch
 
 import shoal
 from benchmarks.contenders.worker import Contender, Options, Times, now, serve
-from shoal.compression import Float16Compression, NoCompression
+from shoal.compression import codec_by_name
 from shoal.events import Event, GroupFormed, PeerConnected, RoundFinished
 from shoal.peer import PeerID
-
-CODECS = {"none": NoCompression, "float16": Float16Compression}
 
 
 class ShoalPeer(Contender):
@@ -42,7 +40,7 @@ class ShoalPeer(Contender):
             prefix="benchmark",
             target_group_size=self.options.peers,
             min_group_size=self.options.peers,
-            compression=CODECS[self.options.compression](),
+            compression=codec_by_name(self.options.compression),
             **part,
         )
 

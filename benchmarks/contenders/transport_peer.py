@@ -25,7 +25,7 @@ class TransportPeer(Contender):
     """One peer; its loop has a thread of its own, as in shoal."""
 
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
-        itemsize = {"none": 4, "float16": 2}[options.compression]
+        itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         self.options, self.tensor = options, tensor
         self.part_bytes = options.part_bytes or PART_BYTES
         self.slice_bytes = options.numel // options.peers * itemsize

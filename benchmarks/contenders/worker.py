@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-ROUNDING = {"none": 1e-6, "float16": 2e-3}
+ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05}
 """Largest error of an average, as a part of the largest value."""
 
 

@@ -9,6 +9,8 @@ NF4, quantiles of the normal distribution (Dettmers et al. 2023), and 15 equal s
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -66,10 +68,10 @@ def rms(error: torch.Tensor) -> float:
 def main() -> None:
     torch.set_num_threads(1)
     steps, dynamic = torch.arange(-7.0, 8.0), growing()
-    tables = {
+    tables: dict[str, dict[str, Callable[[torch.Tensor], torch.Tensor]]] = {
         "8 bits": {
-            **{f"equal, {block}": lambda x, block=block: own(x, 8, block) for block in (64, 256, 4096)},
-            **{f"growing, {block}": lambda x, block=block: nearest(x, dynamic, block) for block in (64, 256, 4096)},
+            **{f"equal, {block}": partial(own, bits=8, block=block) for block in (64, 256, 4096)},
+            **{f"growing, {block}": partial(nearest, levels=dynamic, block=block) for block in (64, 256, 4096)},
         },
         "4 bits, blocks of 64": {
             "shoal": lambda x: own(x, 4, 64),

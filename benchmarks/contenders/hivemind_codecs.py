@@ -11,6 +11,7 @@ import logging
 import sys
 import time
 import warnings
+from typing import Any
 
 
 def main() -> None:
@@ -24,9 +25,10 @@ def main() -> None:
     values = torch.empty(0)
     for line in sys.stdin:
         request = json.loads(line)
+        answer: dict[str, Any] = {}
         try:
             if request["do"] == "load":
-                values, answer = torch.load(request["path"]), {}
+                values = torch.load(request["path"])
             else:
                 answer = measure(getattr(compression, request["codec"])(), values, compression.CompressionInfo)
         except (ImportError, RuntimeError, TypeError, ValueError) as error:

@@ -12,31 +12,11 @@ import msgspec
 import torch
 
 from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
-from shoal.compression import (
-    BFloat16Compression,
-    BlockwiseQuantization,
-    CompressionBase,
-    Float16Compression,
-    NoCompression,
-    Quantile8BitQuantization,
-    ScaledFloat16Compression,
-    Uniform8BitQuantization,
-)
+from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.events import Event, Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.transport.base import Transport
-
-CODECS: list[CompressionBase] = [
-    NoCompression(),
-    Float16Compression(),
-    BFloat16Compression(),
-    ScaledFloat16Compression(),
-    Uniform8BitQuantization(),
-    Quantile8BitQuantization(),
-    BlockwiseQuantization(),
-    BlockwiseQuantization(bits=4),
-]
 
 SETTINGS = AveragerSettings(
     averaging_expiration_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, sender_timeout_s=2.0

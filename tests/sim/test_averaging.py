@@ -13,7 +13,8 @@ from shoal.averager import Averager
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import Event, GroupFormed, PeerDropped, RoundAborted
-from tests.sim.averaging_kit import CODECS, SETTINGS, Trial, same_bits
+from tests.codecs import CODECS
+from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
 
 def _values(peer: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

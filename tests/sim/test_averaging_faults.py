@@ -19,7 +19,8 @@ from shoal import sim
 from shoal.compression import CompressionBase
 from shoal.errors import RoundFailed
 from shoal.sim import FaultPlan
-from tests.sim.averaging_kit import CODECS, SETTINGS, Trial
+from tests.codecs import CODECS
+from tests.sim.averaging_kit import SETTINGS, Trial
 from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of, standstill_s
 from tests.strategies import numbered_plan
 

@@ -11,17 +11,9 @@ import torch
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, describe, is_weight
-from shoal.compression import (
-    BFloat16Compression,
-    BlockwiseQuantization,
-    CompressionBase,
-    Float16Compression,
-    NoCompression,
-    Quantile8BitQuantization,
-    ScaledFloat16Compression,
-    Uniform8BitQuantization,
-)
+from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
+from tests.codecs import CODECS
 
 DIGESTS = PartDigests(b"r" * 16)
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -86,18 +78,6 @@ def test_tensors_are_described() -> None:
         ("float64", "none"),
         ("float32", "float16"),
     ]
-
-
-CODECS = [
-    PLAIN,
-    HALF,
-    BFloat16Compression(),
-    ScaledFloat16Compression(),
-    Uniform8BitQuantization(),
-    Quantile8BitQuantization(),
-    BlockwiseQuantization(),
-    BlockwiseQuantization(bits=4),
-]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)

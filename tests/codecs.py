@@ -1,0 +1,27 @@
+"""Every codec, as users get it by default: what tests that hold for all of them go through."""
+
+from __future__ import annotations
+
+from shoal.compression import (
+    BFloat16Compression,
+    BlockwiseQuantization,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    Quantile8BitQuantization,
+    ScaledFloat16Compression,
+    Uniform8BitQuantization,
+)
+
+__all__ = ["CODECS"]
+
+CODECS: list[CompressionBase] = [
+    NoCompression(),
+    Float16Compression(),
+    BFloat16Compression(),
+    ScaledFloat16Compression(),
+    Uniform8BitQuantization(),
+    Quantile8BitQuantization(),
+    BlockwiseQuantization(),
+    BlockwiseQuantization(bits=4),
+]

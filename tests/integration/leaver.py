@@ -1,10 +1,11 @@
 """A program that leaves on SIGTERM: what the tests of `leave_on_sigterm` run, as a process of its own.
 
 Run as `python -m tests.integration.leaver HOW ADDRESS`, HOW being what its main thread does when the signal comes:
-`search` (in step(), nobody is there), `round` (in step(), in a round), `compute` (a loop of its own), `outside` (the
-block is over), `nowhere` (another thread enters the block), `polite` (with exit_code=None); `asleep` (as `search`, and
-the signal is delivered to another thread), `fork` (a child of this program gets it), `impatient` (as `round`, with next
-to no grace), `train` (an optimizer). JSON lines on stdout.
+`search` (in step(), nobody is there), `round` (in step(), in a round), `compute` (a loop of its own), `again` (that, in
+a block that is entered for the second time), `outside` (the block is over), `nowhere` (another thread enters the
+block), `polite` (with exit_code=None); `asleep` (as `search`, and the signal is delivered to another thread), `fork` (a
+child of this program gets it), `impatient` (as `round`, with next to no grace), `train` (an optimizer). JSON lines on
+stdout.
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def main(how: str, address: str) -> None:
             return
         before = signal.getsignal(signal.SIGTERM)
         try:
-            with shoal.leave_on_sigterm(dht, grace_s=grace_s, exit_code=None if how == "polite" else 143) as leaving:
+            leaving = shoal.leave_on_sigterm(dht, grace_s=grace_s, exit_code=None if how == "polite" else 143)
+            if how == "again":
+                with leaving:
+                    pass
+            with leaving:
                 work(how, averager, leaving)
         finally:
             say("restored", signal.getsignal(signal.SIGTERM) is before)
@@ -128,7 +133,7 @@ def work(how: str, averager: shoal.DecentralizedAverager, leaving: Leaving) -> N
         averager.step(timeout=60)
         say("stepped")
         averager.step(timeout=60)
-    elif how == "compute":
+    elif how in ("compute", "again"):
         matrix = torch.ones(200, 200)
         while True:
             matrix = (matrix @ matrix).clamp_(-1, 1)

@@ -60,7 +60,7 @@ def meeting() -> Iterator[shoal.DHT]:
         yield dht
 
 
-@pytest.mark.parametrize("how", ["search", "compute"])
+@pytest.mark.parametrize("how", ["search", "compute", "again"])
 def test_sigterm_leaves_at_once_and_ends_with_143(meeting: shoal.DHT, how: str) -> None:
     """In the middle of a search, and while the main thread computes: the other peer is told that it left."""
     heard = Heard(meeting)

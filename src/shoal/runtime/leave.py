@@ -31,7 +31,6 @@ __all__ = ["Leaving", "leave_on_sigterm"]
 EXIT_TERMINATED = 143
 """128 + 15: what a shell shows of a process that SIGTERM has ended."""
 
-
 _POKE_S = 0.2
 
 
@@ -52,7 +51,6 @@ class Leaving:
         self._before: Any = None
         self._ear: socket.socket | None = None
         self._listener: threading.Thread | None = None
-        self._inside = False
 
     @property
     def requested(self) -> bool:
@@ -65,7 +63,7 @@ class Leaving:
         return self._done.is_set()
 
     def __enter__(self) -> Self:
-        if self._inside:
+        if self in _inside:
             raise LocalError("this leave_on_sigterm() is in use already: make another one")
         if threading.current_thread() is not threading.main_thread():
             raise LocalError(
@@ -74,7 +72,8 @@ class Leaving:
         before = signal.getsignal(signal.SIGTERM)
         if before is None:
             raise LocalError("SIGTERM has a handler that was not set from Python, and could not be put back: leave it")
-        self._before, self._inside = before, True
+        self._before = before
+        self._woken.clear()
         self._prick_up()
         signal.signal(signal.SIGTERM, self._handle)
         _inside.add(self)
@@ -94,7 +93,6 @@ class Leaving:
     def restore(self) -> None:
         """Put back what was there before; also in a forked child, where SIGTERM is meant for the child alone."""
         _inside.discard(self)
-        self._inside = False
         signal.signal(signal.SIGTERM, self._before)
         if self._ear is not None:
             signal.set_wakeup_fd(-1)
@@ -121,15 +119,16 @@ class Leaving:
             while heard := reader.recv(64):
                 for _ in range(heard.count(signal.SIGTERM)):
                     self._count()
+                if self._at_once:
+                    self._wake()
 
     def _count(self) -> None:
         """SIGTERM came; or `_wake` sent it, to say what is known here already."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._leave, name="shoal-leave", daemon=True)
             self._thread.start()
-        elif not self.done and not self._at_once:
+        elif not self.done:
             self._at_once = True
-            threading.Thread(target=self._wake, name="shoal-wake", daemon=True).start()
 
     def _wake(self) -> None:
         """End whatever wait the main thread is in, by the signal itself: once is not enough if it was about to wait."""
@@ -170,7 +169,7 @@ class Leaving:
         finally:
             self._done.set()
             if self.exit_code is not None:
-                threading.Thread(target=self._wake, name="shoal-wake", daemon=True).start()
+                self._wake()
 
     @property
     def _limit_s(self) -> float:
@@ -188,6 +187,7 @@ class Leaving:
 
 
 _inside: weakref.WeakSet[Leaving] = weakref.WeakSet()
+"""Those whose block the program is in."""
 
 
 def _restore_in_child() -> None:

@@ -273,7 +273,7 @@ def test_close_in_the_middle_of_incoming_data_loses_nothing_of_ours(transport: T
             sent = random.Random(5).randbytes(600_000)
             await near.write(sent)
             closing = asyncio.create_task(near.close())
-            await round_trips(*await pair.connect(), TURNS)
+            await round_trips(*await pair.connect(), TURNS // 4)  # well within what `close` waits for the other side
             assert await read(far, len(sent)) == sent
             with pytest.raises(PeerUnreachable):
                 await flood

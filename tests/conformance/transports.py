@@ -11,6 +11,7 @@ import gc
 import random
 import socket
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from shoal.identity import Identity
@@ -76,7 +77,7 @@ async def _play(scenario: Scenario, pair: TransportPair) -> None:
         await pair.close()
 
 
-def run_tcp(scenario: Scenario) -> None:
+def run_tcp(scenario: Scenario, *, encrypt: bool = True) -> None:
     """Run on real sockets; afterwards no socket and no task may be left."""
     from shoal.transport.tcp import TcpTransport
 
@@ -84,8 +85,9 @@ def run_tcp(scenario: Scenario) -> None:
         with socket.create_server(("127.0.0.1", 0)) as deaf, socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             silent, dead = (Address("127.0.0.1", each.getsockname()[1], FAR.peer_id) for each in (deaf, unused))
-            client = TcpTransport(Identity.from_seed(b"c" * 32), client_mode=True)
-            await _play(scenario, TransportPair(TcpTransport(NEAR), TcpTransport(FAR), client, silent, dead))
+            near, far = (TcpTransport(each, encrypt=encrypt) for each in (NEAR, FAR))
+            client = TcpTransport(Identity.from_seed(b"c" * 32), client_mode=True, encrypt=encrypt)
+            await _play(scenario, TransportPair(near, far, client, silent, dead))
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(main())
@@ -117,7 +119,11 @@ def run_memory(scenario: Scenario) -> None:
     sim.run(main, seed=1)
 
 
-FACTORIES = (TransportFactory("tcp", run_tcp), TransportFactory("memory", run_memory))
+FACTORIES = (
+    TransportFactory("tcp", run_tcp),
+    TransportFactory("clear", partial(run_tcp, encrypt=False)),
+    TransportFactory("memory", run_memory),
+)
 
 
 async def gather(*works: Awaitable[Any]) -> list[Any]:

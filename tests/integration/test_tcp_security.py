@@ -23,8 +23,8 @@ from shoal.peer import Address
 from shoal.transport import sockets
 from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
+from shoal.transport.connection import TcpConnection
 from shoal.transport.tcp import TcpLimits, TcpTransport
-from shoal.transport.tls import TlsConnection
 from tests.integration.wire_peers import Greeting, Wire, dial, serve, signed
 
 SERVER, CLIENT, OTHER = (Identity.from_seed(letter * 32) for letter in (b"s", b"c", b"o"))
@@ -62,7 +62,7 @@ class Stage:
         assert far.peer_id == CLIENT.peer_id
         near.abort()
         await connection_end(far)
-        assert isinstance(far, TlsConnection)
+        assert isinstance(far, TcpConnection)
         await far.wait_lost()
 
 
@@ -82,6 +82,32 @@ async def stage(*, limits: TcpLimits | None = None, versions: tuple[int, int] = 
     finally:
         await actors.client.close()
         await actors.server.close()
+
+
+@contextlib.asynccontextmanager
+async def tapped(
+    target: Address, change: Callable[[bytes], bytes] = lambda data: data
+) -> AsyncIterator[tuple[Address, bytearray]]:
+    """Somebody on the way to `target`: where to dial him, and all that he saw. He may change what he passes on."""
+    seen = bytearray()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(1 << 16):
+                seen.extend(data)
+                writer.write(change(data))
+        writer.transport.abort()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection(target.host, target.port)
+        await asyncio.gather(forward(reader, back), forward(there, writer))
+
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    try:
+        yield Address("127.0.0.1", server.sockets[0].getsockname()[1], target.peer_id), seen
+    finally:
+        server.close()
+        await server.wait_closed()
 
 
 def play(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -111,8 +137,9 @@ def test_the_server_proves_itself_as_described() -> None:
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
             await wire.send("hello", 1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
-            kind, version, nonce, signature = await wire.receive()
-            assert (kind, version, len(nonce)) == ("proof", 1, 32)
+            kind, version, nonce, signature, key, clear = await wire.receive()
+            assert not clear
+            assert (kind, version, len(nonce), len(key)) == ("proof", 1, 32, 32)
             from shoal.identity import verify
 
             message = signed(b"server", 1, wire.certificate, CLIENT.peer_id, SERVER.peer_id, NONCE + nonce)
@@ -208,7 +235,7 @@ def test_a_server_that_answers_with_another_key_is_refused() -> None:
         async def lie(victim: Wire, certificate: bytes) -> None:
             hello = await victim.receive()
             message = signed(b"server", 1, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
-            await victim.send("proof", 1, NONCE, OTHER.sign(b"transport", message))
+            await victim.send("proof", 1, NONCE, OTHER.sign(b"transport", message), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(lie, SERVER.peer_id) as address:
@@ -225,7 +252,7 @@ def test_a_reflected_proof_is_refused() -> None:
         async def reflect(victim: Wire, certificate: bytes) -> None:
             hello = await victim.receive()
             message = signed(b"client", 1, certificate, CLIENT.peer_id, CLIENT.peer_id, hello[5] + NONCE)
-            await victim.send("proof", 1, NONCE, CLIENT.sign(b"transport", message))
+            await victim.send("proof", 1, NONCE, CLIENT.sign(b"transport", message), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(reflect, CLIENT.peer_id) as address:
@@ -287,6 +314,55 @@ def test_nothing_passes_before_the_proof() -> None:
     play(scenario)
 
 
+# ---------------------------------------------------------------------------------------------------------- encryption
+
+
+@pytest.mark.parametrize("server_encrypts", [True, False])
+@pytest.mark.parametrize("client_encrypts", [True, False])
+def test_data_is_readable_on_the_way_only_where_both_sides_asked_for_it(
+    server_encrypts: bool, client_encrypts: bool
+) -> None:
+    """Looked for in what really passes between the sockets, both ways."""
+
+    async def scenario() -> None:
+        server = TcpTransport(SERVER, encrypt=server_encrypts)
+        client = TcpTransport(CLIENT, encrypt=client_encrypts)
+        accepted: asyncio.Queue[Connection] = asyncio.Queue()
+        await server.listen(accepted.put_nowait)
+        async with tapped(server.addresses[0]) as (address, seen):
+            near = await client.dial(SERVER.peer_id, [address], timeout_s=30)
+            far = await accepted.get()
+            for sender, receiver, word in ((near, far, b"there"), (far, near, b"back!")):
+                await sender.write(word)
+                buffer = bytearray(len(word))
+                await receiver.readinto(buffer)
+                assert buffer == word
+                assert (word in seen) is not (server_encrypts or client_encrypts)
+            near.abort()
+            await connection_end(far)
+        await client.close()
+        await server.close()
+
+    play(scenario)
+
+
+def test_a_server_cannot_talk_a_client_out_of_encryption() -> None:
+    """It says that data goes as it is, which the client has not offered."""
+
+    async def scenario() -> None:
+        async def lie(victim: Wire, certificate: bytes) -> None:
+            hello = await victim.receive()
+            message = signed(b"server", 1, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
+            await victim.send("proof", 1, NONCE, SERVER.sign(b"transport", message), NONCE, True)
+            await victim.at_end()
+
+        async with stage() as actors, serve(lie, SERVER.peer_id) as address:
+            with pytest.raises(PeerProtocolError, match="not offered"):
+                await actors.dial(address)
+
+    play(scenario)
+
+
 # ------------------------------------------------------------------------------------------------------------ versions
 
 
@@ -326,7 +402,7 @@ def test_a_later_hello_with_more_fields_is_understood() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", 7, 9, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE, "new", {"more": 1})
+            await wire.send("hello", 7, 9, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE, False, "new", {"more": 1})
             kind, reason, *versions = await wire.receive()
             assert kind == "refusal"
             assert "7 to 9" in reason
@@ -341,7 +417,7 @@ def test_a_version_that_was_not_offered_is_a_breach() -> None:
     async def scenario() -> None:
         async def choose(victim: Wire, _: bytes) -> None:
             await victim.receive()
-            await victim.send("proof", 2, NONCE, bytes(64))
+            await victim.send("proof", 2, NONCE, bytes(64), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(choose, SERVER.peer_id) as address:
@@ -589,35 +665,23 @@ def test_a_flipped_bit_breaks_the_connection_on_both_sides() -> None:
     """Whoever changes the ciphertext on the way ends the connection; changed bytes never reach a reader."""
 
     async def scenario() -> None:
-        async with stage() as actors:
-            meddle = asyncio.Event()
+        meddling = asyncio.Event()
 
-            async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                with contextlib.suppress(OSError):
-                    while data := await reader.read(1 << 16):
-                        if meddle.is_set():
-                            data = data[:-1] + bytes([data[-1] ^ 1])
-                        writer.write(data)
-                writer.transport.abort()
+        def meddle(data: bytes) -> bytes:
+            return data[:-1] + bytes([data[-1] ^ 1]) if meddling.is_set() else data
 
-            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                there, back = await asyncio.open_connection(actors.address.host, actors.address.port)
-                await asyncio.gather(forward(reader, back), forward(there, writer))
-
-            server = await asyncio.start_server(relay, "127.0.0.1", 0)
-            near = await actors.dial(Address("127.0.0.1", server.sockets[0].getsockname()[1], SERVER.peer_id))
+        async with stage() as actors, tapped(actors.address, meddle) as (address, _):
+            near = await actors.dial(address)
             far = await actors.accepted.get()
             await near.write(b"fine")
             buffer = bytearray(4)
             await far.readinto(buffer)
-            meddle.set()
+            meddling.set()
             await near.write(b"evil")
             for end in (far, near):
                 with pytest.raises(PeerUnreachable):
                     await end.readinto(buffer)
-            assert buffer == b"fine"
-            server.close()
-            await server.wait_closed()
+            assert buffer == bytes(4)  # nothing is left of what did not verify
 
     play(scenario)
 

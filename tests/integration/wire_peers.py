@@ -118,6 +118,7 @@ class Greeting(NamedTuple):
         versions: lowest and highest that are offered.
         context: the context of the signature.
         certificate: signed instead of the one that was seen, if given.
+        key: what its data would be sealed with.
     """
 
     identity: Identity
@@ -126,6 +127,7 @@ class Greeting(NamedTuple):
     versions: tuple[int, int] = (1, 1)
     context: bytes = b"transport"
     certificate: bytes = b""
+    key: bytes = b"k" * 32
 
     async def say(self, wire: Wire, nonce: bytes = b"n" * 32) -> list[Any]:
         """Do the client's part; returns the last frame that the server answers."""
@@ -136,5 +138,5 @@ class Greeting(NamedTuple):
         version, server_nonce = answer[1], answer[2]
         certificate = self.certificate or wire.certificate
         message = signed(b"client", version, certificate, self.claimed, self.wanted, nonce + server_nonce)
-        await wire.send("proof", version, nonce, self.identity.sign(self.context, message))
+        await wire.send("proof", version, nonce, self.identity.sign(self.context, message), self.key)
         return await wire.receive()

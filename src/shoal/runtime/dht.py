@@ -41,6 +41,8 @@ class DHT:
             public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
         client_mode: never listen, only dial.
+        encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
+            which nobody else can listen or meddle; identities are proved all the same.
         record_validators: further rules for records, beside signatures.
         state_upload_limit: bytes per second that this peer sends to those who download states from it, all together;
             at least 32 KiB/s. None: as much as there is, and a tenth of its other traffic beside rounds.
@@ -67,6 +69,7 @@ class DHT:
         announce_maddrs: str | Sequence[str] = (),
         identity_path: str | os.PathLike[str] | None = None,
         client_mode: bool = False,
+        encrypt: bool = True,
         record_validators: Iterable[RecordValidator] = (),
         state_upload_limit: float | None = None,
         await_ready: bool = True,
@@ -80,7 +83,7 @@ class DHT:
         self._listen = _one_place(host_maddrs, "host_maddrs")
         self._announce = _one_place(announce_maddrs, "announce_maddrs") if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
-        self.client_mode = bool(client_mode)
+        self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
         self.events = EventBus()
         self._validators = tuple(record_validators)
         self._state_upload_limit = _checked_limit(state_upload_limit)
@@ -118,6 +121,7 @@ class DHT:
             announce_host=self._announce[0],
             announce_port=self._announce[1],
             client_mode=self.client_mode,
+            encrypt=self._encrypt,
         )
         self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
         weakref.finalize(self, running.stop, wait=False).atexit = False

@@ -12,9 +12,9 @@ Frames, each a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a msgpack a
 ====  ===========  =======  ====================================================================================
 step  frame        from     fields
 ====  ===========  =======  ====================================================================================
-1     hello        client   min_version, max_version, peer_id (its own), wanted (who it dialed), nonce
-2     proof        server   version (highest that both speak), nonce, signature
-3     proof        client   version (the same), nonce (the same as in hello), signature
+1     hello        client   min_version, max_version, peer_id (its own), wanted (who it dialed), nonce, clear
+2     proof        server   version (highest that both speak), nonce, signature, key, clear
+3     proof        client   version (the same), nonce (the same as in hello), signature, key, clear
 4     welcome      server   (none): the connection is the acceptor's now
 any   refusal      server   reason, min_version, max_version; the connection ends
 ====  ===========  =======  ====================================================================================
@@ -36,7 +36,8 @@ import msgspec
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.identity import SIGNATURE_BYTES, Identity, verify
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.transport.tls import TlsConnection
+from shoal.transport.connection import TcpConnection
+from shoal.transport.sealed import KEY_BYTES
 
 __all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
 
@@ -48,6 +49,7 @@ _NONCE_BYTES = 32
 
 _Id = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 _Nonce = Annotated[bytes, msgspec.Meta(min_length=_NONCE_BYTES, max_length=_NONCE_BYTES)]
+_Key = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 _Signature = Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 _Version = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
@@ -77,12 +79,15 @@ class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
     peer_id: _Id
     wanted: _Id
     nonce: _Nonce
+    clear: bool = False
 
 
 class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
     version: _Version
     nonce: _Nonce
     signature: _Signature
+    key: _Key
+    clear: bool = False
 
 
 class _Welcome(_Frame, frozen=True, array_like=True, tag="welcome"):
@@ -117,7 +122,9 @@ class _Channel(NamedTuple):
         return role + b"\0" + self.version.to_bytes(2, "big") + digest + ids + self.client_nonce + self.server_nonce
 
 
-async def greet_as_client(connection: TlsConnection, identity: Identity, wanted: PeerID, versions: Versions) -> None:
+async def greet_as_client(
+    connection: TcpConnection, identity: Identity, wanted: PeerID, versions: Versions, *, clear: bool = False
+) -> None:
     """Do the TLS handshake, make the server prove that it is `wanted`, and prove who we are.
 
     Args:
@@ -125,6 +132,7 @@ async def greet_as_client(connection: TlsConnection, identity: Identity, wanted:
         identity: our own.
         wanted: who must be on the other side.
         versions: what we speak.
+        clear: send data as it is, if the server wants that too; else it is sealed.
 
     Raises:
         PeerRefused: the server is somebody else, speaks no version of ours, or said no.
@@ -133,10 +141,12 @@ async def greet_as_client(connection: TlsConnection, identity: Identity, wanted:
     """
     certificate = await connection.start_tls()
     nonce = os.urandom(_NONCE_BYTES)
-    await _send(connection, _Hello(*versions, identity.peer_id.raw, wanted.raw, nonce))
+    await _send(connection, _Hello(*versions, identity.peer_id.raw, wanted.raw, nonce, clear))
     proof = await _expect(connection, _Proof, wanted, versions)
     if versions.common(Versions(proof.version, proof.version)) is None:
         raise PeerProtocolError(f"chose protocol version {proof.version}, which was not offered", wanted)
+    if proof.clear and not clear:
+        raise PeerProtocolError("chose to send data as it is, which was not offered", wanted)
     channel = _Channel(proof.version, certificate, identity.peer_id, wanted, nonce, proof.nonce)
     if not verify(wanted, _CONTEXT, channel.message(b"server"), proof.signature):
         raise PeerRefused(
@@ -145,19 +155,22 @@ async def greet_as_client(connection: TlsConnection, identity: Identity, wanted:
             wanted,
         )
     signature = identity.sign(_CONTEXT, channel.message(b"client"))
-    await _send(connection, _Proof(proof.version, nonce, signature))
+    key = os.urandom(KEY_BYTES)
+    await _send(connection, _Proof(proof.version, nonce, signature, key, proof.clear))
     await _expect(connection, _Welcome, wanted, versions)
+    _leave_tls(connection, key, proof.key, clear=proof.clear)
     connection.authenticated(wanted, proof.version)
     connection.start_counting()
 
 
 async def greet_as_server(
-    connection: TlsConnection,
+    connection: TcpConnection,
     identity: Identity,
     versions: Versions,
     *,
     certificate: bytes,
     admit: Callable[[PeerID], str | None],
+    clear: bool = False,
 ) -> None:
     """Do the TLS handshake, prove who we are if we are the one wanted, and make the client prove who it is.
 
@@ -167,6 +180,7 @@ async def greet_as_server(
         versions: what we speak.
         certificate: the one that this side's TLS context shows, DER.
         admit: called with a proved client; returns why it may not stay, or None if it may.
+        clear: send data as it is, if the client wants that too; else it is sealed.
 
     Raises:
         PeerRefused: the client was told no; the connection is closed.
@@ -183,7 +197,8 @@ async def greet_as_server(
         raise await _refuse(connection, f"protocol version {offered} is not spoken here", client, versions)
     channel = _Channel(version, certificate, client, identity.peer_id, hello.nonce, os.urandom(_NONCE_BYTES))
     signature = identity.sign(_CONTEXT, channel.message(b"server"))
-    await _send(connection, _Proof(version, channel.server_nonce, signature))
+    key, clear = os.urandom(KEY_BYTES), clear and hello.clear
+    await _send(connection, _Proof(version, channel.server_nonce, signature, key, clear))
     proof = await _expect(connection, _Proof, client, versions)
     if not verify(client, _CONTEXT, channel.message(b"client"), proof.signature):
         raise await _refuse(connection, "the proof of identity does not verify", client, versions)
@@ -191,15 +206,24 @@ async def greet_as_server(
         raise await _refuse(connection, objection, client, versions)
     connection.authenticated(client, version)
     await _send(connection, _Welcome())
+    _leave_tls(connection, key, proof.key, clear=clear)
     connection.start_counting()
 
 
-async def _send(connection: TlsConnection, frame: _Frame) -> None:
+def _leave_tls(connection: TcpConnection, sending_key: bytes, receiving_key: bytes, *, clear: bool) -> None:
+    """The last frame was sent or read: what comes next is not TLS any more."""
+    if clear:
+        connection.unseal()
+    else:
+        connection.seal(sending_key, receiving_key)
+
+
+async def _send(connection: TcpConnection, frame: _Frame) -> None:
     body = _encode(frame)
     await connection.write(len(body).to_bytes(2, "big") + body)
 
 
-async def _expect(connection: TlsConnection, kind: type[F], peer_id: PeerID | None, ours: Versions) -> F:
+async def _expect(connection: TcpConnection, kind: type[F], peer_id: PeerID | None, ours: Versions) -> F:
     """Read one frame, which must be of `kind`. A refusal becomes `PeerRefused`."""
     header = bytearray(2)
     await connection.readinto(header)
@@ -221,7 +245,7 @@ async def _expect(connection: TlsConnection, kind: type[F], peer_id: PeerID | No
     return frame
 
 
-async def _refuse(connection: TlsConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
+async def _refuse(connection: TcpConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
     """Say no and close; returns the error to raise, upon which the caller drops the socket."""
     await _send(connection, _Refusal(reason, *ours))
     await connection.close()

@@ -1,9 +1,10 @@
 """Peers over TCP and TLS 1.3: listening, dialing, limits.
 
-`tls` is one connection, `handshake` the proof of identity, `certificate` the TLS settings, `sockets` the sockets; here
-connections are made, counted and closed. Strangers are cheap: at most `max_unauthenticated` connections have not proved
-who they are, each for at most `auth_timeout_s`. When one more arrives, the oldest of the host that holds most of them
-goes: closing the new one instead would let a few silent connections a second keep every good peer out.
+`connection` is one connection, `layers` what its bytes go through (`tls`, then `sealed` or `clear`), `handshake` proves
+identities, `certificate` has the TLS settings, `sockets` the sockets; here connections are made, counted and closed.
+Strangers are cheap: at most `max_unauthenticated` connections have not proved who they are, each for at most
+`auth_timeout_s`. When one more arrives, the oldest of the host that holds most of them goes: closing the new one
+instead would let a few silent connections a second keep every good peer out.
 
 Invariant: after `close` there is no task, no socket and no timer of this transport.
 """
@@ -25,16 +26,16 @@ from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.transport.base import Acceptor
 from shoal.transport.certificate import client_context, server_context
+from shoal.transport.connection import TcpConnection
 from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
+from shoal.transport.layers import Scratch
 from shoal.transport.sockets import new_socket, outside_host, resolve, tune
-from shoal.transport.tls import TlsConnection
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
 
 _logger = logging.getLogger(__name__)
 
-_SCRATCH_BYTES = 256 << 10
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
 _STAGGER_S = 0.5
@@ -78,12 +79,14 @@ class TcpTransport:
         client_mode: never listen, only dial.
         protocol_versions: lowest and highest protocol version that this side speaks.
         limits: what others may ask of us.
+        encrypt: False sends data as it is to peers that have it False, too: only for networks where nobody can listen
+            or meddle. Identities are proved all the same.
 
     Raises:
         ConfigError: an argument is wrong.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (keyword-only, and each of its own)
         self,
         identity: Identity,
         *,
@@ -94,6 +97,7 @@ class TcpTransport:
         client_mode: bool = False,
         protocol_versions: tuple[int, int] = PROTOCOL_VERSIONS,
         limits: TcpLimits | None = None,
+        encrypt: bool = True,
     ) -> None:
         if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
             raise ConfigError(f"port must be a number within 0..65535, got {port!r}")
@@ -111,12 +115,12 @@ class TcpTransport:
                 raise ConfigError(f"announce_host or announce_port: {error}") from None
         self._identity, self._host, self._port = identity, host, port
         self._announce_host, self._announce_port = announce_host, announce_port
-        self._client_mode = client_mode
+        self._client_mode, self._clear = client_mode, not encrypt
         self._limits = limits or TcpLimits()
         self._client_context = client_context()
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._alive: set[TlsConnection] = set()
-        self._pending: dict[TlsConnection, str] = {}
+        self._scratch = Scratch()
+        self._alive: set[TcpConnection] = set()
+        self._pending: dict[TcpConnection, str] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
         self._addresses: tuple[Address, ...] = ()
@@ -166,7 +170,7 @@ class TcpTransport:
         context, certificate = server_context()
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
-    async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TlsConnection:
+    async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TcpConnection:
         """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
 
         An address that leads to nothing within half a second is joined by the next one. Addresses of other peers are
@@ -243,7 +247,7 @@ class TcpTransport:
                 _logger.warning("cannot accept connections for now: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            connection = TlsConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)
+            connection = TcpConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)
             self._make_room()
             self._pending[connection] = sockaddr[0]
             try:
@@ -263,11 +267,16 @@ class TcpTransport:
         del self._pending[oldest]
         oldest.abort("too many unauthenticated connections")
 
-    async def _authenticate(self, connection: TlsConnection, certificate: bytes, acceptor: Acceptor) -> None:
+    async def _authenticate(self, connection: TcpConnection, certificate: bytes, acceptor: Acceptor) -> None:
         try:
             async with asyncio.timeout(self._limits.auth_timeout_s):
                 await greet_as_server(
-                    connection, self._identity, self._versions, certificate=certificate, admit=self._objection
+                    connection,
+                    self._identity,
+                    self._versions,
+                    certificate=certificate,
+                    admit=self._objection,
+                    clear=self._clear,
                 )
         except (PeerError, TimeoutError) as error:
             _logger.debug("an incoming connection did not authenticate: %s", str(error) or "not in time")
@@ -292,11 +301,11 @@ class TcpTransport:
 
     # Dialing
 
-    async def _dial_first(self, peer_id: PeerID, addresses: Sequence[Address]) -> TlsConnection:
+    async def _dial_first(self, peer_id: PeerID, addresses: Sequence[Address]) -> TcpConnection:
         waiting = deque(addresses)
-        racing: set[asyncio.Task[TlsConnection]] = set()
+        racing: set[asyncio.Task[TcpConnection]] = set()
         failure: PeerError = PeerUnreachable("no address to dial", peer_id)
-        task: asyncio.Task[TlsConnection] | None = None
+        task: asyncio.Task[TcpConnection] | None = None
         try:
             while waiting or racing:
                 if waiting:
@@ -318,14 +327,14 @@ class TcpTransport:
             for each in racing:
                 each.cancel()
             for result in await asyncio.gather(*racing, return_exceptions=True):
-                if isinstance(result, TlsConnection):
+                if isinstance(result, TcpConnection):
                     result.abort("another address was faster")
 
-    async def _attempt(self, address: Address) -> TlsConnection:
+    async def _attempt(self, address: Address) -> TcpConnection:
         connection, limit_s = await self._connect(address), self._limits.auth_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await greet_as_client(connection, self._identity, address.peer_id, self._versions)
+                await greet_as_client(connection, self._identity, address.peer_id, self._versions, clear=self._clear)
         except PeerUnreachable as error:
             reason = f"lost {address.host}:{address.port} while proving identities: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
@@ -337,7 +346,7 @@ class TcpTransport:
                 connection.abort()
         return connection
 
-    async def _connect(self, address: Address) -> TlsConnection:
+    async def _connect(self, address: Address) -> TcpConnection:
         """Make a TCP connection. Raises `PeerUnreachable`."""
         loop = asyncio.get_running_loop()
         failure = "it has no address"
@@ -346,7 +355,7 @@ class TcpTransport:
         except OSError as error:
             raise PeerUnreachable(f"cannot resolve {address.host}: {error}", address.peer_id) from error
         for family, sockaddr in targets:
-            connection = TlsConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)
+            connection = TcpConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)
             try:
                 sock = new_socket(family)
             except OSError as error:

@@ -1,0 +1,375 @@
+"""One connection: a pipe of bytes on an asyncio socket transport, through the layers of `shoal.transport.layers`.
+
+Why not asyncio's own TLS (`asyncio.sslproto`, as it is in Python 3.11 to 3.13)? When the TCP stream ends while received
+data waits for a slow reader, it decrypts one more buffer and drops the rest: of 300 KiB sent by a peer that then ended,
+45 KiB were lost. It also keeps a receive buffer of 256 KiB per connection, silent strangers included. So the layers are
+driven here, by one `BufferedProtocol`:
+
+- *In.* Bytes are received into one buffer that all connections of a transport share (the event loop fills it and calls
+  `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
+  reader they stay as they came, and from `PAUSE_BYTES` on the socket is not read.
+- *Out.* A piece is encrypted when the socket took the one before it, with a turn of the loop after every `TURN_BYTES`.
+  What the socket did not take is kept, but no reference to a caller's buffer is left when `write` returns.
+- *End.* `close` sends what is queued, then TCP FIN, then reads and throws away until the other side's FIN: a socket
+  closed with unread bytes would send RST, which destroys what the other side has not read yet. A FIN ends the pipe in
+  both directions; the side that sees it first drops its socket, but what it had received stays readable. A FIN is not
+  signed by anybody: that all was said, the protocols above say themselves (END, Bye).
+
+Invariant: a message is never followed by anything but its own rest. A `write` cancelled between two of its pieces, and
+a `readinto` cancelled while it waits, abort the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+from shoal.errors import LocalError, PeerUnreachable
+from shoal.peer import PeerID
+from shoal.transport.base import Buffer
+from shoal.transport.clear import ClearLayer
+from shoal.transport.layers import BrokenLayer, Layer, Scratch
+from shoal.transport.sealed import SealedLayer
+from shoal.transport.tls import TlsLayer
+
+__all__ = ["CLOSE_S", "PAUSE_BYTES", "TURN_BYTES", "TcpConnection"]
+
+TURN_BYTES = 256 << 10
+"""At most this much is written in one turn of the loop: about 0.15 ms."""
+
+PAUSE_BYTES = 256 << 10
+"""The socket is not read while this much waits for a reader."""
+
+CLOSE_S = 5.0
+"""Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
+
+_JOINED_BYTES = 16 << 10
+_NOTHING = memoryview(b"")
+
+
+class TcpConnection(asyncio.BufferedProtocol):
+    """A pipe to one peer (`shoal.transport.base.Connection`), and the asyncio protocol that drives it.
+
+    Args:
+        context: TLS settings of this side.
+        dialed: this side dialed.
+        scratch: memory shared by all connections of one loop.
+        alive: holds this connection from when it gets its socket until the socket is gone.
+    """
+
+    def __init__(self, context: ssl.SSLContext, *, dialed: bool, scratch: Scratch, alive: set[TcpConnection]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._tls: TlsLayer | None = TlsLayer(context, server_side=not dialed, scratch=scratch)
+        self._layer: Layer = self._tls
+        self._dialed, self._scratch, self._alive = dialed, scratch, alive
+        self._transport: asyncio.Transport | None = None
+        self._peer_id: PeerID | None = None
+        self._protocol_version = 0
+        self._bytes_sent = self._bytes_received = 0
+        self._end_reason: str | None = None
+        self._discarding = False
+        self._closing = False
+        self._lost = self._loop.create_future()
+        # reading
+        self._target = _NOTHING  # what the reader still waits for
+        self._reader: asyncio.Future[None] | None = None
+        self._reading_paused = False
+        # writing
+        self._write_lock = asyncio.Lock()
+        self._writing_paused = False
+        self._drained: asyncio.Future[None] | None = None
+        self._linger: asyncio.TimerHandle | None = None
+
+    # What `Connection` asks for
+
+    @property
+    def peer_id(self) -> PeerID:
+        if self._peer_id is None:
+            raise LocalError("this connection is not authenticated yet")
+        return self._peer_id
+
+    @property
+    def proved_peer_id(self) -> PeerID | None:
+        """Who is on the other side, or None before it has proved it."""
+        return self._peer_id
+
+    @property
+    def protocol_version(self) -> int:
+        """The version of shoal's protocol that both sides agreed on; 0 before that."""
+        return self._protocol_version
+
+    @property
+    def dialed(self) -> bool:
+        return self._dialed
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._bytes_received
+
+    @property
+    def closed(self) -> bool:
+        return self._closing or self._end_reason is not None
+
+    async def write(self, *buffers: Buffer) -> None:
+        """Send the buffers one after another; wait while the socket takes no more.
+
+        When it returns, the buffers may be reused. Writers take turns in the order of their calls. Cancelled before its
+        first byte was taken it has no effect; cancelled after its last one it was sent; in between the pipe is aborted.
+
+        """
+        async with self._write_lock:
+            await self._wait_drained()
+            if self._closing:
+                raise self._unreachable()
+            turn = TURN_BYTES
+            for piece, last in _cut(buffers, self._layer.piece_bytes):
+                self._send(piece)
+                turn -= len(piece)
+                if not last and (self._writing_paused or turn <= 0):
+                    await self._next_turn()
+                    turn = TURN_BYTES
+            await self._wait_drained()
+
+    async def readinto(self, buffer: bytearray | memoryview) -> None:
+        """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
+
+        Cancelled while it waits it aborts the pipe: nobody could tell which bytes come next.
+        """
+        if self._reader is not None:
+            raise LocalError("another readinto() waits on this connection: one reader at a time")
+        self._target = memoryview(buffer).cast("B")
+        try:
+            if self._layer.pending:
+                self._filled(self._layer.read(self._target))
+                if self._layer.pending < PAUSE_BYTES:
+                    self._resume_reading()
+            if self._target:
+                await self._wait_readable()
+        except BrokenLayer as error:
+            self.abort(str(error))
+            raise self._unreachable() from error
+        finally:
+            self._target = _NOTHING
+
+    async def close(self) -> None:
+        """Send what is queued (for `CLOSE_S` at most), then end the pipe. Safe to call twice."""
+        if self.closed:
+            return
+        self._closing = True
+        try:
+            async with asyncio.timeout(CLOSE_S), self._write_lock:
+                self._discard()
+                await self._wait_drained()
+                self._end("closed by this side")
+                self._half_close()
+        except (TimeoutError, PeerUnreachable):
+            self.abort()
+        except asyncio.CancelledError:
+            self.abort()
+            raise
+
+    def abort(self, reason: str = "aborted by this side") -> None:
+        """End the pipe at once; what is queued is lost. Safe to call twice.
+
+        Args:
+            reason: what waiting readers and writers are told.
+        """
+        self._discard()
+        self._end(reason)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # For the code that makes connections
+
+    async def start_tls(self) -> bytes:
+        """Do the TLS handshake.
+
+        Returns:
+            The server's certificate as this side sees it, DER; empty on the server's side, which knows its own.
+
+        Raises:
+            PeerUnreachable: the other side does not speak TLS 1.3, or is gone.
+        """
+        tls = self._in_tls()
+        try:
+            while not tls.handshake():
+                self._flush(tls.to_send())
+                await self._wait_readable()
+        except BrokenLayer as error:
+            self._flush(tls.to_send())  # TLS tells the other side why
+            self.abort(str(error))
+            raise self._unreachable() from error
+        self._flush(tls.to_send())
+        return tls.certificate
+
+    def authenticated(self, peer_id: PeerID, protocol_version: int) -> None:
+        """Set who the other side has proved to be."""
+        self._peer_id, self._protocol_version = peer_id, protocol_version
+
+    def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
+        """Leave TLS behind: from now on data is sealed with these keys. Nothing may be read or written meanwhile."""
+        self._layer = SealedLayer(sending_key, receiving_key, self._scratch, self._in_tls().unread())
+        self._tls = None
+
+    def unseal(self) -> None:
+        """Leave TLS behind: from now on data goes as it is."""
+        self._layer = ClearLayer(self._scratch, self._in_tls().unread())
+        self._tls = None
+
+    def _in_tls(self) -> TlsLayer:
+        assert self._tls is not None, "the handshake is over"
+        return self._tls
+
+    def start_counting(self) -> None:
+        """Forget what the proofs of identity took."""
+        self._bytes_sent = self._bytes_received = 0
+
+    async def wait_lost(self) -> None:
+        """Wait until the socket is gone."""
+        await asyncio.shield(self._lost)
+
+    # Called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)
+        self._alive.add(self)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._scratch.receiving if self._discarding else self._layer.receive_buffer(self._target)
+
+    def buffer_updated(self, nbytes: int) -> None:
+        if self._discarding:
+            return
+        try:
+            self._filled(self._layer.received(nbytes, self._target))
+        except BrokenLayer as error:
+            self.abort(str(error))
+            return
+        if self._reader is not None and not self._target:
+            _wake(self._reader)
+        if self._layer.pending >= PAUSE_BYTES and not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def eof_received(self) -> None:
+        self._end("closed by the other side")
+        if self._transport is not None:
+            self._transport.abort()  # nobody reads what we still have queued; all that was sent to us is here
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(f"connection lost: {exc}" if exc is not None else "connection lost")
+        if self._linger is not None:
+            self._linger.cancel()
+        self._transport = None
+        self._alive.discard(self)
+        _wake(self._lost)
+
+    def pause_writing(self) -> None:
+        self._writing_paused = True
+
+    def resume_writing(self) -> None:
+        self._writing_paused = False
+        _wake(self._drained)
+
+    def _unreachable(self) -> PeerUnreachable:
+        return PeerUnreachable(self._end_reason or "closed by this side", self._peer_id)
+
+    def _end(self, reason: str) -> None:
+        """No byte can be written any more; a waiting reader or writer fails."""
+        if self._end_reason is None:
+            self._end_reason = reason
+        _wake(self._reader)
+        _wake(self._drained)
+
+    async def _wait_readable(self) -> None:
+        """Wait until the target is full (without a target: for any bytes). Raises `PeerUnreachable` at the end."""
+        if self._end_reason is not None or self._discarding:
+            raise self._unreachable()
+        self._reader = self._loop.create_future()
+        try:
+            await self._reader
+        except asyncio.CancelledError:
+            self.abort("a read was cancelled")
+            raise
+        finally:
+            self._reader = None
+        if self._target or self._discarding or (self._end_reason is not None and not self._layer.pending):
+            raise self._unreachable()
+
+    def _filled(self, nbytes: int) -> None:
+        """The reader got so many bytes more."""
+        if nbytes:
+            self._target = self._target[nbytes:]
+            self._bytes_received += nbytes
+
+    def _send(self, piece: memoryview) -> None:
+        try:
+            self._flush(self._layer.protect(piece))
+        except BrokenLayer as error:
+            self.abort(str(error))
+            raise self._unreachable() from error
+        self._bytes_sent += len(piece)
+
+    def _flush(self, data: Buffer) -> None:
+        if self._transport is not None and not self._transport.is_closing() and data:
+            self._transport.write(memoryview(data))  # a view: asyncio slices what the socket did not take at once
+            if self._transport.get_write_buffer_size():
+                self._scratch.lend_sending()
+
+    async def _next_turn(self) -> None:
+        try:
+            await asyncio.sleep(0)
+            await self._wait_drained()
+        except asyncio.CancelledError:
+            self.abort("a write was cancelled")
+            raise
+
+    async def _wait_drained(self) -> None:
+        while self._writing_paused and self._end_reason is None:
+            self._drained = self._loop.create_future()
+            try:
+                await self._drained
+            finally:
+                self._drained = None
+        if self._end_reason is not None:
+            raise self._unreachable()
+
+    def _discard(self) -> None:
+        """From now on throw away what comes in, read or not."""
+        self._discarding = True
+        _wake(self._reader)
+        self._resume_reading()
+
+    def _resume_reading(self) -> None:
+        if self._reading_paused and self._transport is not None:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def _half_close(self) -> None:
+        if self._transport is not None:
+            with contextlib.suppress(OSError):  # already reset: `connection_lost` is on its way
+                self._transport.write_eof()
+            self._linger = self._loop.call_later(CLOSE_S, self._transport.abort)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
+def _cut(buffers: Sequence[Buffer], piece_bytes: int) -> Iterator[tuple[memoryview, bool]]:
+    """Pieces of at most this size, each with whether it is the last one. Small buffers become one piece."""
+    views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
+    if len(views) > 1 and sum(map(len, views)) <= _JOINED_BYTES:
+        views = [memoryview(b"".join(views))]
+    for number, view in enumerate(views, 1):
+        for stop in range(piece_bytes, len(view) + piece_bytes, piece_bytes):
+            yield view[stop - piece_bytes : stop], number == len(views) and stop >= len(view)

@@ -1,0 +1,143 @@
+"""Records of AES-256-GCM: what opens, and what does not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.transport import sealed
+from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Scratch
+from shoal.transport.sealed import SealedLayer
+
+KEYS = bytes(32), b"\1" * 32
+TAG_BYTES = 16
+
+
+def pair() -> tuple[SealedLayer, SealedLayer]:
+    """Two ends of a connection."""
+    return SealedLayer(*KEYS, Scratch()), SealedLayer(KEYS[1], KEYS[0], Scratch())
+
+
+def seal(layer: SealedLayer, *pieces: bytes) -> list[bytes]:
+    """The records for these pieces."""
+    return [bytes(layer.protect(memoryview(piece))) for piece in pieces]
+
+
+def feed(layer: SealedLayer, data: bytes, target: memoryview) -> int:
+    """As a socket would: `data` comes, as much at a time as there is room for."""
+    filled = 0
+    while data:
+        room = layer.receive_buffer(target[filled:])
+        count = min(len(room), len(data))
+        room[:count] = data[:count]
+        filled += layer.received(count, target[filled:])
+        data = data[count:]
+    return filled
+
+
+@given(
+    pieces=st.lists(st.integers(1, 3 * RECORD_BYTES // 2), min_size=1, max_size=6),
+    reads=st.lists(st.integers(1, RECORD_BYTES), min_size=1, max_size=6),
+    chunks=st.lists(st.integers(1, RECORD_BYTES), min_size=1, max_size=6),
+    reader_first=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_what_was_sealed_opens_in_order_however_it_is_cut(
+    pieces: list[int], reads: list[int], chunks: list[int], reader_first: bool, seed: int
+) -> None:
+    """Records, what the socket gives at a time and what the reader asks for need not match."""
+    near, far = pair()
+    rng = random.Random(seed)
+    plain = [rng.randbytes(min(size, RECORD_BYTES)) for size in pieces]
+    wire, sent = b"".join(seal(near, *plain)), b"".join(plain)
+    got, turn = b"", 0
+    while len(got) < len(sent):
+        target = memoryview(bytearray(min(reads[turn % len(reads)], len(sent) - len(got))))
+        filled = far.read(target) if reader_first or far.pending else 0
+        while filled < len(target):
+            count = chunks[turn % len(chunks)]
+            filled += feed(far, wire[:count], target[filled:])
+            wire, turn = wire[count:], turn + 1
+        got += target
+        turn += 1
+    assert got == sent
+    assert far.pending == 0
+    assert wire == b""
+
+
+def flip(records: list[bytes]) -> list[bytes]:
+    """One bit of the second record's ciphertext."""
+    middle = len(records[1]) // 2
+    return [records[0], records[1][:middle] + bytes([records[1][middle] ^ 4]) + records[1][middle + 1 :], records[2]]
+
+
+def cut(records: list[bytes]) -> list[bytes]:
+    """The second record is one byte shorter, and says so."""
+    return [records[0], (len(records[1]) - 5).to_bytes(4, "big") + records[1][4:-1], records[2]]
+
+
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        flip,
+        cut,
+        lambda records: [records[0], records[2]],
+        lambda records: [records[0], records[0], records[1]],
+        lambda records: [records[0], records[2], records[1]],
+    ],
+    ids=["changed", "shortened", "left out", "repeated", "swapped"],
+)
+def test_what_was_meddled_with_does_not_open(meddle: Callable[[list[bytes]], list[bytes]]) -> None:
+    """The record before is good, and was given; of the other nothing is left in the reader's buffer."""
+    near, far = pair()
+    records = seal(near, b"a" * 100, b"b" * 100, b"c" * 100)
+    target = memoryview(bytearray(b"." * 300))
+    with pytest.raises(BrokenLayer):
+        feed(far, b"".join(meddle(records)), target)
+    assert target[:100] == b"a" * 100
+    assert not set(b"bc") & set(target)
+
+
+def test_a_record_does_not_open_in_the_other_direction() -> None:
+    """Each direction has its own key: nobody can send a peer's words back to it."""
+    near, _ = pair()
+    with pytest.raises(BrokenLayer):
+        feed(near, seal(near, b"mine")[0], memoryview(bytearray(4)))
+
+
+@pytest.mark.parametrize("length", [0, TAG_BYTES, RECORD_BYTES + TAG_BYTES + 1, 2**32 - 1])
+def test_an_impossible_length_is_refused_at_once(length: int) -> None:
+    """Nothing is allocated or waited for."""
+    _, far = pair()
+    with pytest.raises(BrokenLayer, match=f"a record of {length} bytes"):
+        feed(far, length.to_bytes(4, "big") + b"x", memoryview(bytearray(4)))
+
+
+def test_keys_change_on_both_sides_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `REKEY_BYTES` the same bytes under the same number seal to something else, and still open."""
+    monkeypatch.setattr(sealed, "REKEY_BYTES", 250)
+    near, far = pair()
+    pieces = [bytes([number]) * 100 for number in range(10)]
+    records = seal(near, *pieces)
+    target = memoryview(bytearray(1000))
+    assert feed(far, b"".join(records), target) == 1000
+    assert target == b"".join(pieces)
+    monkeypatch.setattr(sealed, "REKEY_BYTES", 1 << 36)
+    unchanged = seal(pair()[0], *pieces)
+    assert records[:3] == unchanged[:3]
+    assert not set(records[3:]) & set(unchanged[3:])
+
+
+def test_unread_records_wait_sealed() -> None:
+    """Without a reader nothing is opened; then all of it is there."""
+    near, far = pair()
+    records = seal(near, b"one", b"two")
+    assert feed(far, b"".join(records), memoryview(b"")) == 0
+    assert far.pending == sum(map(len, records))
+    target = memoryview(bytearray(6))
+    assert far.read(target) == 6
+    assert bytes(target) == b"onetwo"

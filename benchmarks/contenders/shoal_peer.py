@@ -16,6 +16,8 @@ from shoal.peer import PeerID
 class ShoalPeer(Contender):
     """One peer: the events tell when the group was formed and when the average was applied."""
 
+    encrypt = True
+
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
         self.options, self.tensor = options, tensor
         self.formed = self.finished = 0.0
@@ -25,12 +27,12 @@ class ShoalPeer(Contender):
     def start(self) -> str:
         if self.options.rank:
             return ""
-        self.dht = shoal.DHT(start=True)
+        self.dht = shoal.DHT(encrypt=self.encrypt, start=True)
         return str(self.dht.get_visible_maddrs()[0])
 
     def join(self, invites: list[str]) -> None:
         if self.options.rank:
-            self.dht = shoal.DHT(initial_peers=invites[:1], start=True)
+            self.dht = shoal.DHT(initial_peers=invites[:1], encrypt=self.encrypt, start=True)
         self.dht.events.subscribe(self.note)
         part: dict[str, Any] = {"part_size_bytes": self.options.part_bytes} if self.options.part_bytes else {}
         self.averager = shoal.DecentralizedAverager(

@@ -61,9 +61,7 @@ class PartOwner:
             async with self._work.locks[part.number]:
                 if round_.rules.attempt[part.number] != attempt:
                     return  # it has another owner already
-                await self._work.light(part, round_.vector.begin_sum, part)
-                if counts:
-                    await self._work.light(part, round_.vector.add_mine, part, round_.weight)
+                await self._work.light(part, round_.vector.begin_sum, part, round_.weight)
         finally:
             self._begun[work].set()  # in any case: streams wait for it
         self._weights[work] += round_.weight

@@ -173,12 +173,21 @@ class Vector:
 
     # ------------------------------------------------------------------------------------------------- parts I own
 
-    def begin_sum(self, part: Part) -> None:
-        """Start to sum a part; what was summed before is forgotten."""
+    def begin_sum(self, part: Part, weight: float) -> None:
+        """Start to sum a part with my own values, which `copy_in` found finite; with none of them if `weight` is 0.
+
+        What was summed before is forgotten.
+        """
         run = self._runs[part.run]
-        result = _piece(run, run.result, part)
+        mine, result = _piece(run, run.local, part), _piece(run, run.result, part)
         sums = result if result.dtype == _sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
-        self._sums[part.number] = sums.zero_()
+        if not weight:
+            sums.zero_()
+        elif sums.dtype == mine.dtype:
+            torch.mul(mine, weight, out=sums)
+        else:
+            sums.copy_(mine).mul_(weight)
+        self._sums[part.number] = sums
         self._wire.pop(part.number, None)
 
     def decoded(self, part: Part, data: memoryview, weight: float) -> torch.Tensor:
@@ -196,11 +205,6 @@ class Vector:
     def add(self, part: Part, values: torch.Tensor, weight: float) -> None:
         """Add a contribution."""
         self._sums[part.number].add_(values, alpha=weight)
-
-    def add_mine(self, part: Part, weight: float) -> None:
-        """Add my own values, which `copy_in` found finite. They need no codec."""
-        run = self._runs[part.run]
-        self._sums[part.number].add_(_piece(run, run.local, part), alpha=weight)
 
     def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""

@@ -146,7 +146,8 @@ class Layout:
 
     def _elements_within(self, nbytes: int, run: Run) -> int:
         """How many elements of this run can be encoded in so many bytes; one at least."""
-        # Two elements share a byte at most. By bisection: some codecs have a header, or scales of blocks.
+        # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, two elements for a
+        # byte at most: a part is also what is worked on at once.
         counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)
         return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(run.dtype, run.codec, count)))
 

@@ -6,10 +6,12 @@ from shoal.compression import (
     BFloat16Compression,
     BlockwiseQuantization,
     CompressionBase,
+    ErrorFeedback,
     Float16Compression,
     NoCompression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopKCompression,
     Uniform8BitQuantization,
 )
 
@@ -24,4 +26,7 @@ CODECS: list[CompressionBase] = [
     Quantile8BitQuantization(),
     BlockwiseQuantization(),
     BlockwiseQuantization(bits=4),
+    TopKCompression(0.1),
+    ErrorFeedback(BlockwiseQuantization(bits=4)),
+    ErrorFeedback(TopKCompression(0.01)),
 ]

@@ -108,7 +108,7 @@ class RoundPeer:
         if self.auxiliary:
             weight = 0.0
         else:
-            assert self.vector.copy_in() is None
+            assert self.vector.copy_in(weight=weight) is None
         formed = HandMade(
             round_id=round_id,
             members=[each.member() for each in group],

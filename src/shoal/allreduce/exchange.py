@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberAction
+from shoal.allreduce.interface import has_member
 from shoal.allreduce.owner import PartOwner
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import DownStream, Inbound, Outgoing, RoundView, UpStream, check_part
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused
-from shoal.wire import Held, PartData, PartRequest
+from shoal.wire import Commit, Held, PartData, PartRequest
 
 __all__ = ["Exchange"]
 
@@ -197,6 +198,14 @@ class Exchange:
             round_.news()
 
     # --------------------------------------------------------------------------------------------------------- ending
+
+    async def keep_losses(self, commit: Commit) -> None:
+        """What the encodings of this member lost goes into its next round, where they were counted in this one."""
+        round_ = self._round
+        for part, held in zip(round_.parts, commit.parts, strict=True):
+            here = self._owner.averaged(part.number, held.attempt)
+            if round_.vector.keeps_residual(part) and (here or has_member(held.contributors, round_.me)):
+                await self._work.compute(part, round_.vector.settle, part, averaged_here=here)
 
     def step_aside(self) -> None:
         """The decider left itself out, as it is slow: nothing goes on beside its words. After the commit it may ask."""

@@ -135,6 +135,7 @@ class Round:
         if not self.rules.succeeded:
             raise self._failure()
         assert self.rules.commit is not None
+        await self._exchange.keep_losses(self.rules.commit)
         return Outcome.of(self.rules.commit, self.members)
 
     async def end_streams(self) -> None:

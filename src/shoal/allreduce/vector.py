@@ -5,7 +5,7 @@ begins (the user may change the tensors meanwhile), and `result`, which collects
 written once, after the commit, all of them or none.
 
 Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its owner uses the decoded bytes
-like everyone else, so all members end bit-identical.
+like everyone else, so all members end bit-identical. Runs with error feedback have a `Residual` that encodes for them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,16 @@ import torch
 
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Layout, Part, TensorSpec
-from shoal.compression import DTYPES, CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
+from shoal.allreduce.residual import Residual
+from shoal.compression import (
+    DTYPES,
+    CompressionBase,
+    ErrorFeedback,
+    codec_by_name,
+    dtype_by_name,
+    dtype_name,
+    view_bytes,
+)
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
@@ -75,6 +84,7 @@ class _RunBuffers(NamedTuple):
     codec: CompressionBase
     local: torch.Tensor
     result: torch.Tensor
+    residual: Residual | None
 
 
 class Vector:
@@ -89,9 +99,14 @@ class Vector:
         self.tensors, self.layout = tuple(tensors), layout
         self._runs: list[_RunBuffers] = []
         for run in layout.runs:
-            dtype = dtype_by_name(run.dtype)
+            dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
             local = torch.zeros(run.stop - run.start, dtype=dtype)
-            self._runs.append(_RunBuffers(run.start, dtype, codec_by_name(run.codec), local, torch.zeros_like(local)))
+            residual = None
+            if isinstance(codec, ErrorFeedback):
+                kept = torch.zeros(local.numel(), dtype=_sum_dtype(dtype))
+                # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
+                residual = Residual(codec, dtype, run.start, kept, limit=_LARGEST[kept.dtype] / 2)
+            self._runs.append(_RunBuffers(run.start, dtype, codec, local, torch.zeros_like(local), residual))
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
 
@@ -104,7 +119,7 @@ class Vector:
             The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
             finite or too large to be summed; None if all can.
         """
-        self.forget()
+        self.forget(weight)
         bad: int | None = None
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
@@ -117,10 +132,13 @@ class Vector:
                         bad = index
         return bad
 
-    def forget(self) -> None:
+    def forget(self, weight: float = 0.0) -> None:
         """Drop what the last round summed and encoded. `copy_in` does it; a peer that only assists has to call it."""
         self._sums.clear()
         self._wire.clear()
+        for run in self._runs:
+            if run.residual is not None:
+                run.residual.begin(weight)
 
     def apply(self, alpha: float) -> None:
         """Move the tensors to the average. Call it under the owner's lock, after the round succeeded.
@@ -169,7 +187,24 @@ class Vector:
         """My values of a part, encoded; without a copy where they are sent as they are."""
         run = self._runs[part.run]
         values = _piece(run, run.local, part)
+        if run.residual is not None:
+            return run.residual.contribution(part, values)
         return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+
+    def keeps_residual(self, part: Part) -> bool:
+        """Whether `settle` has something to do for this part."""
+        return self._runs[part.run].residual is not None
+
+    def settle(self, part: Part, *, averaged_here: bool) -> None:
+        """Keep what was lost in a part of a round that was committed, for the next one.
+
+        Args:
+            part: with my values in it as they were sent, or averaged here.
+            averaged_here: whether the average that was committed is the one that was made here.
+        """
+        run = self._runs[part.run]
+        if run.residual is not None:
+            run.residual.settle(part, _piece(run, run.local, part), averaged_here=averaged_here)
 
     # ------------------------------------------------------------------------------------------------- parts I own
 
@@ -206,6 +241,10 @@ class Vector:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
         run = self._runs[part.run]
         result = _piece(run, run.result, part)
+        if run.residual is not None:
+            wire = run.residual.average(part, self._sums.pop(part.number), total_weight, result)
+            self._wire[part.number] = wire
+            return digests.of(part.number, wire)
         sums = self._sums.pop(part.number).div_(total_weight)
         if run.codec.name == "none":
             if sums.data_ptr() != result.data_ptr():

@@ -6,6 +6,7 @@ from shoal.compression import (
     BFloat16Compression,
     BlockwiseQuantization,
     CompressionBase,
+    Differences,
     ErrorFeedback,
     Float16Compression,
     NoCompression,
@@ -29,4 +30,7 @@ CODECS: list[CompressionBase] = [
     TopKCompression(0.1),
     ErrorFeedback(BlockwiseQuantization(bits=4)),
     ErrorFeedback(TopKCompression(0.01)),
+    Differences(BlockwiseQuantization()),
+    Differences(Quantile8BitQuantization()),
+    Differences(ErrorFeedback(BlockwiseQuantization(bits=4))),
 ]

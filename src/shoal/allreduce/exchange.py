@@ -199,13 +199,17 @@ class Exchange:
 
     # --------------------------------------------------------------------------------------------------------- ending
 
-    async def keep_losses(self, commit: Commit) -> None:
-        """What the encodings of this member lost goes into its next round, where they were counted in this one."""
-        round_ = self._round
+    async def settle_values(self, commit: Commit) -> None:
+        """What the encodings of this member lost, where they were counted, and the average are for the next round."""
+        round_, vector = self._round, self._round.vector
+        vector.name_reference(b"")  # while it is neither the old one nor the new one
         for part, held in zip(round_.parts, commit.parts, strict=True):
-            here = self._owner.averaged(part.number, held.attempt)
-            if round_.vector.keeps_residual(part) and (here or has_member(held.contributors, round_.me)):
-                await self._work.compute(part, round_.vector.settle, part, averaged_here=here)
+            if vector.remembers(part):
+                here = self._owner.averaged(part.number, held.attempt)
+                counted = has_member(held.contributors, round_.me)
+                await self._work.compute(part, vector.settle, part, averaged_here=here, counted=counted)
+        if round_.rules.contributes:  # an auxiliary member has not got all averages
+            vector.name_reference(round_.round_id)
 
     def step_aside(self) -> None:
         """The decider left itself out, as it is slow: nothing goes on beside its words. After the commit it may ask."""

@@ -39,18 +39,15 @@ class Residual:
     """What the encodings of one run lost.
 
     Args:
-        codec: of the run.
-        dtype: of its tensors.
+        dtype: of the run's tensors.
         start: its first element in the flat vector.
         kept: the residual itself, in the dtype of sums; as long as the run.
         limit: a value times a weight of more than this cannot be summed.
     """
 
-    def __init__(
-        self, codec: CompressionBase, dtype: torch.dtype, start: int, kept: torch.Tensor, *, limit: float
-    ) -> None:
+    def __init__(self, dtype: torch.dtype, start: int, kept: torch.Tensor, *, limit: float) -> None:
         self.kept = kept
-        self._codec, self._dtype, self._start, self._limit = codec, dtype, start, limit
+        self._dtype, self._start, self._limit = dtype, start, limit
         self._weight = 0.0
         self._sent: dict[int, memoryview] = {}
         self._lost: dict[int, torch.Tensor] = {}
@@ -61,29 +58,31 @@ class Residual:
         self._sent.clear()
         self._lost.clear()
 
-    def contribution(self, part: Part, values: torch.Tensor) -> memoryview:
+    def contribution(self, part: Part, values: torch.Tensor, codec: CompressionBase) -> memoryview:
         """My values of a part and what is due of earlier rounds, encoded; the same bytes however often it is sent."""
         if (data := self._sent.get(part.number)) is None:
             due = self._piece(part).div(self._weight).add_(values)
-            data = self._sent[part.number] = self._codec.encode(self._within(due, max(self._weight, 1.0)))
+            data = self._sent[part.number] = codec.encode(self._within(due, max(self._weight, 1.0)))
         return data
 
-    def average(self, part: Part, sums: torch.Tensor, total_weight: float, out: torch.Tensor) -> memoryview:
+    def average(
+        self, part: Part, sums: torch.Tensor, total_weight: float, codec: CompressionBase, out: torch.Tensor
+    ) -> memoryview:
         """The average, encoded; `out` gets its decoded values, and may be the memory of `sums`."""
         due = sums + self._piece(part)
-        data = self._codec.encode(self._within(due / total_weight, 1.0))
-        self._codec.decode_into(data, self._dtype, out)
+        data = codec.encode(self._within(due / total_weight, 1.0))
+        codec.decode_into(data, self._dtype, out)
         self._lost[part.number] = due.sub_(out, alpha=total_weight)
         return data
 
-    def settle(self, part: Part, values: torch.Tensor, *, averaged_here: bool) -> None:
+    def settle(self, part: Part, values: torch.Tensor, codec: CompressionBase, *, averaged_here: bool) -> None:
         """The round was committed with the average that was made here, or else with the values that were sent."""
         kept = self._piece(part)
         if averaged_here:
             kept.copy_(self._lost[part.number])
         elif (data := self._sent.get(part.number)) is not None:
             # The difference first: it is small where the codec is good.
-            decoded = self._codec.decode(data, part.numel, self._dtype)
+            decoded = codec.decode(data, part.numel, self._dtype)
             kept.add_(values.to(kept.dtype).sub(decoded), alpha=self._weight)
 
     def _piece(self, part: Part) -> torch.Tensor:

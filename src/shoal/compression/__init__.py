@@ -3,8 +3,8 @@
 `base` says what a codec is and what it promises, `memory` sees tensors as bytes without copies. `floating` has the
 codecs that convert each element by itself; those whose elements share a scale or a codebook stand on `packed`:
 `scaled`, `uniform`, `quantile`, `blockwise`, `sparse`. `feedback` says that what a codec loses is sent later,
-`adaptive` chooses among all of them. Other codecs join by `register_codec`. `docs/compression.md` says which one is for
-what.
+`differences` that it is for what changed since the last average (both are `wrapped` around another one). `adaptive`
+chooses among all of them. Other codecs join by `register_codec`. `docs/compression.md` says which one is for what.
 """
 
 from shoal.compression.adaptive import (
@@ -22,6 +22,7 @@ from shoal.compression.base import (
     register_codec,
 )
 from shoal.compression.blockwise import BlockwiseQuantization
+from shoal.compression.differences import Differences, for_parameters
 from shoal.compression.feedback import ErrorFeedback
 from shoal.compression.floating import BFloat16Compression, Float16Compression, NoCompression
 from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, view_bytes
@@ -36,6 +37,7 @@ __all__ = [
     "BlockwiseQuantization",
     "CompressionBase",
     "CompressionInfo",
+    "Differences",
     "ErrorFeedback",
     "Float16Compression",
     "NoCompression",
@@ -54,6 +56,7 @@ __all__ = [
     "codec_by_name",
     "dtype_by_name",
     "dtype_name",
+    "for_parameters",
     "register_codec",
     "view_bytes",
 ]

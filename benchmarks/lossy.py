@@ -32,6 +32,7 @@ from shoal.allreduce.vector import Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,
+    Differences,
     ErrorFeedback,
     NoCompression,
     Quantile8BitQuantization,
@@ -41,6 +42,7 @@ from shoal.compression import (
     codec_by_name,
 )
 from shoal.demo.batches import MaskedBatches
+from shoal.demo.model import MaskedLM
 from shoal.demo.settings import Training
 from shoal.demo.text import load_corpus
 from shoal.demo.training import draw_batches, held_out, held_out_loss, make_model, make_optimizer, make_schedule
@@ -67,7 +69,15 @@ CASES: dict[str, list[CompressionBase]] = {
         ErrorFeedback(TopKCompression(0.01)),
         ErrorFeedback(TopKCompression(0.1)),
     ],
-    "parameters": [NoCompression(), *EIGHT_BITS, FOUR_BITS],
+    "parameters": [
+        NoCompression(),
+        *EIGHT_BITS,
+        FOUR_BITS,
+        *map(Differences, EIGHT_BITS),
+        Differences(FOUR_BITS),
+        Differences(ErrorFeedback(FOUR_BITS)),
+        Differences(ErrorFeedback(TopKCompression(0.1))),
+    ],
 }
 
 
@@ -84,11 +94,14 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
     """A round without its network: every part from all peers, all of them end with the owner's bytes."""
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
+    names = {vector.reference_name for vector in vectors}
+    for vector in vectors:
+        vector.agree(on_reference=names != {b""})
     numel = vectors[0].layout.numel
     slices = [numel // len(vectors)] * len(vectors)
     slices[-1] += numel - sum(slices)
     owners = rng.sample(range(len(vectors)), len(vectors))
-    for part in vectors[0].layout.parts(slices, PART_BYTES):
+    for part in vectors[0].parts(slices, PART_BYTES):
         owner = owners[part.owner]
         made = vectors[owner]
         made.begin_sum(part)
@@ -107,10 +120,11 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
                 vector.land(part, wire if landing is None else landing)
             vector.settle(part, averaged_here=peer == owner)
     for vector in vectors:
+        vector.name_reference(b"one after the other")
         vector.overwrite()
 
 
-def average_gradients(run: Run, training: Training) -> Iterator[torch.nn.Module]:
+def average_gradients(run: Run, training: Training) -> Iterator[MaskedLM]:
     """The model after each step. One model is enough: all peers have the same."""
     model = make_model(training)
     optimizer = make_optimizer(training, model.parameters())
@@ -137,7 +151,7 @@ def average_gradients(run: Run, training: Training) -> Iterator[torch.nn.Module]
         yield model
 
 
-def average_parameters(run: Run, training: Training) -> Iterator[torch.nn.Module]:
+def average_parameters(run: Run, training: Training) -> Iterator[MaskedLM]:
     """The first peer's model after each step."""
     models = [make_model(training) for _ in range(PEERS)]
     optimizers = [make_optimizer(training, model.parameters()) for model in models]
@@ -220,4 +234,4 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""The top-k codec byte by byte, and what `ErrorFeedback` is chosen for."""
+"""The top-k codec byte by byte."""
 
 from __future__ import annotations
 
@@ -8,15 +8,7 @@ import struct
 import pytest
 import torch
 
-from shoal.compression import (
-    BlockwiseQuantization,
-    CompressionInfo,
-    ErrorFeedback,
-    NoCompression,
-    SizeAdaptiveCompression,
-    TopKCompression,
-    codec_by_name,
-)
+from shoal.compression import TopKCompression
 from shoal.errors import ConfigError
 
 
@@ -86,24 +78,3 @@ def test_fractions_that_are_none_are_refused(fraction: float) -> None:
     """With the limits."""
     with pytest.raises(ConfigError, match=r"is no number from 1e-06 to 0\.5"):
         TopKCompression(fraction)
-
-
-def test_feedback_is_for_what_loses_something() -> None:
-    """Integers and small tensors that are sent as they are get none; what another codec chooses gets it."""
-    codec = ErrorFeedback(SizeAdaptiveCompression(100, NoCompression(), BlockwiseQuantization(bits=4)))
-    for tensor, name in (
-        (torch.zeros(99), "none"),
-        (torch.zeros(100), "feedback:blockwise:4:64"),
-        (torch.zeros(100, dtype=torch.int64), "none"),
-    ):
-        chosen = codec.choose(CompressionInfo.from_tensor(tensor))
-        assert chosen.name == name
-        assert codec_by_name(name) == chosen
-
-
-def test_feedback_of_feedback_is_refused() -> None:
-    """Once is all that there is."""
-    with pytest.raises(ConfigError, match="give ErrorFeedback a codec such as"):
-        ErrorFeedback(ErrorFeedback(TopKCompression()))
-    with pytest.raises(ConfigError, match="give ErrorFeedback a codec such as"):
-        ErrorFeedback("topk")  # type: ignore[arg-type]

@@ -288,7 +288,8 @@ class Member(Message, frozen=True):
 
     `bandwidth` is in bytes/s, None where the peer did not say; `reduces` is False for a client or a peer with
     bandwidth 0; `gathered` is the peer's own MessagePack value for all others. `contributes` is False for an auxiliary
-    peer, which reduces for the others: it has no values to average and wants no averages.
+    peer, which reduces for the others: it has no values to average and wants no averages. `reference` names the last
+    average that this peer holds, by its round; empty if none, or if the averager codes nothing against it.
     """
 
     contact: Contact
@@ -296,6 +297,7 @@ class Member(Message, frozen=True):
     bandwidth: float | None
     gathered: Annotated[bytes, msgspec.Meta(max_length=65536)]
     contributes: bool = True
+    reference: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class JoinAccepted(Message, frozen=True):

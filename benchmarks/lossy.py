@@ -104,8 +104,7 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
     for part in vectors[0].parts(slices, PART_BYTES):
         owner = owners[part.owner]
         made = vectors[owner]
-        made.begin_sum(part)
-        made.add_mine(part, weights[owner])
+        made.begin_sum(part, weights[owner])
         for peer, vector in enumerate(vectors):
             if peer != owner:
                 data = memoryview(bytearray(vector.contribution(part)))

@@ -46,7 +46,7 @@ Down = TypeVar("Down")
 M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""32 bytes: SHA-256 of states, SHA-512 cut short of chunks."""
+"""32 bytes: SHA-256 of states, BLAKE3 of chunks."""
 
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: GMAC of an encoded average, keyed by the round."""
@@ -503,7 +503,7 @@ class ManifestReply(Message, frozen=True):
     """What a donor offers: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' SHA-512, cut short. `metadata` is MessagePack.
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack.
     """
 
     snapshot: RoundID

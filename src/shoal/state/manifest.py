@@ -49,7 +49,6 @@ MAX_CHUNKS = 4096
 """So many hashes fit beside the rest into one message; larger states get larger chunks."""
 
 MAX_METADATA_BYTES = 1 << 20
-DIGEST_BYTES = 32
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 1 << 44
 

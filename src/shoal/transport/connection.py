@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -45,6 +46,9 @@ CLOSE_S = 5.0
 """Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
 
 _JOINED_BYTES = 16 << 10
+_TRANSPORT_KEEPS_VIEWS = sys.version_info >= (3, 12)
+"""Of what the socket did not take at once; before, asyncio copied that."""
+
 _NOTHING = memoryview(b"")
 
 
@@ -320,7 +324,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def _flush(self, data: Buffer) -> None:
         if self._transport is not None and not self._transport.is_closing() and data:
             self._transport.write(memoryview(data))  # a view: asyncio slices what the socket did not take at once
-            if self._transport.get_write_buffer_size():
+            if _TRANSPORT_KEEPS_VIEWS and self._transport.get_write_buffer_size():
                 self._scratch.lend_sending()
 
     async def _next_turn(self) -> None:

@@ -130,11 +130,13 @@ def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
     raise TypeError(f"{kind.__name__} does not say what it is answered with: derive from {base.__name__}[...]")
 
 
+@lru_cache(maxsize=256)
 def reply_type(request: type[Request[R]]) -> type[R]:
     """What a request of this type is answered with."""
     return cast("type[R]", _type_arguments(request, Request)[0])
 
 
+@lru_cache(maxsize=256)
 def stream_types(opening: type[Opening[Up, Down]]) -> tuple[type[Up], type[Down]]:
     """What opener and acceptor send on a stream of this type."""
     up, down = _type_arguments(opening, Opening)

@@ -1,13 +1,14 @@
 """The DHT between real processes on loopback: ``python -m benchmarks.dht --nodes 8``.
 
-Every node is a process of its own with its library's defaults (shoal: TLS, signed records, 10 replicas; hivemind 1.1.12,
-with ``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`: 5 replicas, and a DHT process and a
-daemon beside each of these processes). The contenders run at the same time and take turns, so that of two that are
-compared one is idle. In each turn, with keys that were never used before and values of 64 bytes:
+Nodes are real processes with their library's defaults: shoal with TLS, signed records and 10 replicas; hivemind 1.1.12
+(``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`) with 5 replicas. With ``--per-process N`` each
+process that gives the orders has N nodes, of either library: of hivemind the node itself is then still a process of its
+own with a daemon beside it, of shoal it is a thread. The contenders are there at the same time and take turns, so that
+one is idle. In each turn, with keys that were never used before and values of 64 bytes:
 
-- *store*, *get*, *get latest*: one operation at a time, from every node in a random order. A key is read by a node that
-  did not write it, once with `latest=False` and by another node with `latest=True`;
-- *at once*: all nodes together begin ``--at-once`` operations, and one node alone does: operations per second.
+- *store*, *get*, *get latest*: one operation at a time, one from every node in a random order. A key is read by a node
+  that did not write it, and with `latest=True` by another one;
+- *all nodes*, *one node*: these begin ``--at-once`` operations at once; operations per second.
 
 Printed are p50 and p99 over all turns, operations per second (median of the turns), and the ratio to shoal, which is
 above 1 where shoal is faster; with the range over the turns.
@@ -42,7 +43,9 @@ class Network:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.nodes: list[Peer] = []
+        self.processes: list[Peer] = []
+        self.per_process = 1
+        self.nodes = 0
         self.seconds: dict[str, list[list[float]]] = {what: [] for what in LATENCIES}
         self.per_s: dict[str, list[float]] = {what: [] for what in RATES}
         self.failed: dict[str, int] = {}
@@ -51,54 +54,71 @@ class Network:
         """Start the first node, then the others, a few at a time; all join the first."""
         python = args.hivemind_python if self.name == "hivemind" else sys.executable
         gate = asyncio.Semaphore(STARTS_AT_ONCE)
+        self.per_process, self.nodes = args.per_process, args.nodes
+        invites: list[str] = []
 
-        async def add(number: int, invites: Sequence[str]) -> str:
+        async def add(number: int) -> None:
             async with gate:
-                node = await Peer.spawn(python, f"{self.name}_dht", [], logs / f"{self.name}-{number}.log")
-                self.nodes.append(node)
-                return str((await node.ask("start", START_S, invites=invites))["invite"])
+                process = await Peer.spawn(python, f"{self.name}_dht", [], logs / f"{self.name}-{number}.log")
+                self.processes.append(process)
+                for _ in range(self.per_process):
+                    invite = (await process.ask("start", START_S, invites=invites[:1]))["invite"]
+                    invites.append(invite)
 
-        invite = await add(0, [])
-        await asyncio.gather(*(add(number, [invite]) for number in range(1, args.nodes)))
+        await add(0)
+        await asyncio.gather(*(add(number) for number in range(1, self.nodes // self.per_process)))
+
+    async def one(self, do: str, node: int, key: str, **more: Any) -> float:
+        """One operation from one node; seconds."""
+        process = self.processes[node // self.per_process]
+        answer = await process.ask(do, TURN_S, node=node % self.per_process, key=key, **more)
+        self.note(do, answer["failed"])
+        return float(answer["seconds"])
+
+    async def many(self, what: str, keys: Sequence[Sequence[str]]) -> float:
+        """Operations of all nodes at once, with so many keys each; operations per second."""
+        per = self.per_process
+        asked = (
+            process.ask("at_once", TURN_S, what=what, keys=keys[per * number : per * (number + 1)])
+            for number, process in enumerate(self.processes)
+            if any(keys[per * number : per * (number + 1)])
+        )
+        answers = await asyncio.gather(*asked)
+        self.note(f"{what} at once", sum(answer["failed"] for answer in answers))
+        began, ended = min(answer["began"] for answer in answers), max(answer["ended"] for answer in answers)
+        return sum(map(len, keys)) / (ended - began)
 
     async def turn(self, number: int, at_once: int, *, counts: bool) -> None:
         """Measure everything once."""
         rng = random.Random(number)  # the same order for all contenders
-        count = len(self.nodes)
-        keys = [f"turn {number} key {writer}" for writer in range(count)]
+        count = self.nodes
         readers = [(writer + rng.randrange(1, count)) % count for writer in range(count)]
         others = [(reader + rng.randrange(1, count)) % count for reader in readers]
-        seconds: dict[str, list[float]] = {what: [] for what in LATENCIES}
+        seconds: dict[str, list[float]] = {}
         plan = (("store", list(range(count)), {}), ("get", readers, {}), ("get latest", others, {"latest": True}))
         for what, whose, more in plan:
-            for key in rng.sample(range(count), count):
-                do = what.partition(" ")[0]
-                answer = await self.nodes[whose[key]].ask(do, TURN_S, keys=[keys[key]], **more)
-                seconds[what] += answer["seconds"]
-                self.note(what, answer["failed"])
-        per_s = {}
-        for who, some in (("all nodes", self.nodes), ("one node", [self.nodes[number % count]])):
-            readers_of = self.nodes if len(some) > 1 else [self.nodes[(number + 1) % count]]
-            each = [[f"turn {number} {who} {part} {k}" for k in range(at_once // len(some))] for part in range(len(some))]
-            per_s[f"store, {who}"] = await self.at_once("store", who, some, each)
-            per_s[f"get, {who}"] = await self.at_once("get", who, readers_of, each[1:] + each[:1])
+            do, order = what.partition(" ")[0], rng.sample(range(count), count)
+            seconds[what] = [await self.one(do, whose[key], f"turn {number} key {key}", **more) for key in order]
+        each = [[f"turn {number} node {node} key {k}" for k in range(at_once // count)] for node in range(count)]
+        per_s = {"store, all nodes": await self.many("store", each)}
+        per_s["get, all nodes"] = await self.many("get", each[1:] + each[:1])
+        keys, writer = [f"turn {number} one node, key {k}" for k in range(at_once)], rng.randrange(count)
+        per_s["store, one node"] = await self.many("store", only(writer, keys, count))
+        per_s["get, one node"] = await self.many("get", only((writer + 1) % count, keys, count))
         if counts:
             for what in LATENCIES:
                 self.seconds[what].append(seconds[what])
             for what in RATES:
                 self.per_s[what].append(per_s[what])
 
-    async def at_once(self, what: str, who: str, nodes: Sequence[Peer], keys: Sequence[Sequence[str]]) -> float:
-        """Operations per second."""
-        asked = (node.ask("at_once", TURN_S, what=what, keys=some) for node, some in zip(nodes, keys, strict=True))
-        answers = await asyncio.gather(*asked)
-        self.note(f"{what}, {who}", sum(answer["failed"] for answer in answers))
-        began, ended = min(answer["began"] for answer in answers), max(answer["ended"] for answer in answers)
-        return sum(map(len, keys)) / (ended - began)
-
     def note(self, what: str, failed: int) -> None:
         if failed:
             self.failed[what] = self.failed.get(what, 0) + failed
+
+
+def only(node: int, keys: list[str], count: int) -> list[list[str]]:
+    """Keys for one node, none for the others."""
+    return [keys if number == node else [] for number in range(count)]
 
 
 async def compare(args: argparse.Namespace, names: Sequence[str]) -> list[Network]:
@@ -111,10 +131,11 @@ async def compare(args: argparse.Namespace, names: Sequence[str]) -> list[Networ
                 await network.start(args, Path(logs))
                 print(f"{network.name}: {args.nodes} nodes there after {time.monotonic() - began:.0f} s", flush=True)
             for number in range(args.warm_up + args.turns):
+                counts = number >= args.warm_up
                 for network in networks[number % len(networks) :] + networks[: number % len(networks)]:
-                    await network.turn(number, args.at_once, counts=number >= args.warm_up)
+                    await network.turn(number, args.at_once if counts else args.nodes, counts=counts)
         finally:
-            await asyncio.gather(*(node.stop() for network in networks for node in network.nodes))
+            await asyncio.gather(*(process.stop() for network in networks for process in network.processes))
     return networks
 
 
@@ -165,6 +186,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--nodes", type=int, default=8)
+    parser.add_argument("--per-process", type=int, default=1, help="nodes in each process that gives the orders")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=1, help="turns before those that count")
     parser.add_argument("--at-once", type=int, default=256, help="operations begun at once")
@@ -174,9 +196,12 @@ def main() -> int:
     args = parser.parse_args()
     if args.nodes < 3 or args.turns < 1 or args.at_once < args.nodes:
         parser.error("at least 3 nodes, 1 turn, and as many operations at once as nodes")
+    if args.per_process < 1 or args.nodes % args.per_process:
+        parser.error("--nodes must be a multiple of --per-process")
     if args.against and not args.hivemind_python:
         parser.error("--against hivemind needs --hivemind-python PATH (benchmarks.allreduce says how to make one)")
-    print(f"{args.nodes} nodes, {args.turns} turns; {processor()}, {os.cpu_count()} cores", flush=True)
+    where = f"{args.per_process} in each process, " if args.per_process > 1 else ""
+    print(f"{args.nodes} nodes, {where}{args.turns} turns; {processor()}, {os.cpu_count()} cores", flush=True)
     try:
         networks = asyncio.run(compare(args, ["shoal", *([args.against] if args.against else [])]))
     except ContenderFailed as error:
@@ -185,7 +210,7 @@ def main() -> int:
     show(results)
     if args.json:
         raw = {network.name: {"seconds": network.seconds, "per_s": network.per_s} for network in networks}
-        write(args.json, {"nodes": args.nodes, "turns": args.turns, "results": results, "raw": raw})
+        write(args.json, {"nodes": args.nodes, "per_process": args.per_process, "turns": args.turns, "results": results, "raw": raw})
     return 0
 
 

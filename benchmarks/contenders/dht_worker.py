@@ -1,14 +1,15 @@
-"""One DHT node of `benchmarks.dht`, in a process of its own. Imports nothing of shoal: it also runs in the environment
+"""A process with one DHT node of `benchmarks.dht`, or several. Imports nothing of shoal: it also runs in the environment
 of hivemind.
 
 =========  ============================================  ===========================================================
 request    meaning                                       answer
 =========  ============================================  ===========================================================
-start      join the nodes at `invites` (none: begin)     `invite`: how others find this node
-store      store all `keys`, one after another           `seconds` of each, `failed`: how many
-get        get all `keys`, one after another;            the same
-           `latest`: ask all nodes that should hold it
-at_once    `what` (store or get) all `keys` at once      `began`, `ended`: on the machine's clock, `failed`
+start      join the nodes at `invites` (none: begin)     `invite`: how others find this node; `node`: its number here
+store      store `key` from `node`                       `seconds`, `failed`: 0 or 1
+get        get `key` from `node`; `latest`: ask all      the same
+           nodes that should hold it
+at_once    `what` (store or get) all `keys` at once: a   `began`, `ended`: on the machine's clock, `failed`
+           list for each node
 stop       leave                                         nothing
 =========  ============================================  ===========================================================
 
@@ -54,17 +55,18 @@ class Node(Protocol):
         ...
 
 
-def serve(node: Node) -> None:
-    """Be a node until the input ends."""
-    obey(lambda request: answer(node, request))
+def serve(make: type[Node]) -> None:
+    """Have nodes until the input ends."""
+    nodes: list[Node] = []
+    obey(lambda request: answer(make, nodes, request))
 
 
 def value_of(key: str) -> bytes:
     return hashlib.blake2b(key.encode()).digest()
 
 
-def answer(node: Node, request: dict[str, Any]) -> dict[str, Any]:
-    def begin(what: str, key: str) -> Callable[[], bool]:
+def answer(make: type[Node], nodes: list[Node], request: dict[str, Any]) -> dict[str, Any]:
+    def begin(what: str, node: Node, key: str) -> Callable[[], bool]:
         if what == "store":
             stored = node.store(key, value_of(key), LIFETIME_S)
             return lambda: stored.result(60.0) is True
@@ -73,20 +75,22 @@ def answer(node: Node, request: dict[str, Any]) -> dict[str, Any]:
 
     match request["do"]:
         case "start":
-            return {"invite": node.start(request["invites"])}
+            nodes.append(make())
+            return {"invite": nodes[-1].start(request["invites"]), "node": len(nodes) - 1}
         case "store" | "get" as what:
-            seconds, failed = [], 0
-            for key in request["keys"]:
-                began = now()
-                failed += not begin(what, key)()
-                seconds.append(now() - began)
-            return {"seconds": seconds, "failed": failed}
+            began = now()
+            failed = int(not begin(what, nodes[request["node"]], request["key"])())
+            return {"seconds": now() - began, "failed": failed}
         case "at_once":
             began = now()
-            waits = [begin(request["what"], key) for key in request["keys"]]
+            waits = [
+                begin(request["what"], node, key)
+                for node, keys in zip(nodes, request["keys"], strict=True)
+                for key in keys
+            ]
             failed = sum(not wait() for wait in waits)
             return {"began": began, "ended": now(), "failed": failed}
         case "stop":
-            node.stop()
+            for node in nodes:
+                node.stop()
     return {}
-

@@ -27,4 +27,4 @@ class HivemindNode(Node):
 
 
 if __name__ == "__main__":
-    serve(HivemindNode())
+    serve(HivemindNode)

@@ -24,4 +24,4 @@ class ShoalNode(Node):
 
 
 if __name__ == "__main__":
-    serve(ShoalNode())
+    serve(ShoalNode)

@@ -1,9 +1,9 @@
 """The DHT between real processes on loopback: ``python -m benchmarks.dht --nodes 8``.
 
 Nodes are real processes with their library's defaults: shoal with TLS, signed records and 10 replicas; hivemind 1.1.12
-(``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`) with 5 replicas. With ``--per-process N`` each
-process that gives the orders has N nodes, of either library: of hivemind the node itself is then still a process of its
-own with a daemon beside it, of shoal it is a thread. The contenders are there at the same time and take turns, so that
+(``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`) with 5. With ``--per-process N`` each
+process that gives the orders has N nodes, of either library: a node of hivemind is then still a process of its own with
+a daemon beside it, one of shoal is a thread. The contenders are there at the same time and take turns, so that
 one is idle. In each turn, with keys that were never used before and values of 64 bytes:
 
 - *store*, *get*, *get latest*: one operation at a time, one from every node in a random order. A key is read by a node
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import statistics
@@ -95,6 +94,7 @@ class Network:
         readers = [(writer + rng.randrange(1, count)) % count for writer in range(count)]
         others = [(reader + rng.randrange(1, count)) % count for reader in readers]
         seconds: dict[str, list[float]] = {}
+        plan: tuple[tuple[str, list[int], dict[str, bool]], ...]
         plan = (("store", list(range(count)), {}), ("get", readers, {}), ("get latest", others, {"latest": True}))
         for what, whose, more in plan:
             do, order = what.partition(" ")[0], rng.sample(range(count), count)
@@ -174,7 +174,9 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             else:
                 value = f"{each['per_s']:10.0f} per s{'':13}"
             low, high = each["range"]["min"], each["range"]["max"]
-            ratio = "" if name == "shoal" else f"  shoal is {each['times_shoal']:.2f} x as fast ({low:.2f} to {high:.2f})"
+            ratio = (
+                "" if name == "shoal" else f"  shoal is {each['times_shoal']:.2f} x as fast ({low:.2f} to {high:.2f})"
+            )
             if ratio and "p99_times_shoal" in each:
                 ratio += f", at p99 {each['p99_times_shoal']:.2f} x"
             print(f"{what:16}  {name:9} {value}{ratio}")
@@ -210,7 +212,10 @@ def main() -> int:
     show(results)
     if args.json:
         raw = {network.name: {"seconds": network.seconds, "per_s": network.per_s} for network in networks}
-        write(args.json, {"nodes": args.nodes, "per_process": args.per_process, "turns": args.turns, "results": results, "raw": raw})
+        write(
+            args.json,
+            {"nodes": args.nodes, "per_process": args.per_process, "turns": args.turns, "results": results, "raw": raw},
+        )
     return 0
 
 

@@ -7,8 +7,8 @@ Real processes on loopback (``--groups``, TLS, links warm):
 - *store*, *get*: one DHT operation of each peer (`get` with `latest=True`, which asks all that hold the key), what the
   others answer included.
 
-Simulated (``--swarms``): the same DHT operations in a network of N nodes, and *match*: groups of 16 out of N peers are
-formed through the DHT, the peers dealt to N / 16 keys at random (`benchmarks.moshpit_sim`), without the averaging, whose
+Simulated (``--swarms``): the same DHT operations in a network of N nodes, and *match*: groups of 16 of N peers are
+formed through the DHT, the peers dealt to N / 16 keys at random (`benchmarks.moshpit_sim`), without averaging: its
 cost depends on the group alone. Bytes there are before encryption: TLS adds 22 for each record. The numbers of the
 simulation are the same on every machine.
 
@@ -120,7 +120,7 @@ async def simulate_dht(nodes: int, operations: int, seed: int, messages: Message
 
     rows = []
     for what, work in (("store", store), ("get", get)):
-        rows.append(await cost(what, nodes, operations, work, messages, lambda: traffic(swarm)))  # noqa: PERF401
+        rows.append(await cost(what, nodes, operations, work, messages, lambda: traffic(swarm)))
     return rows
 
 
@@ -157,9 +157,7 @@ async def simulate_matchmaking(peers: int, seed: int, messages: Messages) -> Row
         groups, _times = await moshpit_sim.play_round(swarm, [], rng)
         for group in groups:
             group.release()
-    return Row(
-        "simulated", "match", peers, (messages.sent - before[0]) / peers, (traffic(swarm) - before[1]) / peers
-    )
+    return Row("simulated", "match", peers, (messages.sent - before[0]) / peers, (traffic(swarm) - before[1]) / peers)
 
 
 # -------------------------------------------------------------------------------------------------------------- output

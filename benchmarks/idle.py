@@ -8,8 +8,8 @@ Processes are started one after another, in turns, ``--runs`` times each:
   all count.
 
 Printed are medians with the range: seconds to import and, after that, to start; resident, proportional and private
-memory (RSS, PSS, USS; for several processes their sum, in which RSS counts shared pages again and again) and its ratio to
-`torch`'s of the same Python; processes and threads; and CPU seconds per minute when idle, from a window of ``--window``
+memory (RSS, PSS, USS; for several processes their sum, in which RSS counts shared pages again and again) and the ratio
+to `torch`'s of the same Python; processes and threads; and CPU seconds per minute when idle, in a window of ``--window``
 seconds that begins two seconds after the start (short: background work that comes seldom may be missing).
 """
 
@@ -46,10 +46,10 @@ def memory(leader: int) -> dict[str, float]:
     total = {"rss": 0.0, "pss": 0.0, "uss": 0.0, "processes": 0.0, "threads": 0.0}
     for each in processes(leader):
         with contextlib.suppress(OSError):
-            fields = dict(
-                (line.split()[0].rstrip(":"), int(line.split()[1]) * 1024)
+            fields = {
+                line.split()[0].rstrip(":"): int(line.split()[1]) * 1024
                 for line in (each / "smaps_rollup").read_text().splitlines()[1:]
-            )
+            }
             total["rss"] += fields["Rss"]
             total["pss"] += fields["Pss"]
             total["uss"] += fields["Private_Clean"] + fields["Private_Dirty"]
@@ -106,7 +106,11 @@ def slowest_imports(count: int = 12) -> list[tuple[str, float]]:
     """The modules that `import shoal` spends most in, seconds each, without what they import themselves."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     text = subprocess.run(
-        [sys.executable, "-X", "importtime", "-c", "import shoal"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-X", "importtime", "-c", "import shoal"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stderr
     rows = [line.removeprefix("import time:").split("|") for line in text.splitlines() if "|" in line]
     own = [(name.strip(), int(self_us) / 1e6) for self_us, _, name in rows if self_us.strip().isdecimal()]
@@ -126,7 +130,10 @@ def main() -> int:
     print(f"{args.runs} runs each; {processor()}, {os.cpu_count()} cores", flush=True)
     plan = [(name, sys.executable, name) for name in ("python", "torch", "shoal", "shoal-peer")]
     if args.against:
-        plan += [("hivemind's torch", args.hivemind_python, "torch"), ("hivemind-peer", args.hivemind_python, "hivemind-peer")]
+        plan += [
+            ("hivemind's torch", args.hivemind_python, "torch"),
+            ("hivemind-peer", args.hivemind_python, "hivemind-peer"),
+        ]
     runs: dict[str, list[dict[str, float]]] = {name: [] for name, _, _ in plan}
     for number in range(args.runs):
         for name, python, what in plan[number % len(plan) :] + plan[: number % len(plan)]:
@@ -140,7 +147,9 @@ def main() -> int:
         results[name] = result
         show(name, result)
     imports = slowest_imports()
-    print("import shoal, modules that take longest: " + ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in imports[:6]))
+    print(
+        "import shoal, modules that take longest: " + ", ".join(f"{name} {1e3 * s:.1f} ms" for name, s in imports[:6])
+    )
     if args.json:
         write(args.json, {"runs": args.runs, "results": results, "raw": runs, "imports": imports})
     return 0
@@ -155,8 +164,14 @@ def show(name: str, result: dict[str, Any]) -> None:
 
     print(f"{name:17} import {of('import_s', '{:.3f}')} s", end="")
     if "start_s" in result:
-        print(f", then start {of('start_s', '{:.3f}')} s, idle CPU {of('cpu_s_per_minute', '{:.2f}')} s per minute", end="")
-    print(f"\n{'':17} {of('processes', '{:.0f}')} processes, {of('threads', '{:.0f}')} threads; MB and times torch's:", end="")
+        print(
+            f", then start {of('start_s', '{:.3f}')} s, idle CPU {of('cpu_s_per_minute', '{:.2f}')} s per minute",
+            end="",
+        )
+    print(
+        f"\n{'':17} {of('processes', '{:.0f}')} processes, {of('threads', '{:.0f}')} threads; MB and times torch's:",
+        end="",
+    )
     for field in ("rss", "pss", "uss"):
         print(f"  {field.upper()} {of(field, '{:.0f}', 1e-6)} ({result[f'{field}_times_torch']['median']:.2f})", end="")
     print(flush=True)

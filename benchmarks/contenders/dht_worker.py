@@ -1,5 +1,5 @@
-"""A process with one DHT node of `benchmarks.dht`, or several. Imports nothing of shoal: it also runs in the environment
-of hivemind.
+"""A process with one DHT node of `benchmarks.dht`, or several. Imports nothing of shoal: it also runs in hivemind's
+environment.
 
 =========  ============================================  ===========================================================
 request    meaning                                       answer

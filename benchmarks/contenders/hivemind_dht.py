@@ -17,10 +17,10 @@ class HivemindNode(Node):
 
     def store(self, key: str, value: bytes, lifetime_s: float) -> Result:
         expires = get_dht_time() + lifetime_s
-        return self.dht.store(key, value, expires, return_future=True)  # type: ignore[no-any-return]
+        return self.dht.store(key, value, expires, return_future=True)
 
     def get(self, key: str, *, latest: bool) -> Result:
-        return self.dht.get(key, latest=latest, return_future=True)  # type: ignore[no-any-return]
+        return self.dht.get(key, latest=latest, return_future=True)
 
     def stop(self) -> None:
         self.dht.shutdown()

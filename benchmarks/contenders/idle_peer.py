@@ -33,9 +33,7 @@ def main(what: str) -> None:
         library = shoal if what == "shoal-peer" else hivemind
         dht = library.DHT(start=True)
         answer["dht_s"] = time.perf_counter() - imported
-        averager = library.DecentralizedAverager(
-            [torch.zeros(4)], dht, start=True, prefix="idle", target_group_size=2
-        )
+        averager = library.DecentralizedAverager([torch.zeros(4)], dht, start=True, prefix="idle", target_group_size=2)
         answer["start_s"] = time.perf_counter() - imported
     print(json.dumps(answer), flush=True)
     sys.stdin.read()

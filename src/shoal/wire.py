@@ -136,7 +136,6 @@ def reply_type(request: type[Request[R]]) -> type[R]:
     return cast("type[R]", _type_arguments(request, Request)[0])
 
 
-@lru_cache(maxsize=256)
 def stream_types(opening: type[Opening[Up, Down]]) -> tuple[type[Up], type[Down]]:
     """What opener and acceptor send on a stream of this type."""
     up, down = _type_arguments(opening, Opening)

@@ -9,7 +9,7 @@ Processes are started one after another, in turns, ``--runs`` times each:
 
 Printed are medians with the range: seconds to import and, after that, to start; resident, proportional and private
 memory (RSS, PSS, USS; for several processes their sum, in which RSS counts shared pages again and again) and the ratio
-to `torch`'s of the same Python; processes and threads; and CPU seconds per minute when idle, in a window of ``--window``
+to `torch`'s of the same Python; processes and threads; and CPU seconds per minute when idle, within ``--window``
 seconds that begins two seconds after the start (short: background work that comes seldom may be missing).
 """
 

@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,11 +61,15 @@ class Peer:
 
     @classmethod
     async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path) -> Peer:
-        log = logs / f"{name}-{rank}.log"
         options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}"]
         options.append(f"--compression={args.compression}")
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
+        return await cls.spawn(python, f"{name}_peer", options, logs / f"{name}-{rank}.log")
+
+    @classmethod
+    async def spawn(cls, python: str, module: str, options: Sequence[str], log: Path) -> Peer:
+        """Start `benchmarks.contenders.MODULE`, with one torch thread."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -74,7 +78,7 @@ class Peer:
         }
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", f"benchmarks.contenders.{name}_peer", *options),
+                *(python, "-m", f"benchmarks.contenders.{module}", *options),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -107,6 +111,15 @@ class Peer:
     def last_words(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"its last words: {lines[-1]!r}" if lines else "it printed nothing"
+
+    async def stop(self) -> None:
+        """Let it leave, then kill whatever is left of it and of its children."""
+        with contextlib.suppress(ContenderFailed):
+            if self.process.returncode is None:
+                await self.ask("stop", STOP_S)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await self.end()
 
     async def end(self) -> None:
         """Kill whatever is left of it and of its children."""

@@ -130,6 +130,7 @@ def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
     raise TypeError(f"{kind.__name__} does not say what it is answered with: derive from {base.__name__}[...]")
 
 
+@lru_cache(maxsize=256)
 def reply_type(request: type[Request[R]]) -> type[R]:
     """What a request of this type is answered with."""
     return cast("type[R]", _type_arguments(request, Request)[0])

@@ -128,16 +128,22 @@ class Contender:
         self.failure: str | None = None
 
     @classmethod
-    async def start(cls, name: str, args: argparse.Namespace, logs: Path) -> Contender:
+    async def start(cls, name: str, args: argparse.Namespace, logs: Path, *, join: bool = True) -> Contender:
+        """Start the peers, and unless told otherwise let them join each other."""
         python = args.hivemind_python if name == "hivemind" else sys.executable
         ranks = range(args.peers)
         self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
-        try:
-            answers = await self.ask_all("start", START_S)
-            await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])
-        except ContenderFailed as error:
-            self.failure = str(error)
+        if join:
+            try:
+                await self.join()
+            except ContenderFailed as error:
+                self.failure = str(error)
         return self
+
+    async def join(self) -> None:
+        """Let the peers find each other, and make what averages."""
+        answers = await self.ask_all("start", START_S)
+        await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])
 
     async def ask_all(
         self, do: str, timeout_s: float, last: dict[str, Any] | None = None, /, **more: Any

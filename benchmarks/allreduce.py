@@ -149,7 +149,7 @@ class Contender:
         self, do: str, timeout_s: float, last: dict[str, Any] | None = None, /, **more: Any
     ) -> list[dict[str, Any]]:
         """Ask all peers the same; the last one is told `last`, too."""
-        extra = [{} for _ in self.peers[1:]] + [last or {}]
+        extra: list[dict[str, Any]] = [{} for _ in self.peers[1:]] + [last or {}]
         asked = (peer.ask(do, timeout_s, **more, **its) for peer, its in zip(self.peers, extra, strict=True))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         if failures := [str(answer) for answer in answers if isinstance(answer, ContenderFailed)]:

@@ -1,9 +1,10 @@
 """Rounds beside a training loop: ``python -m benchmarks.beside --against hivemind --hivemind-python PATH``.
 
 One of N peers (each a process with one torch thread, on loopback, see `benchmarks.allreduce`) trains in its main thread
-while a round that the same thread began with `step(wait=False)` goes on in the background; the others only average. Two
-loops (`contenders.loops`): `torch`, large matrices, and `python`, which keeps Python's lock nearly always. For each of
-them every contender does, in turns: the loop alone, a round alone, both together. Printed are medians with the range:
+while a round that the same thread began with `step(wait=False)` goes on in the background; the others only average.
+There are three loops (`contenders.loops`): `torch`, large matrices; `python`, tiny calls of torch and plain Python
+code; and `interpreter`, that code alone. For each of them every contender does in turns: the loop alone, a round
+alone, both together. Printed are medians with the range:
 
 - *loop slowdown*: the loop's iterations per second alone / during the round, of the same turn;
 - *round slowdown*: the whole round (`benchmarks.allreduce` says from when to when) together / alone, of the same turn.

@@ -1,7 +1,7 @@
 """From what a benchmark wrote with ``--json`` to lines of the table. Each function takes that, and returns rows.
 
 A ratio says how many times as good shoal is, and comes from pairs of the same turn. What was not measured (no Python
-with hivemind, a contender that failed) gives no row, or one without a ratio.
+with hivemind) gives no row, or one without a ratio; a contender of whole rounds that failed is said to have.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def whole_rounds(bars: Mapping[str, Bar], *, ours: str = "shoal") -> Collector:
         rows = []
         for name, its in rounds.items():
             pairs = [(a["whole_s"], b["whole_s"]) for a, b in zip(rounds.get(ours, ()), its, strict=False) if a and b]
-            if name == ours or not pairs or (name not in bars and name == "shoal"):
+            if name in {ours, "shoal"}:
                 continue
-            ratio = Spread.of(b / a for a, b in pairs)
-            median = statistics.median(b for _, b in pairs)
-            rows.append(Row(title, statistics.median(mine), "s", name, median, ratio, bars.get(name)))
+            row = Row(title, statistics.median(mine), "s", name, bar=bars.get(name))
+            if pairs:
+                row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(b / a for a, b in pairs))
+            rows.append(row)
         return rows or [Row(title, statistics.median(mine), "s")]
 
     return collect

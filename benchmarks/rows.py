@@ -54,7 +54,7 @@ class Row(NamedTuple):
         measured: shoal's number, in `unit`.
         unit: of both numbers.
         beside: whose the other number is; empty if there is none.
-        its: the other number.
+        its: the other number; None beside a name: it was to be measured, and failed.
         ratio: how many times as good shoal is, of the same turns; above 1 is better.
         bar: what the ratio (without one: the measured number) has to reach.
     """
@@ -69,8 +69,8 @@ class Row(NamedTuple):
 
 
 def verdict(row: Row) -> bool | None:
-    """Whether the bar was met; None if there is none."""
-    if row.bar is None:
+    """Whether the bar was met; None if there is none, or nothing to judge by."""
+    if row.bar is None or (row.beside and row.its is None):
         return None
     value = row.measured if row.ratio is None else row.ratio.median
     return value >= row.bar.limit if row.bar.least else value <= row.bar.limit
@@ -85,7 +85,7 @@ def cells(row: Row) -> tuple[str, ...]:
         row.line,
         _amount(row.measured, row.unit),
         row.beside,
-        "" if row.its is None else _amount(row.its, row.unit),
+        _amount(row.its, row.unit) if row.its is not None else "failed" if row.beside else "",
         ""
         if row.ratio is None
         else f"{_digits(row.ratio.median)} ({_digits(row.ratio.low)} to {_digits(row.ratio.high)})",

@@ -77,6 +77,13 @@ def test_the_round_without_encryption_stands_beside_gloo_not_beside_shoal() -> N
     assert verdict(found["clear_transport"]) is None
 
 
+def test_a_contender_that_failed_is_named_and_decides_nothing() -> None:
+    """It must not look as if nobody had tried."""
+    (row,) = collect.whole_rounds({"hivemind": at_least(3.0)})(rounds(shoal=[0.5], hivemind=[None]))
+    assert (row.beside, row.its, verdict(row)) == ("hivemind", None, None)
+    assert cells(row)[3] == "failed"
+
+
 def test_without_others_the_number_alone_is_left() -> None:
     """And nothing at all where every round failed."""
     assert collect.whole_rounds({})(rounds(shoal=[0.5])) == [Row("round, 4 peers x 10M", 0.5, "s")]

@@ -45,8 +45,8 @@ format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(DEV_READY)  ## speed of averaging (ARGS="--against hivemind,gloo"); more of them: docs/performance.md
-	@$(BIN)/python -m benchmarks.allreduce --peers 4 --numel 10_000_000 --rounds 10 $(ARGS)
+bench: $(DEV_READY)  ## all speed measurements: an hour (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove caches and build products; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report

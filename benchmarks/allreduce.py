@@ -137,43 +137,62 @@ class Contender:
     def __init__(self, name: str, peers: list[Peer]) -> None:
         self.name, self.peers = name, peers
         self.rounds: list[Round | None] = []
+        self.answers: list[dict[str, Any]] = []
         self.failure: str | None = None
 
     @classmethod
-    async def start(cls, name: str, args: argparse.Namespace, logs: Path) -> Contender:
+    async def start(cls, name: str, args: argparse.Namespace, logs: Path, *, join: bool = True) -> Contender:
+        """Start the peers, and unless told otherwise let them join each other."""
         python = args.hivemind_python if name == "hivemind" else sys.executable
         ranks = range(args.peers)
         self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
-        try:
-            answers = await self.ask_all("start", START_S)
-            await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])
-        except ContenderFailed as error:
-            self.failure = str(error)
+        if join:
+            try:
+                await self.join()
+            except ContenderFailed as error:
+                self.failure = str(error)
         return self
 
-    async def ask_all(self, do: str, timeout_s: float, **more: Any) -> list[dict[str, Any]]:
-        asked = (peer.ask(do, timeout_s, **more) for peer in self.peers)
+    async def join(self) -> None:
+        """Let the peers find each other, and make what averages."""
+        answers = await self.ask_all("start", START_S)
+        await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])
+
+    async def ask_all(
+        self, do: str, timeout_s: float, last: dict[str, Any] | None = None, /, **more: Any
+    ) -> list[dict[str, Any]]:
+        """Ask all peers the same; the last one is told `last`, too."""
+        extra: list[dict[str, Any]] = [{} for _ in self.peers[1:]] + [last or {}]
+        asked = (peer.ask(do, timeout_s, **more, **its) for peer, its in zip(self.peers, extra, strict=True))
         answers = await asyncio.gather(*asked, return_exceptions=True)
         if failures := [str(answer) for answer in answers if isinstance(answer, ContenderFailed)]:
             raise ContenderFailed("; ".join(dict.fromkeys(failures)))
         return [answer for answer in answers if isinstance(answer, dict)]
 
     async def measure(self, number: int) -> Round:
-        """One round."""
+        """One round, checked."""
         await self.ask_all("fill", ROUND_S, round=number)
+        result = await self.average(number)
+        await self.check(number)
+        return result
+
+    async def average(self, number: int, last: dict[str, Any] | None = None) -> Round:
+        """Average once. What the peers said of it is in `answers`; the last one is told `last`, too."""
         before = self.cpu_s()
-        times = await self.ask_all("average", ROUND_S, round=number)
-        after = self.cpu_s()
-        checks = await self.ask_all("check", ROUND_S, round=number)
-        if wrong := [each["wrong"] for each in checks if each["wrong"]]:
-            raise ContenderFailed(wrong[0])
+        times = self.answers = await self.ask_all("average", ROUND_S, last, round=number)
         last_call = max(each["called"] for each in times)
         return Round(
             allreduce_s=max(each["done"] - each["formed"] for each in times),
             matchmaking_s=max(0.0, max(each["formed"] for each in times) - last_call),
             whole_s=max(each["done"] for each in times) - last_call,
-            cpu_s=after - before,
+            cpu_s=self.cpu_s() - before,
         )
+
+    async def check(self, number: int) -> None:
+        """Compare what all have with the mean."""
+        checks = await self.ask_all("check", ROUND_S, round=number)
+        if wrong := [each["wrong"] for each in checks if each["wrong"]]:
+            raise ContenderFailed(wrong[0])
 
     async def turn(self, number: int, *, counts: bool) -> None:
         """One round, of which a failure is remembered. A contender that does not answer any more is out."""
@@ -271,16 +290,22 @@ COLUMNS = {
 def table(results: dict[str, dict[str, Any]]) -> str:
     rows = [["", *COLUMNS]]
     for name, result in results.items():
-        row = [name]
-        for field, form in COLUMNS.values():
-            if field in result:
-                low, middle, high = (form.format(result[field][key]) for key in ("min", "median", "max"))
-                row.append(f"{middle} [{low}-{high}]")
-            else:
-                row.append("-")
-        rows.append(row)
+        rows.append(
+            [name, *(cell(result[field], form) if field in result else "-" for field, form in COLUMNS.values())]
+        )
+    return aligned(rows)
+
+
+def cell(value: dict[str, float], form: str) -> str:
+    """The median, and the range in brackets."""
+    low, middle, high = (form.format(value[key]) for key in ("min", "median", "max"))
+    return f"{middle} [{low}-{high}]"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table for the terminal."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    lines = ("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import hivemind  # type: ignore[import-not-found]
 import torch
 
-from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+from benchmarks.contenders.worker import Contender, Options, Pending, Times, now, serve
 
 FORMED = multiprocessing.get_context("fork").Value("d", 0.0)
 """When the group was formed; the averager sees it in a process of its own."""
@@ -56,8 +56,13 @@ class HivemindPeer(Contender):
 
     def average(self) -> Times:
         called = now()
-        group = self.averager.step(timeout=60.0, allow_retries=False)
-        done = now()
+        return self.times(called, self.averager.step(timeout=60.0, allow_retries=False), now())
+
+    def begin(self) -> Pending:
+        called = now()
+        return Pending(called, self.averager.step(timeout=60.0, allow_retries=False, wait=False), self.times)
+
+    def times(self, called: float, group: dict[Any, Any], done: float) -> Times:
         if len(group) != self.options.peers:
             raise RuntimeError(f"a group of {len(group)}")
         return Times(called, FORMED.value, done)

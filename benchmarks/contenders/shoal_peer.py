@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import shoal
-from benchmarks.contenders.worker import Contender, Options, Times, now, serve
+from benchmarks.contenders.worker import Contender, Options, Pending, Times, now, serve
 from shoal.compression import codec_by_name
 from shoal.events import Event, GroupFormed, PeerConnected, RoundFinished
 from shoal.peer import PeerID
@@ -56,8 +56,13 @@ class ShoalPeer(Contender):
 
     def average(self) -> Times:
         called = now()
-        group = self.averager.step(timeout=60.0, allow_retries=False)
-        done = now()
+        return self.times(called, self.averager.step(timeout=60.0, allow_retries=False), now())
+
+    def begin(self) -> Pending:
+        called = now()
+        return Pending(called, self.averager.step(timeout=60.0, allow_retries=False, wait=False), self.times)
+
+    def times(self, called: float, group: dict[PeerID, Any], done: float) -> Times:
         if len(group) != self.options.peers or self.left_out:
             raise RuntimeError(f"{len(group)} peers, {len(self.left_out)} of them left out: {self.troubles[-3:]}")
         if not called <= self.formed <= self.finished <= done:

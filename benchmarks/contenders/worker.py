@@ -10,6 +10,8 @@ start      make ready to be joined                     `invite`: how others find
 join       `invites` of all peers, in order: connect   nothing
 fill       write the values of round `round`           nothing
 average    average once                                `called`, `formed`, `done`: seconds on the machine's clock
+average    … beside the training loop `loop`           as well `iterations` and `seconds` of the loop meanwhile
+train      run the loop `loop` alone for `seconds`     its `iterations`, and in how many `seconds`
 check      compare the result of round `round`         `wrong`: what is wrong with it, or null
 stop       leave                                       nothing
 =========  ==========================================  =============================================================
@@ -19,13 +21,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from benchmarks.contenders import loops
 from benchmarks.contenders.orders import now, obey
 
-__all__ = ["Contender", "Options", "Times", "now", "serve"]
+__all__ = ["Contender", "Options", "Pending", "Times", "now", "serve"]
 
 ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05}
 """Largest error of an average, as a part of the largest value."""
@@ -49,6 +53,29 @@ class Times(NamedTuple):
     done: float
 
 
+class Pending:
+    """An average that is under way in the background.
+
+    Args:
+        called: when it was asked for.
+        future: of whatever `step` returns.
+        times: what `average` would return, of `called`, the result and the time at which it was there.
+    """
+
+    def __init__(self, called: float, future: Future[Any], times: Callable[[float, Any, float], Times]) -> None:
+        self._called, self._future, self._times = called, future, times
+        self._ended: list[float] = []
+        future.add_done_callback(lambda _: self._ended.append(now()))
+
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return bool(self._ended)
+
+    def times(self) -> Times:
+        """When it was called, had its group, and was done; raises what went wrong."""
+        return self._times(self._called, self._future.result(), self._ended[0])
+
+
 class Contender(Protocol):
     """One peer of the library that is measured."""
 
@@ -63,6 +90,10 @@ class Contender(Protocol):
     def average(self) -> Times:
         """Average the tensor with the others, in place."""
         ...
+
+    def begin(self) -> Pending:
+        """As `average`, in the background."""
+        raise NotImplementedError
 
     def stop(self) -> None:
         """Leave."""
@@ -91,8 +122,14 @@ def answer(contender: Contender, values: Values, tensor: torch.Tensor, request: 
             contender.join(request["invites"])
         case "fill":
             values.fill(tensor, request["round"])
+        case "average" if "loop" in request:
+            pending = contender.begin()
+            meanwhile = loops.run(request["loop"], pending.done)
+            return {**pending.times()._asdict(), **meanwhile}
         case "average":
             return contender.average()._asdict()
+        case "train":
+            return loops.run_for(request["loop"], request["seconds"])
         case "check":
             got, factor = contender.result(tensor)
             return {"wrong": values.difference(got, request["round"], factor)}

@@ -1,0 +1,233 @@
+"""From what a benchmark wrote with ``--json`` to lines of the table. Each function takes that, and returns rows.
+
+A ratio says how many times as good shoal is, and comes from pairs of the same turn. What was not measured (no Python
+with hivemind) gives no row, or one without a ratio; a contender of whole rounds that failed is said to have.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.rows import Bar, Row, Spread, at_least, at_most
+
+__all__ = ["Collector"]
+
+Collector = Callable[[Any], list[Row]]
+
+
+def size(content: Mapping[str, Any]) -> str:
+    """How much is averaged, as titles say it."""
+    codec = content.get("compression", "none")
+    return f"{content['peers']} peers x {content['numel'] / 1e6:g}M" + ("" if codec == "none" else f", {codec}")
+
+
+def whole_rounds(bars: Mapping[str, Bar], *, ours: str = "shoal") -> Collector:
+    """Whole rounds of `benchmarks.allreduce` against others, of which some have bars."""
+
+    def collect(content: Mapping[str, Any]) -> list[Row]:
+        rounds: dict[str, list[dict[str, float] | None]] = content["rounds"]
+        mine = [each["whole_s"] for each in rounds.get(ours, ()) if each]
+        if not mine:
+            return []
+        title = f"round, {size(content)}" + ("" if ours == "shoal" else f", {ours}")
+        rows = []
+        for name, its in rounds.items():
+            pairs = [(a["whole_s"], b["whole_s"]) for a, b in zip(rounds.get(ours, ()), its, strict=False) if a and b]
+            if name in {ours, "shoal"}:
+                continue
+            row = Row(title, statistics.median(mine), "s", name, bar=bars.get(name))
+            if pairs:
+                row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(b / a for a, b in pairs))
+            rows.append(row)
+        return rows or [Row(title, statistics.median(mine), "s")]
+
+    return collect
+
+
+def forming(bar_s: float) -> Collector:
+    """The time until the last peer of a round knows its group, of `benchmarks.matchmaking`."""
+
+    def collect(content: Mapping[str, Any]) -> list[Row]:
+        peers = len(content["answers"][0])
+        rows = [Row(f"groups of {peers}: joins that were full", content["full_part"])]
+        if "p50" in content["last_s"]:
+            rows.insert(0, Row(f"forming a group of {peers}, p50", content["last_s"]["p50"], "s", bar=at_most(bar_s)))
+        return rows
+
+    return collect
+
+
+def state_download(content: Mapping[str, Any]) -> list[Row]:
+    """Megabytes per second for each number of donors; the bar is for one, as hivemind never uses more."""
+    rows = []
+    for donors, bar in (("1", at_least(5.0)), ("3", None)):
+        runs: Mapping[str, Sequence[Mapping[str, float]]] = content.get(donors, {})
+        mb = content["megabytes"]
+        rates = {name: [mb / run["seconds"] for run in each] for name, each in runs.items() if each}
+        if "shoal" not in rates:
+            continue
+        row = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(rates["shoal"]), "MB/s")
+        if "hivemind" in rates:
+            pairs = zip(rates["shoal"], rates["hivemind"], strict=False)
+            its = statistics.median(rates["hivemind"])
+            row = row._replace(beside="hivemind", its=its, ratio=Spread.of(a / b for a, b in pairs), bar=bar)
+        rows.append(row)
+    return rows
+
+
+def dht(content: Mapping[str, Any]) -> list[Row]:
+    """Latencies and rates."""
+    mine, its = content["results"]["shoal"], content["results"].get("hivemind")
+    rows = []
+    for what, value in mine.items():
+        if what == "failed":
+            continue
+        field, unit, times = ("p50_s", "ms", 1e3) if "p50_s" in value else ("per_s", "per s", 1.0)
+        row = Row(f"DHT, {content['nodes']} nodes: {what}", times * value[field], unit)
+        if its is not None:
+            ratio = Spread.of(its[what]["range"])._replace(median=its[what]["times_shoal"])
+            row = row._replace(beside="hivemind", its=times * its[what][field], ratio=ratio, bar=at_least(3.0))
+        rows.append(row)
+    return rows
+
+
+def idle(content: Mapping[str, Any]) -> list[Row]:
+    """A peer that does nothing."""
+    results = content["results"]
+    peer, theirs = results["shoal-peer"], results.get("hivemind-peer")
+    plan = (
+        ("memory, times torch's", peer["rss_times_torch"], "rss_times_torch", "", 1.2),
+        ("processes", peer["processes"], "processes", "", 1.0),
+        ("start after import", peer["start_s"], "start_s", "s", 0.3),
+        ("import shoal", results["shoal"]["import_s"], "import_s", "s", 0.1),
+    )
+    rows = []
+    for what, mine, field, unit, limit in plan:
+        row = Row(f"idle peer: {what}", mine["median"], unit, bar=at_most(limit))
+        if theirs is not None and field in theirs:
+            row = row._replace(beside="hivemind", its=theirs[field]["median"])
+        rows.append(row)
+    return rows
+
+
+def memory(content: Mapping[str, Any]) -> list[Row]:
+    """Copies of the vector, and what many rounds leave behind."""
+    grown, rounds = content["growth"], f"{content['rounds'] // 10} to {content['rounds']}"
+    return [
+        Row(f"memory in a round, {size(content)}", content["copies"]["median"], "copies", bar=at_most(2.0)),
+        Row(f"memory grown, rounds {rounds}", max(0.0, grown["memory"] / 2**20), "MiB", bar=at_most(1.0)),
+        Row(f"threads grown, rounds {rounds}", grown["threads"], bar=at_most(0)),
+        Row(f"descriptors grown, rounds {rounds}", grown["descriptors"], bar=at_most(0)),
+    ]
+
+
+def codecs(content: Mapping[str, Any]) -> list[Row]:
+    """For each codec that hivemind has too: its slowest direction on the tensor where that is slowest."""
+    found: dict[str, list[tuple[Spread, str, float, float]]] = {}
+    for rows in content["results"].values():
+        speed = {(row["who"], row["codec"]): row for row in rows}
+        for (who, codec), row in speed.items():
+            # A codec that decodes without a copy is not measured by the seconds that it takes.
+            for step in ("encode", "decode") if who == "hivemind" and codec != "none" else ():
+                values = (speed["shoal", codec][f"{step}_gb_s"], row[f"{step}_gb_s"])
+                found.setdefault(codec, []).append((Spread(*row[f"times_{step}"]), step, *values))
+    worst = {codec: min(each) for codec, each in found.items()}
+    return [
+        Row(f"codec {codec}: {step}", mine, "GB/s", "hivemind", its, ratio, at_least(1.0))
+        for codec, (ratio, step, mine, its) in worst.items()
+    ]
+
+
+def shaped(content: Mapping[str, Any]) -> list[Row]:
+    """Rounds over slow links, in units of what the links allow."""
+    found = {(each["name"], each["loss"], each["compression"]): each.get("round / allowed") for each in content["rows"]}
+    rows = []
+    for (name, loss, compression), mine in found.items():
+        if name != "shoal" or mine is None:
+            continue
+        title = f"slow links, {loss:.0%} lost, {compression}: round / what they allow"
+        row = Row(title, mine["median"], bar=at_most(1.5 if loss else 1.15))
+        if its := found.get(("hivemind", loss, compression)):
+            row = row._replace(beside="hivemind", its=its["median"])
+        rows.append(row)
+    return rows
+
+
+def beside(content: Mapping[str, Any]) -> list[Row]:
+    """How many times as long the loop and the round take together, in one process; and what that is elsewhere."""
+    rows = []
+    for loop, each in content["results"].items():
+        mine = each["shoal"]
+        for field, what in (("loop_slowdown", "the loop takes"), ("round_slowdown", "the round takes")):
+            if field in mine:
+                row = Row(f"{loop} loop beside a round: {what}", mine[field]["median"], "times")
+                others = {name: its[field]["median"] for name, its in each.items() if field in its and its is not mine}
+                rows += [row._replace(beside=name, its=its) for name, its in others.items()] or [row]
+    return rows
+
+
+def growth(content: Mapping[str, Any]) -> list[Row]:
+    """Messages of one peer with the fewest and the most peers."""
+    rows = []
+    kinds = dict.fromkeys((row["where"], row["what"]) for row in content["rows"])
+    for where, what in kinds:
+        line = sorted((r["peers"], r["messages"]) for r in content["rows"] if (r["where"], r["what"]) == (where, what))
+        (few, first), (many, last) = line[0], line[-1]
+        title = f"{what}, {where}: messages of a peer, {many:,} peers"
+        rows.append(Row(title, last, "", f"{few} peers", first))
+    return rows
+
+
+def lossy(content: Mapping[str, Any]) -> list[Row]:
+    """The loss at the end, times that of float32. With 8 bits and with 4 bits and feedback there is a bar."""
+    bars = {"8bit": at_most(1.005), "blockwise:8:": at_most(1.005), "feedback:blockwise:4:": at_most(1.01)}
+    rows = []
+    for each in content["results"]:
+        bar = next((bar for name, bar in bars.items() if name in each["codec"]), None)
+        title = f"loss, {each['what']} with {each['codec']}: times float32's"
+        rows.append(Row(title, statistics.fmean(each["ratios"]), bar=bar))
+    return rows
+
+
+def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
+    """`shoal.Optimizer` alone against plain torch."""
+    return [
+        Row(
+            f"optimizer alone, {name}: a step",
+            each["shoal_step_s"],
+            "s",
+            "plain torch",
+            each["plain_step_s"],
+            Spread(each["ratio"], each["ratio_low"], each["ratio_high"]),
+        )
+        for name, each in content.items()
+    ]
+
+
+def transport(content: Mapping[str, Any]) -> list[Row]:
+    """One connection."""
+    return [Row("one connection, one way", content["median"]["mb_per_s"], "MB/s")]
+
+
+def dht_sim(content: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Hops, and what is found after a crash."""
+    rows = [Row(f"DHT, {each['nodes']} simulated nodes: hops", each["hops"]) for each in content]
+    last = content[-1]
+    return [*rows, Row(f"… found after half of {last['nodes']} crashed", last["found_after_crash"])]
+
+
+def moshpit_sim(content: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """The variance after the first round against the law."""
+    return [
+        Row(
+            f"{each['way']} groups, {each['crash']:.0%} crash: variance left",
+            each["ratio"],
+            "",
+            "the law",
+            each["theory"],
+        )
+        for each in content
+        if each["round"] == 1
+    ]

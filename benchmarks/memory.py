@@ -1,0 +1,119 @@
+"""What rounds take of memory: ``python -m benchmarks.memory``. Linux only (it reads /proc).
+
+N peers, processes of their own on loopback, average as in `benchmarks.allreduce`. Printed are
+
+- *copies*: what a peer's memory grows by, from before its averager is made to the highest point of its rounds (VmHWM),
+  in copies of the vector, beyond the tensors of its user. What a peer needs anyhow (code, connections, threads) is
+  measured with a tiny vector, and taken away. Median of the peers, with the range;
+- *growth*: what the largest of them has more after ``--many`` rounds of a small vector than after a tenth of them:
+  resident memory, threads, descriptors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, cell, processor, spread, write
+from benchmarks.soak import Sample
+from benchmarks.state_download import forget_peak, memory
+
+TINY = 1000
+"""Values of the vector that is nearly nothing."""
+
+
+async def peaks(args: argparse.Namespace, numel: int, logs: Path) -> list[float]:
+    """How many bytes each peer's memory grew by until the highest point of some rounds."""
+    swarm = await Contender.start("shoal", with_numel(args, numel), logs, join=False)
+    try:
+        await swarm.ask_all("fill", ROUND_S, round=0)
+        before = [memory(peer, "VmRSS") for peer in swarm.peers]
+        for peer in swarm.peers:
+            forget_peak(peer)
+        await swarm.join()
+        for number in range(args.rounds):
+            await swarm.measure(number)
+        after = [memory(peer, "VmHWM") for peer in swarm.peers]
+    finally:
+        await swarm.stop()
+    return [high - low for low, high in zip(before, after, strict=True)]
+
+
+async def growth(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """What is left behind by many small rounds."""
+    swarm = await Contender.start("shoal", with_numel(args, TINY), logs)
+    samples: list[list[Sample]] = []
+    try:
+        for number in range(1, args.many + 1):
+            await swarm.average(number)
+            if number in {args.many // 10, args.many}:
+                samples.append([Sample.of(peer.process.pid, number) for peer in swarm.peers])
+    finally:
+        await swarm.stop()
+    early, late = samples
+    return {
+        field: max(getattr(b, field) - getattr(a, field) for a, b in zip(early, late, strict=True))
+        for field in ("memory", "threads", "descriptors")
+    } | {"samples": [[sample._asdict() for sample in each] for each in samples]}
+
+
+def with_numel(args: argparse.Namespace, numel: int) -> argparse.Namespace:
+    return argparse.Namespace(**{**vars(args), "numel": numel})
+
+
+def copies(large: Sequence[float], tiny: Sequence[float], nbytes: int) -> dict[str, float]:
+    """Growth in copies of the vector, less what a peer with next to no vector needs."""
+    return spread((a - b) / nbytes for a, b in zip(large, tiny, strict=True))
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything."""
+    with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as folder:
+        logs = Path(folder)
+        tiny, large = await peaks(args, TINY, logs), await peaks(args, args.numel, logs)
+        return {
+            "peers": args.peers,
+            "numel": args.numel,
+            "copies": copies(large, tiny, 4 * args.numel),
+            "growth": await growth(args, logs),
+            "rounds": args.many,
+            "raw": {"tiny": tiny, "large": large},
+        }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--peers", type=int, default=4)
+    parser.add_argument("--numel", type=int, default=10_000_000, help="float32 values of the large vector")
+    parser.add_argument("--rounds", type=int, default=5, help="with the large vector")
+    parser.add_argument("--many", type=int, default=1000, help="rounds with the small one")
+    parser.add_argument("--compression", choices=("none", "float16", "uniform8bit", "quantile8bit"), default="none")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    parser.set_defaults(part_bytes=None)
+    args = parser.parse_args()
+    if args.peers < 2 or args.many < 10 or args.numel <= TINY:
+        parser.error(f"at least 2 peers, 10 small rounds, and more than {TINY} values")
+    print(f"{args.peers} peers, {args.numel:,} float32; {processor()}, {os.cpu_count()} cores", flush=True)
+    try:
+        result = asyncio.run(measure(args))
+    except ContenderFailed as error:
+        raise SystemExit(f"a peer could not go on: {error}") from None
+    grown = result["growth"]
+    print(f"copies of the vector beyond the user's tensors: {cell(result['copies'], '{:.2f}')}")
+    print(
+        f"from round {args.many // 10} to round {args.many}: {grown['memory'] / 2**20:+.2f} MiB, "
+        f"{grown['threads']:+d} threads, {grown['descriptors']:+d} descriptors"
+    )
+    if args.json:
+        write(args.json, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -30,7 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +49,13 @@ class Round(NamedTuple):
     cpu_s: float
 
 
+class Place(NamedTuple):
+    """Where a peer runs: what its command begins with, and the address that it listens on."""
+
+    command: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+
+
 class ContenderFailed(Exception):
     """A peer said so, did not answer in time, or ended."""
 
@@ -60,9 +67,9 @@ class Peer:
         self.process, self.log = process, log
 
     @classmethod
-    async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path) -> Peer:
-        log = logs / f"{name}-{rank}.log"
-        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}"]
+    async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path, place: Place) -> Peer:
+        log = logs / f"{name}-{args.compression}-{rank}.log"
+        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}", f"--host={place.host}"]
         options.append(f"--compression={args.compression}")
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
@@ -74,7 +81,7 @@ class Peer:
         }
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", f"benchmarks.contenders.{name}_peer", *options),
+                *(*place.command, python, "-m", f"benchmarks.contenders.{name}_peer", *options),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -127,10 +134,13 @@ class Contender:
         self.failure: str | None = None
 
     @classmethod
-    async def start(cls, name: str, args: argparse.Namespace, logs: Path) -> Contender:
+    async def start(
+        cls, name: str, args: argparse.Namespace, logs: Path, places: Sequence[Place] | None = None
+    ) -> Contender:
         python = args.hivemind_python if name == "hivemind" else sys.executable
-        ranks = range(args.peers)
-        self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
+        places = places or [Place()] * args.peers
+        started = [await Peer.start(name, python, rank, args, logs, place) for rank, place in enumerate(places)]
+        self = cls(name, started)
         try:
             answers = await self.ask_all("start", START_S)
             await self.ask_all("join", START_S, invites=[answer["invite"] for answer in answers])

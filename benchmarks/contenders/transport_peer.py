@@ -46,7 +46,7 @@ class TransportPeer(Contender):
 
     def start(self) -> str:
         async def listen() -> str:
-            self.transport = TcpTransport(Identity.ephemeral())
+            self.transport = TcpTransport(Identity.ephemeral(), host=self.options.host)
             await self.transport.listen(self.accept)
             return str(self.transport.addresses[0])
 

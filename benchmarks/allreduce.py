@@ -49,6 +49,13 @@ class Round(NamedTuple):
     cpu_s: float
 
 
+class Place(NamedTuple):
+    """Where a peer runs: what its command begins with, and the address that it listens on."""
+
+    command: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+
+
 class ContenderFailed(Exception):
     """A peer said so, did not answer in time, or ended."""
 
@@ -60,16 +67,22 @@ class Peer:
         self.process, self.log = process, log
 
     @classmethod
-    async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path) -> Peer:
-        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}"]
+    async def start(
+        cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path, place: Place | None = None
+    ) -> Peer:
+        place = place or Place()
+        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}", f"--host={place.host}"]
         options.append(f"--compression={args.compression}")
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
-        return await cls.spawn(python, f"{name}_peer", options, logs / f"{name}-{rank}.log")
+        log = logs / f"{name}-{args.compression}-{rank}.log"
+        return await cls.spawn(python, f"{name}_peer", options, log, place.command)
 
     @classmethod
-    async def spawn(cls, python: str, module: str, options: Sequence[str], log: Path) -> Peer:
-        """Start `benchmarks.contenders.MODULE`, with one torch thread."""
+    async def spawn(
+        cls, python: str, module: str, options: Sequence[str], log: Path, command: Sequence[str] = ()
+    ) -> Peer:
+        """Start `benchmarks.contenders.MODULE`, with one torch thread; `command` is what starts it elsewhere."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -78,7 +91,7 @@ class Peer:
         }
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", f"benchmarks.contenders.{module}", *options),
+                *(*command, python, "-m", f"benchmarks.contenders.{module}", *options),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -141,11 +154,20 @@ class Contender:
         self.failure: str | None = None
 
     @classmethod
-    async def start(cls, name: str, args: argparse.Namespace, logs: Path, *, join: bool = True) -> Contender:
+    async def start(
+        cls,
+        name: str,
+        args: argparse.Namespace,
+        logs: Path,
+        places: Sequence[Place] | None = None,
+        *,
+        join: bool = True,
+    ) -> Contender:
         """Start the peers, and unless told otherwise let them join each other."""
         python = args.hivemind_python if name == "hivemind" else sys.executable
-        ranks = range(args.peers)
-        self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
+        places = places or [Place()] * args.peers
+        started = [await Peer.start(name, python, rank, args, logs, place) for rank, place in enumerate(places)]
+        self = cls(name, started)
         if join:
             try:
                 await self.join()

@@ -48,7 +48,7 @@ class TransportPeer(Contender):
 
     def start(self) -> str:
         async def listen() -> str:
-            self.transport = TcpTransport(Identity.ephemeral(), encrypt=self.encrypt)
+            self.transport = TcpTransport(Identity.ephemeral(), host=self.options.host, encrypt=self.encrypt)
             await self.transport.listen(self.accept)
             return str(self.transport.addresses[0])
 

@@ -43,6 +43,7 @@ class Options(NamedTuple):
     numel: int
     compression: str
     part_bytes: int | None
+    host: str = "127.0.0.1"
 
 
 class Times(NamedTuple):
@@ -164,5 +165,5 @@ def parse() -> Options:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--part-bytes", type=int)
-    args = parser.parse_args()
-    return Options(args.rank, args.peers, args.numel, args.compression, args.part_bytes)
+    parser.add_argument("--host", default="127.0.0.1")
+    return Options(**vars(parser.parse_args()))

@@ -97,7 +97,7 @@ class _RunBuffers(NamedTuple):
     def of(cls, run: Run) -> _RunBuffers:
         """New memory."""
         dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
-        local = torch.zeros(run.stop - run.start, dtype=dtype)
+        local = torch.empty(run.stop - run.start, dtype=dtype)  # not zeros: whoever writes first takes the memory
         residual = reference = None
         if isinstance(codec, Differences):
             reference = Reference(run.start, torch.zeros_like(local))
@@ -105,7 +105,7 @@ class _RunBuffers(NamedTuple):
             kept = torch.zeros(local.numel(), dtype=_sum_dtype(dtype))
             # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
             residual = Residual(dtype, run.start, kept, limit=_LARGEST[kept.dtype] / 2)
-        return cls(run.start, dtype, codec, local, torch.zeros_like(local), residual, reference)
+        return cls(run.start, dtype, codec, local, torch.empty_like(local), residual, reference)
 
     @property
     def codec(self) -> CompressionBase:

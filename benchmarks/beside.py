@@ -84,6 +84,8 @@ class Pair:
         else:
             if counts:
                 self.turns.setdefault(loop, []).append(Turn(**found))
+                shown = "  ".join(f"{name} {value:.2f}" for name, value in sorted(found.items()))
+                print(f"  {self.name}, {loop}: {shown}", flush=True)
 
     async def loop(self, number: int, loop: str) -> dict[str, float]:
         trainer = self.apart or self.contender.peers[-1]

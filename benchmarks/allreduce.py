@@ -13,8 +13,8 @@ alike. After every round the values are compared with the mean. Printed are medi
 
 Contenders: `hivemind` 1.1.12 from an environment of its own (``python3 -m venv DIR``, then ``DIR/bin/pip install
 torch==2.13.0``, then ``DIR/bin/pip install hivemind==1.1.12 "numpy<2.4"``; give ``--hivemind-python DIR/bin/python``),
-`gloo` of torch.distributed (no encryption), and `transport`, shoal's TLS connections alone: the same bytes between the
-same peers, nothing added up.
+`gloo` of torch.distributed (no encryption), `transport`, shoal's connections alone (the same bytes between the same
+peers, nothing added up), and of shoal and its transport without encryption `clear` and `clear_transport`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = ("shoal", "hivemind", "gloo", "transport")
+CONTENDERS = ("shoal", "hivemind", "gloo", "transport", "clear", "clear_transport")
 START_S, ROUND_S, STOP_S = 60.0, 90.0, 5.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -49,6 +49,13 @@ class Round(NamedTuple):
     cpu_s: float
 
 
+class Place(NamedTuple):
+    """Where a peer runs: what its command begins with, and the address that it listens on."""
+
+    command: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+
+
 class ContenderFailed(Exception):
     """A peer said so, did not answer in time, or ended."""
 
@@ -60,12 +67,22 @@ class Peer:
         self.process, self.log = process, log
 
     @classmethod
-    async def start(cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path) -> Peer:
-        log = logs / f"{name}-{rank}.log"
-        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}"]
+    async def start(
+        cls, name: str, python: str, rank: int, args: argparse.Namespace, logs: Path, place: Place | None = None
+    ) -> Peer:
+        place = place or Place()
+        options = [f"--rank={rank}", f"--peers={args.peers}", f"--numel={args.numel}", f"--host={place.host}"]
         options.append(f"--compression={args.compression}")
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
+        log = logs / f"{name}-{args.compression}-{rank}.log"
+        return await cls.spawn(python, f"{name}_peer", options, log, place.command)
+
+    @classmethod
+    async def spawn(
+        cls, python: str, module: str, options: Sequence[str], log: Path, command: Sequence[str] = ()
+    ) -> Peer:
+        """Start `benchmarks.contenders.MODULE`, with one torch thread; `command` is what starts it elsewhere."""
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -74,7 +91,7 @@ class Peer:
         }
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", f"benchmarks.contenders.{name}_peer", *options),
+                *(*command, python, "-m", f"benchmarks.contenders.{module}", *options),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
@@ -108,6 +125,15 @@ class Peer:
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return f"its last words: {lines[-1]!r}" if lines else "it printed nothing"
 
+    async def stop(self) -> None:
+        """Let it leave, then kill whatever is left of it and of its children."""
+        with contextlib.suppress(ContenderFailed):
+            if self.process.returncode is None:
+                await self.ask("stop", STOP_S)
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        await self.end()
+
     async def end(self) -> None:
         """Kill whatever is left of it and of its children."""
         with contextlib.suppress(TimeoutError):
@@ -128,11 +154,20 @@ class Contender:
         self.failure: str | None = None
 
     @classmethod
-    async def start(cls, name: str, args: argparse.Namespace, logs: Path, *, join: bool = True) -> Contender:
+    async def start(
+        cls,
+        name: str,
+        args: argparse.Namespace,
+        logs: Path,
+        places: Sequence[Place] | None = None,
+        *,
+        join: bool = True,
+    ) -> Contender:
         """Start the peers, and unless told otherwise let them join each other."""
         python = args.hivemind_python if name == "hivemind" else sys.executable
-        ranks = range(args.peers)
-        self = cls(name, [await Peer.start(name, python, rank, args, logs) for rank in ranks])
+        places = places or [Place()] * args.peers
+        started = [await Peer.start(name, python, rank, args, logs, place) for rank, place in enumerate(places)]
+        self = cls(name, started)
         if join:
             try:
                 await self.join()

@@ -36,6 +36,7 @@ from shoal.compression import (
     NoCompression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopKCompression,
     Uniform8BitQuantization,
 )
 
@@ -51,9 +52,10 @@ CODECS: list[CompressionBase] = [
     BlockwiseQuantization(8, 256),
     BlockwiseQuantization(8, 4096),
     BlockwiseQuantization(4),
+    TopKCompression(0.01),
 ]
 
-ALONE = {"bfloat16", "blockwise:8:256", "blockwise:8:4096", "blockwise:4:64"}
+ALONE = {"bfloat16", "blockwise:8:256", "blockwise:8:4096", "blockwise:4:64", "topk:0.01"}
 """hivemind has no such codec. Its blockwise one has blocks of 4096, and stands beside shoal's default."""
 
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

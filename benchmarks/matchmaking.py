@@ -1,12 +1,17 @@
 """Do peers that call together meet? ``python -m benchmarks.matchmaking --peers 16 --rounds 100``.
 
 Every peer is a process with a DHT node and an averager of its own, on loopback with TLS. In every round all call
-`step()` on a small tensor at once, with a target of all of them; a group of two would do. Printed are
+`step()` on a small tensor at once, with a target of all of them; a group of two would do. Printed are, for each of the
+sizes in ``--peers``,
 
 - how many joins (calls of `step`) ended in a full group, and in how many rounds all peers were in one group;
 - the time to form: from the last peer's call until a peer knew its group, over all joins of full groups, and of the
   last peer of each round;
 - every failure with its reason, and the sizes of groups that were not full.
+
+With ``--against hivemind --hivemind-python PATH`` (see `benchmarks.allreduce`) peers of hivemind 1.1.12 take turns with
+shoal's, round by round; groups that are not full are failures there. Links are warm: rounds before ``--warm-up`` do not
+count.
 """
 
 from __future__ import annotations
@@ -28,21 +33,42 @@ from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, processor,
 Round = list[dict[str, Any]]
 
 
-async def play(args: argparse.Namespace) -> list[Round]:
-    """All rounds: what each peer answered."""
-    rounds: list[Round] = []
+async def play(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[Round]]:
+    """All rounds of each contender: what each peer answered. A round that failed as a whole is empty."""
+    rounds: dict[str, list[Round]] = {name: [] for name in names}
+    swarms: list[Contender] = []
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as logs:
-        swarm = await Contender.start("matchmaking", args, Path(logs))
         try:
-            if swarm.failure is not None:
-                raise SystemExit(f"the peers did not start: {swarm.failure}")
+            for name in names:
+                swarm = await Contender.start("matchmaking" if name == "shoal" else name, args, Path(logs))
+                swarms.append(swarm)
+                if swarm.failure is not None:
+                    raise SystemExit(f"the peers of {name} did not start: {swarm.failure}")
             for number in range(args.warm_up + args.rounds):
-                answers = await swarm.ask_all("average", ROUND_S, round=number)
-                if number >= args.warm_up:
-                    rounds.append(answers)
+                turns = list(zip(names, swarms, strict=True))
+                for name, swarm in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                    answers = await one_round(swarm, number)
+                    if number >= args.warm_up:
+                        rounds[name].append(answers)
         finally:
-            await swarm.stop()
+            await asyncio.gather(*(swarm.stop() for swarm in swarms))
     return rounds
+
+
+async def one_round(swarm: Contender, number: int) -> Round:
+    """What each peer answered; of hivemind only that the group was full is known."""
+    try:
+        answers = await swarm.ask_all("average", ROUND_S, round=number)
+    except ContenderFailed as error:
+        if swarm.name == "matchmaking":
+            raise
+        print(f"  {swarm.name}, round {number}: {error}", file=sys.stderr, flush=True)
+        return []
+    for answer in answers:
+        answer.setdefault("size", len(answers))
+        answer.setdefault("group", str(number))
+        answer.setdefault("failure", None)
+    return answers
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -53,6 +79,7 @@ def quantile(values: Sequence[float], part: float) -> float:
 
 def report(rounds: Sequence[Round], peers: int) -> dict[str, Any]:
     """Everything in numbers."""
+    empty, rounds = sum(not answers for answers in rounds), [answers for answers in rounds if answers]
     joins = [join for answers in rounds for join in answers]
     full = [join for join in joins if join["size"] == peers]
     times, last = [], []
@@ -63,53 +90,72 @@ def report(rounds: Sequence[Round], peers: int) -> dict[str, Any]:
         last += [max(formed)] if len(formed) == peers else []
     return {
         "rounds": len(rounds),
+        "failed_rounds": empty,
         "joins": len(joins),
         "full_joins": len(full),
-        "full_part": len(full) / len(joins),
+        "full_part": len(full) / len(joins) if joins else 0.0,
         "full_rounds": sum(
             len({join["group"] for join in answers}) == 1 and answers[0]["size"] == peers for answers in rounds
         ),
         "form_s": {name: quantile(times, part) for name, part in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)) if times},
         "last_s": {name: quantile(last, part) for name, part in (("p50", 0.5), ("p95", 0.95), ("max", 1.0)) if last},
         "call_spread_s": statistics.median(
-            max(join["called"] for join in answers) - min(join["called"] for join in answers) for answers in rounds
+            [max(join["called"] for join in answers) - min(join["called"] for join in answers) for answers in rounds]
+            or [0.0]
         ),
         "failures": Counter(join["failure"] for join in joins if join["failure"]),
         "smaller": Counter(join["size"] for join in joins if 0 < join["size"] < peers),
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--peers", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
-    parser.set_defaults(numel=1000, compression="none", part_bytes=None)
-    args = parser.parse_args()
-    if args.peers < 2 or args.rounds < 1:
-        parser.error("at least 2 peers and 1 round")
-    print(f"{args.peers} peers, {args.rounds} rounds; {processor()}, {os.cpu_count()} cores", flush=True)
-    began = time.monotonic()
-    try:
-        rounds = asyncio.run(play(args))
-    except ContenderFailed as error:
-        raise SystemExit(f"a peer could not go on: {error}") from None
-    result = report(rounds, args.peers)
-    print(f"joins in a full group: {result['full_joins']} of {result['joins']} ({result['full_part']:.2%})")
-    print(f"rounds with one group of all: {result['full_rounds']} of {result['rounds']}")
-    for name, what in (("form_s", "time to form, all peers"), ("last_s", "time to form, last peer of a round")):
-        values = "  ".join(f"{key} {1e3 * value:.0f} ms" for key, value in result[name].items())
+def show(name: str, result: dict[str, Any]) -> None:
+    print(f"{name}: joins in a full group: {result['full_joins']} of {result['joins']} ({result['full_part']:.2%})")
+    print(f"rounds with one group of all: {result['full_rounds']} of {result['rounds'] + result['failed_rounds']}")
+    for field, what in (("form_s", "time to form, all peers"), ("last_s", "time to form, last peer of a round")):
+        values = "  ".join(f"{key} {1e3 * value:.0f} ms" for key, value in result[field].items())
         print(f"{what}: {values or 'never'}")
     print(f"calls of a round were {1e3 * result['call_spread_s']:.0f} ms apart (median of first to last)")
     for reason, count in result["failures"].most_common():
         print(f"failed {count} times: {reason}")
     for size, count in sorted(result["smaller"].items()):
         print(f"joins in a group of {size}: {count}")
-    print(f"{time.monotonic() - began:.0f} s in all")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--peers", default="16", help="sizes of the group, with commas")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--warm-up", type=int, default=2, help="rounds before those that count")
+    parser.add_argument("--against", choices=("hivemind",))
+    parser.add_argument("--hivemind-python", metavar="PATH", help="the Python of an environment with hivemind 1.1.12")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
+    parser.set_defaults(numel=1000, compression="none", part_bytes=None)
+    args = parser.parse_args()
+    sizes = [int(size) for size in args.peers.split(",")]
+    if min(sizes) < 2 or args.rounds < 1:
+        parser.error("at least 2 peers and 1 round")
+    if args.against and not args.hivemind_python:
+        parser.error("--against hivemind needs --hivemind-python PATH (benchmarks.allreduce says how to make one)")
+    names = ["shoal", *([args.against] if args.against else [])]
+    content: dict[str, Any] = {}
+    for args.peers in sizes:
+        print(f"{args.peers} peers, {args.rounds} rounds; {processor()}, {os.cpu_count()} cores", flush=True)
+        began = time.monotonic()
+        try:
+            rounds = asyncio.run(play(args, names))
+        except ContenderFailed as error:
+            raise SystemExit(f"a peer could not go on: {error}") from None
+        results = {name: report(each, args.peers) for name, each in rounds.items()}
+        for name, result in results.items():
+            show(name, result)
+        if args.against and results[args.against]["last_s"] and results["shoal"]["last_s"]:
+            times = results[args.against]["last_s"]["p50"] / results["shoal"]["last_s"]["p50"]
+            print(f"the last peer of a round, p50: {args.against} takes {times:.1f} times as long")
+        print(f"{time.monotonic() - began:.0f} s in all", flush=True)
+        content[str(args.peers)] = {"results": results, "answers": rounds}
     if args.json:
-        write(args.json, {**result, "answers": rounds})
-    return 0 if result["full_part"] >= 0.99 else 1
+        write(args.json, content)
+    return 0 if all(each["results"]["shoal"]["full_part"] >= 0.99 for each in content.values()) else 1
 
 
 if __name__ == "__main__":

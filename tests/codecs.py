@@ -6,10 +6,13 @@ from shoal.compression import (
     BFloat16Compression,
     BlockwiseQuantization,
     CompressionBase,
+    Differences,
+    ErrorFeedback,
     Float16Compression,
     NoCompression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopKCompression,
     Uniform8BitQuantization,
 )
 
@@ -24,4 +27,10 @@ CODECS: list[CompressionBase] = [
     Quantile8BitQuantization(),
     BlockwiseQuantization(),
     BlockwiseQuantization(bits=4),
+    TopKCompression(0.1),
+    ErrorFeedback(BlockwiseQuantization(bits=4)),
+    ErrorFeedback(TopKCompression(0.01)),
+    Differences(BlockwiseQuantization()),
+    Differences(Quantile8BitQuantization()),
+    Differences(ErrorFeedback(BlockwiseQuantization(bits=4))),
 ]

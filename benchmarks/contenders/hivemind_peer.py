@@ -29,14 +29,15 @@ class HivemindPeer(Contender):
         self.options, self.tensor = options, tensor
 
     def start(self) -> str:
+        self.listen = [f"/ip4/{self.options.host}/tcp/0"]
         if self.options.rank:
             return ""
-        self.dht = hivemind.DHT(start=True)
+        self.dht = hivemind.DHT(host_maddrs=self.listen, start=True)
         return str(self.dht.get_visible_maddrs()[0])
 
     def join(self, invites: list[str]) -> None:
         if self.options.rank:
-            self.dht = hivemind.DHT(initial_peers=invites[:1], start=True)
+            self.dht = hivemind.DHT(initial_peers=invites[:1], host_maddrs=self.listen, start=True)
         codecs = hivemind.compression
         codec = {
             "none": codecs.NoCompression,

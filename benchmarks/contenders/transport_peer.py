@@ -1,4 +1,4 @@
-"""shoal's TLS transport alone: each peer exchanges with each other one what a butterfly all-reduce would, both ways on
+"""shoal's transport alone: each peer exchanges with each other one what a butterfly all-reduce would, both ways on
 each connection at once. Nothing is added up: this is what there is to reach.
 """
 
@@ -24,6 +24,8 @@ PART_BYTES = 1 << 20
 class TransportPeer(Contender):
     """One peer; its loop has a thread of its own, as in shoal."""
 
+    encrypt = True
+
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         self.options, self.tensor = options, tensor
@@ -46,7 +48,7 @@ class TransportPeer(Contender):
 
     def start(self) -> str:
         async def listen() -> str:
-            self.transport = TcpTransport(Identity.ephemeral())
+            self.transport = TcpTransport(Identity.ephemeral(), host=self.options.host, encrypt=self.encrypt)
             await self.transport.listen(self.accept)
             return str(self.transport.addresses[0])
 

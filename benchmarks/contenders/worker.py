@@ -1,7 +1,7 @@
 """One peer of a benchmark, in a process of its own, told what to do by lines of JSON. Imports nothing of shoal: it also
 runs in other libraries' environments.
 
-`benchmarks.allreduce` writes requests to our standard input and reads one answer to each from our standard output:
+`benchmarks.allreduce` writes these requests, as `contenders.orders` says:
 
 =========  ==========================================  =============================================================
 request    meaning                                     answer
@@ -15,19 +15,11 @@ train      run the loop `loop` alone for `seconds`     its `iterations`, and in 
 check      compare the result of round `round`         `wrong`: what is wrong with it, or null
 stop       leave                                       nothing
 =========  ==========================================  =============================================================
-
-An answer may be `error` instead. The process ends when its input does, so that it never outlives the benchmark.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
-import threading
-import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +27,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from benchmarks.contenders import loops
+from benchmarks.contenders.orders import now, obey
+
+__all__ = ["Contender", "Options", "Pending", "Times", "now", "serve"]
 
 ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05}
 """Largest error of an average, as a part of the largest value."""
@@ -48,6 +43,7 @@ class Options(NamedTuple):
     numel: int
     compression: str
     part_bytes: int | None
+    host: str = "127.0.0.1"
 
 
 class Times(NamedTuple):
@@ -109,34 +105,17 @@ class Contender(Protocol):
         return tensor, None
 
 
-def now() -> float:
-    """Seconds, the same for all processes of this machine."""
-    return time.clock_gettime(time.CLOCK_MONOTONIC)
-
-
 def serve(make: Callable[[Options, torch.Tensor], Contender]) -> None:
     """Be a peer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
     torch.set_num_threads(1)
     options = parse()
     tensor = torch.zeros(options.numel)
     values = Values(options)
     contender = make(options, tensor)
-    for line in sys.stdin:
-        try:
-            answer = obey(contender, values, tensor, json.loads(line))
-        except Exception as error:  # noqa: BLE001 (told to whoever asked)
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-        if json.loads(line)["do"] == "stop":
-            break
-    # Libraries may hang while they close: this process does not.
-    threading.Timer(3.0, os._exit, (0,)).start()
+    obey(lambda request: answer(contender, values, tensor, request))
 
 
-def obey(contender: Contender, values: Values, tensor: torch.Tensor, request: dict[str, Any]) -> dict[str, Any]:
+def answer(contender: Contender, values: Values, tensor: torch.Tensor, request: dict[str, Any]) -> dict[str, Any]:
     match request["do"]:
         case "start":
             return {"invite": contender.start()}
@@ -186,5 +165,5 @@ def parse() -> Options:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--part-bytes", type=int)
-    args = parser.parse_args()
-    return Options(args.rank, args.peers, args.numel, args.compression, args.part_bytes)
+    parser.add_argument("--host", default="127.0.0.1")
+    return Options(**vars(parser.parse_args()))

@@ -14,6 +14,7 @@ import re
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import msgspec
 
@@ -22,6 +23,7 @@ from shoal.errors import ConfigError
 __all__ = ["Address", "Invite", "PeerID", "parse_peers"]
 
 PEER_ID_BYTES = 32
+_HOST = re.compile(r"[0-9A-Za-z.:_-]{1,253}")
 _INVITE_SCHEME = "shoal:"
 _HOST_KINDS = {"ip4", "ip6", "dns"}
 
@@ -79,6 +81,19 @@ class PeerID:
         return self.raw < other.raw
 
 
+def _kind(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns"
+
+
+# The same few hosts stand in every answer of every node.
+@lru_cache(maxsize=4096)
+def _is_host(host: str) -> bool:
+    return _HOST.fullmatch(host) is not None and (":" not in host or _kind(host) == "ip6")
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """One place where one peer listens: `/<ip4|ip6|dns>/HOST/tcp/PORT/p2p/PEERID`.
@@ -96,16 +111,13 @@ class Address:
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} in an address is not within 1..65535")
-        if not re.fullmatch(r"[0-9A-Za-z.:_-]{1,253}", self.host) or (":" in self.host and self.kind != "ip6"):
+        if not _is_host(self.host):
             raise ConfigError(f"host {self.host!r} in an address is not an IP address or a DNS name")
 
     @property
     def kind(self) -> str:
         """`ip4`, `ip6` or `dns`."""
-        try:
-            return f"ip{ipaddress.ip_address(self.host).version}"
-        except ValueError:
-            return "dns"
+        return _kind(self.host)
 
     @classmethod
     def parse(cls, text: str) -> Address:

@@ -46,7 +46,7 @@ Down = TypeVar("Down")
 M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""32 bytes: SHA-256 of states, SHA-512 cut short of chunks."""
+"""32 bytes: SHA-256 of states, BLAKE3 of chunks."""
 
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: GMAC of an encoded average, keyed by the round."""
@@ -130,6 +130,7 @@ def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
     raise TypeError(f"{kind.__name__} does not say what it is answered with: derive from {base.__name__}[...]")
 
 
+@lru_cache(maxsize=256)
 def reply_type(request: type[Request[R]]) -> type[R]:
     """What a request of this type is answered with."""
     return cast("type[R]", _type_arguments(request, Request)[0])
@@ -288,7 +289,8 @@ class Member(Message, frozen=True):
 
     `bandwidth` is in bytes/s, None where the peer did not say; `reduces` is False for a client or a peer with
     bandwidth 0; `gathered` is the peer's own MessagePack value for all others. `contributes` is False for an auxiliary
-    peer, which reduces for the others: it has no values to average and wants no averages.
+    peer, which reduces for the others: it has no values to average and wants no averages. `reference` names the last
+    average that this peer holds, by its round; empty if none, or if the averager codes nothing against it.
     """
 
     contact: Contact
@@ -296,6 +298,7 @@ class Member(Message, frozen=True):
     bandwidth: float | None
     gathered: Annotated[bytes, msgspec.Meta(max_length=65536)]
     contributes: bool = True
+    reference: Annotated[bytes, msgspec.Meta(max_length=16)] = b""
 
 
 class JoinAccepted(Message, frozen=True):
@@ -501,7 +504,7 @@ class ManifestReply(Message, frozen=True):
     """What a donor offers: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' SHA-512, cut short. `metadata` is MessagePack.
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack.
     """
 
     snapshot: RoundID

@@ -14,10 +14,12 @@ from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,
     CompressionInfo,
+    ErrorFeedback,
     Float16Compression,
     NoCompression,
     Quantile8BitQuantization,
     ScaledFloat16Compression,
+    TopKCompression,
     Uniform8BitQuantization,
     as_tensor,
     codec_by_name,
@@ -36,6 +38,11 @@ SHARING: list[CompressionBase] = [
     BlockwiseQuantization(8, 16),
     BlockwiseQuantization(4),
     BlockwiseQuantization(4, 16),
+    TopKCompression(0.01),
+    TopKCompression(0.001),
+    TopKCompression(0.25),
+    ErrorFeedback(TopKCompression(0.05)),
+    ErrorFeedback(Uniform8BitQuantization()),
 ]
 
 codecs = st.sampled_from([*ELEMENTWISE, *SHARING])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shoal.allreduce.round import Outcome, Round, RoundOptions, RoundTable
-from shoal.allreduce.vector import Vector, describe
+from shoal.allreduce.vector import Vector, describe, is_weight
 from shoal.compression import CompressionBase, NoCompression
 from shoal.peer import PeerID
 from shoal.rpc import Stream
@@ -108,7 +108,7 @@ class RoundPeer:
         if self.auxiliary:
             weight = 0.0
         else:
-            assert self.vector.copy_in() is None
+            assert self.vector.copy_in(weight=weight if is_weight(weight) else 1.0) is None
         formed = HandMade(
             round_id=round_id,
             members=[each.member() for each in group],

@@ -196,6 +196,26 @@ def test_new_nodes_get_what_is_written_again_and_again() -> None:
     run(main)
 
 
+def test_a_small_network_needs_no_lookup_for_each_new_key() -> None:
+    """All nodes answered the first lookup: the next keys go to all of them at once, and to one that came since."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 6, settings=ONLY_REPAIR)
+        writer = nodes[0]
+        calls = []
+        for number in range(4):
+            before = writer.dht.calls_made
+            assert await store(swarm, writer, f"key {number}", "value", 600)
+            calls.append(writer.dht.calls_made - before)
+            assert len(holders(swarm, f"key {number}")) == len(swarm.peers)
+            if number == 1:
+                await grow(swarm, 1, settings=ONLY_REPAIR)
+        assert calls == [10, 5, 12, 6]
+
+    run(main)
+
+
 def test_record_outlives_its_writer_until_it_expires_and_no_longer() -> None:
     """Holders give it to each other, but nobody can renew it."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -63,6 +64,30 @@ def test_calls_are_answered_over_one_link(run: Run) -> None:
         assert a.endpoint.connected(b.peer_id)
         assert [event.peer for event in a.seen(PeerConnected)] == [b.peer_id]
         assert [event.peer for event in b.seen(PeerConnected)] == [a.peer_id]
+
+    run(scenario)
+
+
+@everywhere
+def test_a_handler_may_answer_at_once_or_in_a_task(run: Run) -> None:
+    """A plain function's reply, or what it raises, is told as a coroutine's is; one handler may do either."""
+
+    async def scenario(net: Net) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+
+        def answer(peer: PeerID, request: Say) -> Said | Coroutine[Any, Any, Said]:
+            if request.text == "refuse":
+                raise PeerRefused("not today", peer)
+            if request.text == "later":
+                return echo(peer, request)
+            return Said(request.text)
+
+        b.endpoint.serve(Say, answer)
+        texts = [f"{i}" for i in range(100)] + ["later"]
+        replies = await together(*(a.endpoint.call(b.contact, Say(text), timeout_s=5.0) for text in texts))
+        assert [reply.text for reply in replies] == texts
+        with pytest.raises(PeerRefused, match="not today"):
+            await a.endpoint.call(b.contact, Say("refuse"), timeout_s=5.0)
 
     run(scenario)
 

@@ -42,6 +42,8 @@ BAD_NAMES = [
         "blockwise:8:131072",
         "blockwise:4:8",
     ),
+    *("topk", "topk:", "topk:0", "topk:0.010", "topk:1", "topk:nan", "topk:1e-7", "topk:0.6", "topk:٠.٠١", "feedback:"),
+    *("feedback", "feedback:feedback:topk:0.01", "feedback:nothing", "feedback:" * 20),
     *(f"blockwise:8:{'9' * 5000}", "SizeAdaptiveCompression(threshold=1, less=none, greater_equal=none)"),
 ]
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]

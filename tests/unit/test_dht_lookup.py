@@ -66,6 +66,23 @@ def test_asks_the_rest_at_once_when_a_reply_brought_nobody_nearer() -> None:
     assert lookup.next_queries() == far(1)
 
 
+def test_is_complete_when_all_that_it_heard_of_have_answered() -> None:
+    """Then there is nobody else; a node that was not asked, or that failed, may know others."""
+    lookup = Lookup(TARGET, OWN, far(10, 20), count=4)
+    lookup.next_queries()
+    lookup.reply(NODES[10].peer, far(30))
+    lookup.reply(NODES[20].peer, [])
+    assert not lookup.complete
+    lookup.next_queries()
+    lookup.reply(NODES[30].peer, far(10, 20))
+    assert lookup.complete
+    other = Lookup(TARGET, OWN, far(10, 20), count=4)
+    other.next_queries()
+    other.reply(NODES[10].peer, [])
+    other.failed(NODES[20].peer)
+    assert not other.complete
+
+
 def test_ends_when_the_nearest_have_answered_though_others_were_not_asked() -> None:
     """What lies farther than the nearest `count` that answered cannot change the result."""
     lookup = Lookup(TARGET, OWN, far(9), count=2, alpha=3)

@@ -35,8 +35,7 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int
     digests = []
     owner = vectors[0]
     for part in parts_of(owner, part_bytes):
-        owner.begin_sum(part)
-        owner.add_mine(part, weights[0])
+        owner.begin_sum(part, weights[0])
         for other, weight in zip(vectors[1:], weights[1:], strict=True):
             data = memoryview(bytearray(other.contribution(part)))
             assert data.nbytes == owner.encoded_bytes(part)
@@ -143,8 +142,7 @@ def test_copies_are_copies() -> None:
     tensor.mul_(2)
     [part] = parts_of(vector)
     assert bytes(vector.contribution(part)) == before.numpy().tobytes()
-    vector.begin_sum(part)
-    vector.add_mine(part, 3.0)
+    vector.begin_sum(part, 3.0)
     vector.finish(part, 3.0, DIGESTS)
     torch.testing.assert_close(tensor, before * 2, rtol=0, atol=0)
 
@@ -244,8 +242,7 @@ def test_contributions_that_are_not_finite_are_refused(codec: CompressionBase, b
     theirs.tensors[0][3] = bad
     assert theirs.copy_in() == 0
     [part] = parts_of(mine)
-    mine.begin_sum(part)
-    mine.add_mine(part, 1.0)
+    mine.begin_sum(part, 1.0)
     with pytest.raises(PeerProtocolError, match="not finite"):
         mine.decoded(part, memoryview(bytearray(theirs.contribution(part))), 1.0)
     mine.finish(part, 1.0, DIGESTS)
@@ -286,10 +283,8 @@ def test_a_sum_begun_again_forgets_the_first() -> None:
     vector = vector_of([torch.full((10,), 2.0)])
     vector.copy_in()
     [part] = parts_of(vector)
-    vector.begin_sum(part)
-    vector.add_mine(part, 5.0)
-    vector.begin_sum(part)
-    vector.add_mine(part, 1.0)
+    vector.begin_sum(part, 5.0)
+    vector.begin_sum(part, 1.0)
     vector.finish(part, 1.0, DIGESTS)
     vector.overwrite()
     assert torch.equal(vector.tensors[0], torch.full((10,), 2.0))

@@ -13,12 +13,13 @@ from __future__ import annotations
 import asyncio
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberAction
+from shoal.allreduce.interface import has_member
 from shoal.allreduce.owner import PartOwner
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import DownStream, Inbound, Outgoing, RoundView, UpStream, check_part
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused
-from shoal.wire import Held, PartData, PartRequest
+from shoal.wire import Commit, Held, PartData, PartRequest
 
 __all__ = ["Exchange"]
 
@@ -197,6 +198,18 @@ class Exchange:
             round_.news()
 
     # --------------------------------------------------------------------------------------------------------- ending
+
+    async def settle_values(self, commit: Commit) -> None:
+        """What the encodings of this member lost, where they were counted, and the average are for the next round."""
+        round_, vector = self._round, self._round.vector
+        vector.name_reference(b"")  # while it is neither the old one nor the new one
+        for part, held in zip(round_.parts, commit.parts, strict=True):
+            if vector.remembers(part):
+                here = self._owner.averaged(part.number, held.attempt)
+                counted = has_member(held.contributors, round_.me)
+                await self._work.compute(part, vector.settle, part, averaged_here=here, counted=counted)
+        if round_.rules.contributes:  # an auxiliary member has not got all averages
+            vector.name_reference(round_.round_id)
 
     def step_aside(self) -> None:
         """The decider left itself out, as it is slow: nothing goes on beside its words. After the commit it may ask."""

@@ -11,7 +11,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.wire import Commit, Member
 
-__all__ = ["FormedGroup", "Outcome", "RoundOptions"]
+__all__ = ["FormedGroup", "Outcome", "RoundOptions", "has_member"]
 
 
 class FormedGroup(Protocol):
@@ -93,7 +93,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, commit: Commit, members: Sequence[Member]) -> Outcome:
         """What this verdict means for this group."""
         peers = [member.contact.peer for member in members]
-        everywhere = {i for i in range(len(members)) if all(_has(held.contributors, i) for held in commit.parts)}
+        everywhere = {i for i in range(len(members)) if all(has_member(held.contributors, i) for held in commit.parts)}
         missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
         return cls(
             commit=commit,
@@ -104,5 +104,6 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _has(mask: bytes, index: int) -> bool:
+def has_member(mask: bytes, index: int) -> bool:
+    """Whether a mask of contributors names this member."""
     return bool(mask[index // 8] >> index % 8 & 1) if index // 8 < len(mask) else False

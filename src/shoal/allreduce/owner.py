@@ -54,6 +54,10 @@ class PartOwner:
         self._round.spawn(self._begin(self._round.parts[part], attempt))
         self._finish(ready)  # after `_begin`: the lock is given in order
 
+    def averaged(self, part: int, attempt: int) -> bool:
+        """Whether the average of this part and attempt was made here: each attempt has one owner."""
+        return (part, attempt) in self._weights
+
     async def _begin(self, part: Part, attempt: int) -> None:
         round_, work = self._round, (part.number, attempt)
         counts = round_.weight > 0
@@ -61,9 +65,7 @@ class PartOwner:
             async with self._work.locks[part.number]:
                 if round_.rules.attempt[part.number] != attempt:
                     return  # it has another owner already
-                await self._work.light(part, round_.vector.begin_sum, part)
-                if counts:
-                    await self._work.light(part, round_.vector.add_mine, part, round_.weight)
+                await self._work.light(part, round_.vector.begin_sum, part, round_.weight)
         finally:
             self._begun[work].set()  # in any case: streams wait for it
         self._weights[work] += round_.weight

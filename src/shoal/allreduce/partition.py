@@ -117,12 +117,13 @@ class Layout:
         """What is compared when peers meet (compressed MessagePack)."""
         return zlib.compress(msgspec.msgpack.encode(self.specs), 1)
 
-    def parts(self, slices: Sequence[int], part_bytes: int) -> list[Part]:
+    def parts(self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None = None) -> list[Part]:
         """Cut the slices to parts.
 
         Args:
             slices: elements of the flat vector that each member owns, in order.
             part_bytes: upper bound on a part as encoded.
+            codecs: of each run, where they are not those that the schema names.
 
         Raises:
             ConfigError: the slices do not cover the vector exactly, or the parts would be too many or too large.
@@ -133,7 +134,8 @@ class Layout:
             raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
         pieces: list[tuple[int, int, int, int, int]] = []
         for owner, number, start, stop in self._intervals(slices):
-            step = self._elements_within(part_bytes, self.runs[number])
+            run = self.runs[number]
+            step = self._elements_within(part_bytes, run if codecs is None else run._replace(codec=codecs[number]))
             pieces.append((owner, number, start, stop, -(-(stop - start) // step)))
         if sum(count for *_, count in pieces) > MAX_PARTS:
             raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
@@ -146,7 +148,8 @@ class Layout:
 
     def _elements_within(self, nbytes: int, run: Run) -> int:
         """How many elements of this run can be encoded in so many bytes; one at least."""
-        # Two elements share a byte at most. By bisection: some codecs have a header, or scales of blocks.
+        # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, two elements for a
+        # byte at most: a part is also what is worked on at once.
         counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)
         return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(run.dtype, run.codec, count)))
 

@@ -21,6 +21,7 @@ from shoal.allreduce.control import Control, DeciderControl, FollowerControl
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.exchange import Exchange
 from shoal.allreduce.interface import FormedGroup, Outcome, RoundOptions
+from shoal.allreduce.reference import common_reference
 from shoal.allreduce.streams import DownStream
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, is_weight
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
@@ -65,7 +66,11 @@ class Round:
                 raise ConfigError(f"weight must be 0 for an auxiliary member, got {weight!r}")
             vector.forget()
         self.vector, self.weight, self.digests = vector, weight, PartDigests(group.round_id)
-        self.parts = vector.layout.parts(group.slices, group.part_bytes)
+        reference = common_reference(self.members)
+        if contributes and reference and reference != vector.reference_name:
+            raise ConfigError("the group was formed for another reference than ours")
+        vector.agree(on_reference=bool(reference))
+        self.parts = vector.parts(group.slices, group.part_bytes)
         for part in self.parts:
             if not self.members[part.owner].reduces:
                 raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
@@ -135,6 +140,7 @@ class Round:
         if not self.rules.succeeded:
             raise self._failure()
         assert self.rules.commit is not None
+        await self._exchange.settle_values(self.rules.commit)
         return Outcome.of(self.rules.commit, self.members)
 
     async def end_streams(self) -> None:

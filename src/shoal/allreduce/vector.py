@@ -5,7 +5,8 @@ begins (the user may change the tensors meanwhile), and `result`, which collects
 written once, after the commit, all of them or none.
 
 Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its owner uses the decoded bytes
-like everyone else, so all members end bit-identical.
+like everyone else, so all members end bit-identical. Runs with error feedback have a `Residual` that encodes for them,
+runs whose codec is for differences a `Reference` that values are coded against, if the group has the same one.
 """
 
 from __future__ import annotations
@@ -17,8 +18,20 @@ from typing import NamedTuple
 import torch
 
 from shoal.allreduce.digest import PartDigests
-from shoal.allreduce.partition import Layout, Part, TensorSpec
-from shoal.compression import DTYPES, CompressionBase, codec_by_name, dtype_by_name, dtype_name, view_bytes
+from shoal.allreduce.partition import Layout, Part, Run, TensorSpec
+from shoal.allreduce.reference import Reference
+from shoal.allreduce.residual import Residual
+from shoal.compression import (
+    DTYPES,
+    CompressionBase,
+    Differences,
+    ErrorFeedback,
+    NoCompression,
+    codec_by_name,
+    dtype_by_name,
+    dtype_name,
+    view_bytes,
+)
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
@@ -29,6 +42,8 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
 
 _LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
 """No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
+
+_LOSSLESS = NoCompression()
 
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
@@ -72,9 +87,40 @@ class _RunBuffers(NamedTuple):
 
     start: int
     dtype: torch.dtype
-    codec: CompressionBase
+    named: CompressionBase
     local: torch.Tensor
     result: torch.Tensor
+    residual: Residual | None
+    reference: Reference | None
+
+    @classmethod
+    def of(cls, run: Run) -> _RunBuffers:
+        """New memory."""
+        dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
+        local = torch.zeros(run.stop - run.start, dtype=dtype)
+        residual = reference = None
+        if isinstance(codec, Differences):
+            reference = Reference(run.start, torch.zeros_like(local))
+        if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
+            kept = torch.zeros(local.numel(), dtype=_sum_dtype(dtype))
+            # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
+            residual = Residual(dtype, run.start, kept, limit=_LARGEST[kept.dtype] / 2)
+        return cls(run.start, dtype, codec, local, torch.zeros_like(local), residual, reference)
+
+    @property
+    def codec(self) -> CompressionBase:
+        """Of this round: none at all without a reference that it needs."""
+        return self.named if self.reference is None or self.reference.agreed else _LOSSLESS
+
+    @property
+    def against(self) -> Reference | None:
+        """What this round codes against."""
+        return self.reference if self.reference is not None and self.reference.agreed else None
+
+    def mine(self, part: Part) -> torch.Tensor:
+        """My values of a part, as they are encoded and summed."""
+        values = _piece(self, self.local, part)
+        return values if self.against is None else self.against.difference(part, values)
 
 
 class Vector:
@@ -83,15 +129,17 @@ class Vector:
     Args:
         tensors: what is averaged; any floating dtype, shape, strides and device. Kept by reference.
         layout: of these tensors.
+
+    Attributes:
+        reference_name: the round whose average later ones may code against; empty: none.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
         self.tensors, self.layout = tuple(tensors), layout
         self._runs: list[_RunBuffers] = []
         for run in layout.runs:
-            dtype = dtype_by_name(run.dtype)
-            local = torch.zeros(run.stop - run.start, dtype=dtype)
-            self._runs.append(_RunBuffers(run.start, dtype, codec_by_name(run.codec), local, torch.zeros_like(local)))
+            self._runs.append(_RunBuffers.of(run))
+        self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
 
@@ -104,7 +152,7 @@ class Vector:
             The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
             finite or too large to be summed; None if all can.
         """
-        self.forget()
+        self.forget(weight)
         bad: int | None = None
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
@@ -117,10 +165,13 @@ class Vector:
                         bad = index
         return bad
 
-    def forget(self) -> None:
+    def forget(self, weight: float = 0.0) -> None:
         """Drop what the last round summed and encoded. `copy_in` does it; a peer that only assists has to call it."""
         self._sums.clear()
         self._wire.clear()
+        for run in self._runs:
+            if run.residual is not None:
+                run.residual.begin(weight)
 
     def apply(self, alpha: float) -> None:
         """Move the tensors to the average. Call it under the owner's lock, after the round succeeded.
@@ -168,17 +219,64 @@ class Vector:
     def contribution(self, part: Part) -> Buffer:
         """My values of a part, encoded; without a copy where they are sent as they are."""
         run = self._runs[part.run]
-        values = _piece(run, run.local, part)
+        values = run.mine(part)
+        if run.residual is not None:
+            return run.residual.contribution(part, values, run.codec)
         return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+
+    # ------------------------------------------------------------------------------------------ from round to round
+
+    def agree(self, *, on_reference: bool) -> None:
+        """Begin a round, before its parts are cut: whether all that contribute have the same reference."""
+        for run in self._runs:
+            if run.reference is not None:
+                run.reference.agreed = on_reference
+
+    def parts(self, slices: Sequence[int], part_bytes: int) -> list[Part]:
+        """The parts of this round: see `Layout.parts`."""
+        return self.layout.parts(slices, part_bytes, [run.codec.name for run in self._runs])
+
+    def remembers(self, part: Part) -> bool:
+        """Whether `settle` has something to do for this part."""
+        run = self._runs[part.run]
+        return run.residual is not None or run.reference is not None
+
+    def settle(self, part: Part, *, averaged_here: bool, counted: bool = True) -> None:
+        """Keep what the next round needs to know of a part of a round that was committed.
+
+        Args:
+            part: its average is in place.
+            averaged_here: whether that is the one that was made here.
+            counted: whether my values are in it.
+        """
+        run = self._runs[part.run]
+        if run.residual is not None and (averaged_here or counted):
+            run.residual.settle(part, run.mine(part), run.codec, averaged_here=averaged_here)
+        if run.reference is not None:
+            run.reference.keep(part, _piece(run, run.result, part))
+
+    def name_reference(self, name: bytes) -> None:
+        """After `settle` of all parts: the round. Before: empty."""
+        if any(run.reference is not None for run in self._runs):
+            self.reference_name = name
 
     # ------------------------------------------------------------------------------------------------- parts I own
 
-    def begin_sum(self, part: Part) -> None:
-        """Start to sum a part; what was summed before is forgotten."""
+    def begin_sum(self, part: Part, weight: float) -> None:
+        """Start to sum a part with my own values, which `copy_in` found finite; with none of them if `weight` is 0.
+
+        What was summed before is forgotten.
+        """
         run = self._runs[part.run]
-        result = _piece(run, run.result, part)
+        mine, result = run.mine(part), _piece(run, run.result, part)
         sums = result if result.dtype == _sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
-        self._sums[part.number] = sums.zero_()
+        if not weight:
+            sums.zero_()
+        elif sums.dtype == mine.dtype:
+            torch.mul(mine, weight, out=sums)
+        else:
+            sums.copy_(mine).mul_(weight)
+        self._sums[part.number] = sums
         self._wire.pop(part.number, None)
 
     def decoded(self, part: Part, data: memoryview, weight: float) -> torch.Tensor:
@@ -197,23 +295,23 @@ class Vector:
         """Add a contribution."""
         self._sums[part.number].add_(values, alpha=weight)
 
-    def add_mine(self, part: Part, weight: float) -> None:
-        """Add my own values, which `copy_in` found finite. They need no codec."""
-        run = self._runs[part.run]
-        self._sums[part.number].add_(_piece(run, run.local, part), alpha=weight)
-
     def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
         run = self._runs[part.run]
         result = _piece(run, run.result, part)
-        sums = self._sums.pop(part.number).div_(total_weight)
-        if run.codec.name == "none":
+        if run.residual is not None:
+            wire = run.residual.average(part, self._sums.pop(part.number), total_weight, run.codec, result)
+        elif run.codec.name == "none":
+            sums = self._sums.pop(part.number).div_(total_weight)
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
             wire = view_bytes(result)
         else:
+            sums = self._sums.pop(part.number).div_(total_weight)
             wire = run.codec.encode(sums.to(run.dtype))
             run.codec.decode_into(wire, run.dtype, result)
+        if run.against is not None:
+            run.against.restore(part, result)
         self._wire[part.number] = wire
         return digests.of(part.number, wire)
 
@@ -226,6 +324,8 @@ class Vector:
         wire = self._wire.get(part.number)
         if wire is None:
             run = self._runs[part.run]
+            if run.against is not None:
+                return None
             values = _piece(run, run.result, part)
             wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
             if digests.of(part.number, wire) != digest:
@@ -250,7 +350,10 @@ class Vector:
         self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
         if run.codec.name != "none":
             run.codec.decode_into(data, run.dtype, result)
-            if not run.codec.idempotent(run.dtype):  # else it can be encoded again, for whoever asks
+            if run.against is not None:
+                run.against.restore(part, result)
+            # What could be encoded again, for whoever asks, needs not be kept. A difference is not there any more.
+            if run.against is not None or not run.codec.idempotent(run.dtype):
                 self._wire[part.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")

@@ -252,6 +252,7 @@ class Averager:
             return await self._matchmaker.form_group(
                 group_key=f"{self.prefix}.0b{self.group_bits}{self.group_tag}",
                 gathered=gathered,
+                reference=self.vector.reference_name,
                 bandwidth=self.settings.bandwidth,
                 window_s=self.settings.averaging_expiration_s,
                 deadline_s=max(0.001, timeout_s),

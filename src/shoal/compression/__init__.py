@@ -2,8 +2,9 @@
 
 `base` says what a codec is and what it promises, `memory` sees tensors as bytes without copies. `floating` has the
 codecs that convert each element by itself; those whose elements share a scale or a codebook stand on `packed`:
-`scaled`, `uniform`, `quantile`, `blockwise`. `adaptive` chooses among all of them. Other codecs join by
-`register_codec`. `docs/compression.md` says which one is for what.
+`scaled`, `uniform`, `quantile`, `blockwise`, `sparse`. `feedback` says that what a codec loses is sent later,
+`differences` that it is for what changed since the last average (both are `wrapped` around another one). `adaptive`
+chooses among all of them. Other codecs join by `register_codec`. `docs/compression.md` says which one is for what.
 """
 
 from shoal.compression.adaptive import (
@@ -21,10 +22,13 @@ from shoal.compression.base import (
     register_codec,
 )
 from shoal.compression.blockwise import BlockwiseQuantization
+from shoal.compression.differences import Differences, for_parameters
+from shoal.compression.feedback import ErrorFeedback
 from shoal.compression.floating import BFloat16Compression, Float16Compression, NoCompression
 from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, view_bytes
 from shoal.compression.quantile import Quantile8BitQuantization
 from shoal.compression.scaled import ScaledFloat16Compression
+from shoal.compression.sparse import TopKCompression
 from shoal.compression.uniform import Uniform8BitQuantization
 
 __all__ = [
@@ -33,6 +37,8 @@ __all__ = [
     "BlockwiseQuantization",
     "CompressionBase",
     "CompressionInfo",
+    "Differences",
+    "ErrorFeedback",
     "Float16Compression",
     "NoCompression",
     "PerTensorCompression",
@@ -42,6 +48,7 @@ __all__ = [
     "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorRole",
+    "TopKCompression",
     "Uniform8BitQuantization",
     "allocate",
     "as_tensor",
@@ -49,6 +56,7 @@ __all__ = [
     "codec_by_name",
     "dtype_by_name",
     "dtype_name",
+    "for_parameters",
     "register_codec",
     "view_bytes",
 ]

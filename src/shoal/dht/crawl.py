@@ -215,7 +215,10 @@ class Crawler:
         target, now = id_of_key(key), asyncio.get_running_loop().time()
         self._neighbours.table.refreshed(target, now)
         seeds = self._neighbours.table.nearest(target, self._settings.bucket_size)
-        lookup = Lookup(target, self._own, seeds, count=count or self._settings.replicas, alpha=self._settings.alpha)
+        count = count or self._settings.replicas
+        # Where we know so few, all of them will be asked anyway: then at once, unless one answer is enough.
+        alpha = count if len(seeds) <= count and not first else self._settings.alpha
+        lookup = Lookup(target, self._own, seeds, count=count, alpha=alpha)
         return Search(key, lookup, first=first)
 
     async def run(self, searches: Sequence[Search], *, values: bool) -> None:

@@ -110,6 +110,11 @@ class Lookup:
         return [candidate.contact for candidate in self._ordered if candidate.state is _State.REPLIED]
 
     @property
+    def complete(self) -> bool:
+        """Whether all nodes that it heard of have answered: there are no others, as far as these know."""
+        return all(candidate.state is _State.REPLIED for candidate in self._ordered)
+
+    @property
     def queries(self) -> int:
         """How many queries were made so far."""
         return sum(candidate.state is not _State.NEW for candidate in self._ordered)

@@ -1,14 +1,15 @@
 """Brings records to the nodes that should hold them: the `replicas` nodes nearest to the key, this one included.
 
 Peers write the same keys again and again (progress, declarations). So the nodes that a lookup found are remembered for
-`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls.
+`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls. Where
+all nodes of the network answered one lookup, as in a small one, that holds for every key.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from shoal.dht.crawl import Caller, Crawler, Search
 from shoal.dht.local import Local
@@ -59,6 +60,7 @@ class Publisher:
         self._replicas, self._route_s = local.settings.replicas, local.settings.route_s
         self._holds, self._on_held = holds, on_held
         self._known: dict[bytes, _Route] = {}
+        self._everyone = _Route([], float("-inf"), 0)
 
     async def publish(self, records: Sequence[Record], copies: list[int]) -> None:
         """Find where the records belong and bring them there. When it is cancelled, `copies` is what was done so far.
@@ -94,9 +96,10 @@ class Publisher:
         routes: dict[bytes, list[Contact]] = {}
         searches: list[Search] = []
         for key in keys:
-            known = self._known.get(key)
-            if known is not None and known.version == version and known.at > now - self._route_s:
+            if self._holds_good(known := self._known.get(key), now, version):
                 routes[key] = known.nodes
+            elif self._holds_good(everyone := self._everyone, now, version):
+                routes[key] = _sorted_by_distance(everyone.nodes, key)[: self._replicas + _SPARE_NODES]
             else:
                 searches.append(self._crawler.search(key))
         await self._crawler.run(searches, values=False)
@@ -107,7 +110,12 @@ class Publisher:
             self._known[search.key] = _Route(nodes, now, version)
             if len(self._known) > _MAX_ROUTES:
                 self._known.pop(next(iter(self._known)))
+            if search.lookup.complete and nodes:
+                self._everyone = _Route(search.lookup.answered, now, version)
         return routes
+
+    def _holds_good(self, route: _Route | None, now: float, version: int) -> TypeGuard[_Route]:
+        return route is not None and route.version == version and route.at > now - self._route_s
 
     def _among_nearest(self, key: bytes, nodes: Sequence[Contact]) -> bool:
         if len(nodes) < self._replicas:
@@ -151,6 +159,11 @@ class Publisher:
         for chunk in _chunks(range(len(records)), records):
             if None in await self.send(contact, [records[number] for number in chunk]):
                 return
+
+
+def _sorted_by_distance(nodes: Iterable[Contact], key: bytes) -> list[Contact]:
+    target = id_of_key(key)
+    return sorted(nodes, key=lambda each: node_id(each.peer) ^ target)
 
 
 def _chunks(numbers: Sequence[int], records: Sequence[Record]) -> Iterator[list[int]]:

@@ -7,7 +7,8 @@ the size that one message may have: keys that do not fit are marked `more`, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key
@@ -20,7 +21,7 @@ from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPon
 __all__ = ["Service"]
 
 _BURST_S = 16.0
-_CHECKED_AT_ONCE = 32
+_CHECKED_AT_ONCE = 4
 _SPARE_BYTES = 4096
 _BYTES_PER_TOKEN = 16384
 
@@ -46,13 +47,13 @@ class Service:
         endpoint.serve(DhtFind, self.find)
         endpoint.serve(DhtStore, self.store)
 
-    async def ping(self, peer: PeerID, _: DhtPing) -> DhtPong:
+    def ping(self, peer: PeerID, _: DhtPing) -> DhtPong:
         """We are a node, and this is where we listen."""
         self._meet(peer)
         self._pay(self._finds, peer, 1, "calls")
         return DhtPong(self._endpoint.contact)
 
-    async def find(self, peer: PeerID, request: DhtFind) -> DhtFindReply:
+    def find(self, peer: PeerID, request: DhtFind) -> DhtFindReply:
         """The records held here, and the nearest nodes known here, for each key."""
         self._meet(peer)
         self._pay(self._finds, peer, max(1, len(request.keys)), "keys")
@@ -73,21 +74,30 @@ class Service:
         self._finds.charge(peer, (room - left) / _BYTES_PER_TOKEN, asyncio.get_running_loop().time())
         return DhtFindReply(found)
 
-    async def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
-        """Hold these records, as far as the rules allow."""
+    def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply | Coroutine[Any, Any, DhtStoreReply]:
+        """Hold these records, as far as the rules allow. Where they are many, signatures take a while."""
         self._meet(peer)
         self._pay(self._stores, peer, max(1, len(request.records)), "records")
         if not self._endpoint.contact.addresses:
             raise PeerRefused("this peer only dials: it holds no records for others", peer)
+        if len(request.records) > _CHECKED_AT_ONCE:
+            return self._store_many(peer, request.records)
+        return DhtStoreReply([self._hold(peer, record) for record in request.records])
+
+    async def _store_many(self, peer: PeerID, records: Sequence[Record]) -> DhtStoreReply:
         refused: list[str] = []
-        for number, record in enumerate(request.records):
-            now = self._env.clock.time()
-            refused.append(self._vault.accept(record, peer, now)[:256])
-            if not refused[-1]:
-                self._on_held(record)
-            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
-                await asyncio.sleep(0)  # signatures take a while: others go first
+        for number, record in enumerate(records, 1):
+            refused.append(self._hold(peer, record))
+            if number % _CHECKED_AT_ONCE == 0:
+                await asyncio.sleep(0)  # others go first
         return DhtStoreReply(refused)
+
+    def _hold(self, peer: PeerID, record: Record) -> str:
+        """Why the record is not held; empty if it is."""
+        refusal = self._vault.accept(record, peer, self._env.clock.time())[:256]
+        if not refusal:
+            self._on_held(record)
+        return refusal
 
     def close(self) -> None:
         """Answer no more calls."""

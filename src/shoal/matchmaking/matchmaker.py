@@ -109,6 +109,7 @@ class Matchmaker:
         *,
         group_key: str,
         gathered: bytes = b"",
+        reference: bytes = b"",
         bandwidth: float | None = None,
         window_s: float | None = None,
         deadline_s: float | None = None,
@@ -119,6 +120,7 @@ class Matchmaker:
         Args:
             group_key: `prefix.0b` and bits: who looks under the same key can meet.
             gathered: our value for all other members, at most 64 KiB.
+            reference: names the average that our values may be coded against; empty: none.
             bandwidth: bytes/s that we say we have; None: unknown; 0: we reduce nothing.
             window_s: in place of the matchmaker's own.
             deadline_s: no new window begins after this, counted from now; None: one window only. A search in which
@@ -140,7 +142,7 @@ class Matchmaker:
             raise ClosedError("this matchmaker was closed")
         if self._search is not None:
             raise LocalError("form_group was called while another form_group is running: one group at a time")
-        member = self._member(gathered, bandwidth)
+        member = self._member(gathered, bandwidth, reference)
         rules = self._rules(window_s, deadline_s, member)
         if not group_key.startswith(f"{self._prefix}.0b"):
             raise ConfigError(f"group_key is {group_key!r}, it must be '{self._prefix}.0b' followed by bits")
@@ -167,7 +169,7 @@ class Matchmaker:
         )
         return group
 
-    def _member(self, gathered: bytes, bandwidth: float | None) -> Member:
+    def _member(self, gathered: bytes, bandwidth: float | None, reference: bytes) -> Member:
         if len(gathered) > MAX_GATHERED_BYTES:
             raise ConfigError(f"gathered is {len(gathered)} bytes long, at most {MAX_GATHERED_BYTES} can travel")
         if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth >= 0):
@@ -178,7 +180,7 @@ class Matchmaker:
             raise ConfigError(
                 "auxiliary=True needs a peer that can be dialed, and a bandwidth other than 0: give it both"
             )
-        return Member(contact, reduces, bandwidth, gathered, contributes=not self._auxiliary)
+        return Member(contact, reduces, bandwidth, gathered, contributes=not self._auxiliary, reference=reference)
 
     def _rules(self, window_s: float | None, deadline_s: float | None, member: Member) -> Rules:
         window_s = self._window_s if window_s is None else window_s

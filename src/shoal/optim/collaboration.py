@@ -33,7 +33,7 @@ import msgspec
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult, TensorLock
-from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs
+from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, StateUnavailable
 from shoal.events import EpochAdvanced, Warned
@@ -109,6 +109,7 @@ class Collaboration:
             lock=lock,
             codecs=choose_codecs(compression or NoCompression(), training.accumulators, TensorRole.GRADIENT),
         )
+        chosen = choose_codecs(state_compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
         self._download_codec = download_compression or NoCompression()
         self._states = Averager(
             core,
@@ -116,7 +117,7 @@ class Collaboration:
             f"{settings.run_id}_state",
             averaging,
             lock=lock,
-            codecs=choose_codecs(state_compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER),
+            codecs=[for_parameters(codec) for codec in chosen],
             state=self._share,
         )
         self._news = asyncio.Event()

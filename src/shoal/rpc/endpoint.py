@@ -126,9 +126,16 @@ class Endpoint:
     # ------------------------------------------------------------------------------------------------ what we serve
 
     def serve(
-        self, request: type[Request[R]], handler: Callable[[PeerID, Any], Awaitable[R]], *, scope: str = ""
+        self,
+        request: type[Request[R]],
+        handler: Callable[[PeerID, Any], R | Coroutine[Any, Any, R]],
+        *,
+        scope: str = "",
     ) -> Callable[[], None]:
-        """Answer requests of this type (and `scope`, see `wire.Message.scope`) with `await handler(peer, request)`.
+        """Answer requests of this type (and `scope`, see `wire.Message.scope`) with what `handler(peer, request)` says.
+
+        Either it returns a coroutine, which then runs in a task of its own until the caller has stopped waiting; or,
+        if it never waits and takes well under a millisecond, the reply itself, which costs much less.
 
         A `PeerError` that the handler raises is told to the caller; anything else is logged and told as "internal".
 
@@ -195,7 +202,7 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while True:
-            link = await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
+            link = self._open.link(peer) or await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
             with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh
                 body = await link.call(method, packed, max(deadline - loop.time(), 0.001))
                 break

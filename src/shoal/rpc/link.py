@@ -24,6 +24,9 @@ __all__ = ["CallLink", "LinkRetired"]
 _FAREWELL_S = 1.0
 """How long a Bye may take to leave."""
 
+_HANDLED_AT_ONCE = 32
+"""After so many messages of one link others have their turn."""
+
 _CallMessage: TypeAlias = Call | Reply | Failure | Beat | BeatReply | Bye
 
 
@@ -77,7 +80,7 @@ class CallLink:
         self._next_id = 1
         self._outbox: list[bytes] = []
         self._outbox_bytes = 0
-        self._flushing = False
+        self._more: asyncio.Future[None] | None = None  # the writer waits on it for something to send
         self._closed = False
         self._said_bye: Bye | None = None
         self._last_heard = self._last_used = self._loop.time()
@@ -98,6 +101,7 @@ class CallLink:
     def start(self) -> None:
         """Start to read and to watch."""
         self._spawn(self._read_loop())
+        self._spawn(self._write_loop())
         self.watch()
 
     def used(self) -> None:
@@ -123,15 +127,21 @@ class CallLink:
         self._last_used = self._loop.time()
         reply: asyncio.Future[msgspec.Raw] = self._loop.create_future()
         self._waiting[number] = reply
+        timer: asyncio.TimerHandle | None = None
         try:
             self.post(Call(number, method, timeout_s, msgspec.Raw(body)))
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError:
-            raise PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id) from None
+            # Not `asyncio.timeout`, which costs several times as much.
+            timer = self._loop.call_later(timeout_s, self._give_up, number, method, timeout_s)
+            return await reply
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._waiting[number], reply  # it holds its exception, whose traceback holds this frame
             self._last_used = self._loop.time()
+
+    def _give_up(self, number: int, method: str, timeout_s: float) -> None:
+        if (waiting := self._waiting.get(number)) and not waiting.done():
+            waiting.set_exception(PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id))
 
     def post(self, message: _CallMessage) -> None:
         """Queue a small message; never waits.
@@ -145,26 +155,35 @@ class CallLink:
             raise PeerUnreachable("the peer does not read: too many small messages wait", self.peer_id)
         self._outbox.append(frame)
         self._outbox_bytes += len(frame)
-        if not self._flushing and not self._closed:
-            self._flushing = True
-            self._spawn(self._flush())
+        self._wake_writer()
 
-    async def _flush(self) -> None:
+    def _wake_writer(self) -> None:
+        if self._more is not None and not self._more.done():
+            self._more.set_result(None)
+
+    async def _write_loop(self) -> None:
+        """One task for the life of the link: one for each message would cost more than the message."""
         try:
-            while self._outbox:
+            while not self._closed:
+                if not self._outbox:
+                    self._more = self._loop.create_future()
+                    await self._more
+                    continue
                 frames, self._outbox = self._outbox, []
                 self._outbox_bytes = 0
                 await self.connection.write(frames[0] if len(frames) == 1 else b"".join(frames))
         except PeerError as error:
             self._lose(error)
-        finally:
-            self._flushing = False
 
     # ------------------------------------------------------------------------------------------------------- reading
 
     async def _read_loop(self) -> None:
+        handled = 0
         try:
             while True:
+                handled += 1
+                if handled % _HANDLED_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # what is there already is read without a wait: let others go on, too
                 frame = await read_frame(self.connection, self._limits)
                 if frame.kind is not Kind.CALL:
                     raise PeerProtocolError(f"{frame.kind.name} frame on a call link", self.peer_id)
@@ -272,6 +291,7 @@ class CallLink:
         if self._timer is not None:
             self._timer.cancel()
         self.connection.abort()
+        self._wake_writer()
         expected = self._said_bye is not None and not self._said_bye.leaving
         kind = LinkRetired if expected else PeerUnreachable
         for waiting in self._waiting.values():

@@ -26,7 +26,9 @@ from shoal.wire import Call, Failure, Message, OpenStream, Reply, decode, stream
 
 __all__ = ["CallHandler", "Services", "StreamHandler", "tag_of"]
 
-CallHandler = Callable[[PeerID, Any], Awaitable[Any]]
+CallHandler = Callable[[PeerID, Any], Any]
+"""Returns the reply, or a coroutine that does."""
+
 StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
 
 _Handler = TypeVar("_Handler")
@@ -61,7 +63,7 @@ class Services:
         connections: Connections,
         limits: Limits,
         *,
-        spawn: Callable[[Coroutine[Any, Any, None]], object],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         warn: Callable[[str, Exception], None],
     ) -> None:
         self._open, self._limits, self._spawn, self._warn = connections, limits, spawn, warn
@@ -147,54 +149,62 @@ class Services:
     # --------------------------------------------------------------------------------------------------------- calls
 
     def serve_call(self, link: CallLink, call: Call) -> None:
-        """Serve an incoming call."""
+        """Serve an incoming call: at once, or in a task if the handler wants to wait."""
         served = self._calls.get(call.method)
         if served is None:
             link.post(Failure(call.id, "unknown", f"no method {call.method[:200]!r} is served here"))
-        elif link.serving >= self._limits.calls_per_peer:
+            return
+        if link.serving >= self._limits.calls_per_peer:
             link.post(Failure(call.id, "busy", f"more than {self._limits.calls_per_peer} calls at once"))
-        else:
-            link.serving += 1
-            self._spawn(self._run_call_handler(link, call, served))
+            return
+        try:
+            request = decode(call.body, served.kind)
+        except msgspec.MsgspecError as error:
+            _post(link, Failure(call.id, "bad", str(error)[:1000]))
+            return
+        handler = served.handlers.get(request.scope)
+        if handler is None:
+            _post(link, Failure(call.id, "unknown", f"{call.method} {request.scope[:200]} is not served here"))
+            return
+        try:
+            answer = handler(link.peer_id, request)
+            if asyncio.iscoroutine(answer):
+                link.serving += 1
+                task = self._spawn(self._wait_for_answer(link, call, answer))
+                task.add_done_callback(lambda _: answer.close())  # it may have been cancelled before it began
+            else:
+                _post(link, reply_frame(call.id, answer))
+        except Exception as error:  # noqa: BLE001 (the fault of one call)
+            _post(link, self._failure(call, error))
 
-    async def _run_call_handler(self, link: CallLink, call: Call, served: _Served[CallHandler]) -> None:
+    async def _wait_for_answer(self, link: CallLink, call: Call, answer: Coroutine[Any, Any, Any]) -> None:
         # Not a number, or below 0, is 0.
         limit = asyncio.timeout(min(call.timeout_s, _MAX_SERVING_S) if call.timeout_s > 0 else 0.0)
-        answer: Reply | Failure
         try:
             async with limit:
-                answer = await self._answer(link.peer_id, call, served)
+                reply = reply_frame(call.id, await answer)
             if not link.closed:
-                link.post(answer)
-        except PeerUnreachable:
-            pass  # it does not read
-        except Exception as error:  # noqa: BLE001 (a handler's bug is told, and costs one call)
+                _post(link, reply)
+        except Exception as error:  # noqa: BLE001 (the fault of one call)
             if isinstance(error, TimeoutError) and limit.expired():
                 return  # the caller has stopped waiting
-            self._warn(f"call {call.method}", error)
-            with suppress(PeerUnreachable):
-                link.post(Failure(call.id, "internal", type(error).__name__))
+            if not link.closed:
+                _post(link, self._failure(call, error))
         finally:
             link.serving -= 1
             link.used()
 
-    async def _answer(self, peer: PeerID, call: Call, served: _Served[CallHandler]) -> Reply | Failure:
-        try:
-            request = decode(call.body, served.kind)
-        except msgspec.MsgspecError as error:
-            return Failure(call.id, "bad", str(error)[:1000])
-        handler = served.handlers.get(request.scope)
-        if handler is None:
-            return Failure(call.id, "unknown", f"{call.method} {request.scope[:200]} is not served here")
-        try:
-            return reply_frame(call.id, await handler(peer, request))
-        except PeerRefused as refusal:
-            return Failure(call.id, _told(refusal), refusal.message[:1000])
-        except PeerError as error:
+    def _failure(self, call: Call, error: Exception) -> Failure:
+        """What the caller is told of what a handler raised."""
+        if isinstance(error, PeerRefused):
+            return Failure(call.id, _told(error), error.message[:1000])
+        if isinstance(error, PeerError):
             code = "bad" if isinstance(error, PeerProtocolError) else "refused"
             return Failure(call.id, code, error.message[:1000])
-        except ClosedError:
+        if isinstance(error, ClosedError):
             return Failure(call.id, "refused", "shutting down")
+        self._warn(f"call {call.method}", error)
+        return Failure(call.id, "internal", type(error).__name__)
 
 
 def _register(
@@ -208,6 +218,11 @@ def _register(
             del served.handlers[scope]
 
     return unregister
+
+
+def _post(link: CallLink, answer: Reply | Failure) -> None:
+    with suppress(PeerUnreachable):  # it does not read
+        link.post(answer)
 
 
 def _told(refusal: PeerRefused) -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from shoal import compression
-from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor
+from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor, TensorRole
 from shoal.errors import ConfigError
 
 __all__ = ["check_tensors", "choose_codecs", "codec_argument", "first", "seconds"]
@@ -53,7 +53,8 @@ def choose_codecs(
                 f"tensor_infos[{i}] describes {described.shape} {described.dtype}, "
                 f"averaged_tensors[{i}] is {tuple(tensor.shape)} {tensor.dtype}"
             )
-    return [codec.choose(info) for info in infos]
+    chosen = [(info.role, codec.choose(info)) for info in infos]
+    return [compression.for_parameters(each) if role is TensorRole.PARAMETER else each for role, each in chosen]
 
 
 def first(*values: T | None) -> T:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from shoal.transport.base import Buffer
 from shoal.transport.layers import Scratch
 
@@ -17,8 +19,6 @@ class ClearLayer:
         scratch: shared memory.
         received: what has come already and was not read.
     """
-
-    piece_bytes = 512 << 10
 
     def __init__(self, scratch: Scratch, received: bytes = b"") -> None:
         self._scratch, self._waiting, self._direct = scratch, memoryview(received), False
@@ -51,5 +51,5 @@ class ClearLayer:
             target[:filled], self._waiting = self._waiting[:filled], self._waiting[filled:]
         return filled
 
-    def protect(self, data: memoryview) -> Buffer:
-        return data
+    def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
+        return bunch

@@ -8,8 +8,8 @@ driven here, by one `BufferedProtocol`:
 - *In.* Bytes are received into one buffer that all connections of a transport share (the event loop fills it and calls
   `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
   reader they stay as they came, and from `PAUSE_BYTES` on the socket is not read.
-- *Out.* A piece is encrypted when the socket took the one before it, with a turn of the loop after every `TURN_BYTES`.
-  What the socket did not take is kept, but no reference to a caller's buffer is left when `write` returns.
+- *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took what was before; then the loop has
+  a turn. What the socket did not take is kept, but no reference to a caller's buffer is left when `write` returns.
 - *End.* `close` sends what is queued, then TCP FIN, then reads and throws away until the other side's FIN: a socket
   closed with unread bytes would send RST, which destroys what the other side has not read yet. A FIN ends the pipe in
   both directions; the side that sees it first drops its socket, but what it had received stays readable. A FIN is not
@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
+import sys
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -31,14 +32,12 @@ from shoal.errors import LocalError, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.transport.base import Buffer
 from shoal.transport.clear import ClearLayer
-from shoal.transport.layers import BrokenLayer, Layer, Scratch
+from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch
 from shoal.transport.sealed import SealedLayer
 from shoal.transport.tls import TlsLayer
 
-__all__ = ["CLOSE_S", "PAUSE_BYTES", "TURN_BYTES", "TcpConnection"]
+__all__ = ["CLOSE_S", "PAUSE_BYTES", "TcpConnection"]
 
-TURN_BYTES = 256 << 10
-"""At most this much is written in one turn of the loop: about 0.15 ms."""
 
 PAUSE_BYTES = 256 << 10
 """The socket is not read while this much waits for a reader."""
@@ -47,6 +46,9 @@ CLOSE_S = 5.0
 """Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
 
 _JOINED_BYTES = 16 << 10
+_TRANSPORT_KEEPS_VIEWS = sys.version_info >= (3, 12)
+"""Of what the socket did not take at once; before, asyncio copied that."""
+
 _NOTHING = memoryview(b"")
 
 
@@ -128,13 +130,13 @@ class TcpConnection(asyncio.BufferedProtocol):
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
-            turn = TURN_BYTES
-            for piece, last in _cut(buffers, self._layer.piece_bytes):
-                self._send(piece)
-                turn -= len(piece)
-                if not last and (self._writing_paused or turn <= 0):
+            bunches = _bunches(buffers)
+            bunch = next(bunches, None)
+            while bunch is not None:
+                self._send(bunch)
+                bunch = next(bunches, None)
+                if bunch is not None:
                     await self._next_turn()
-                    turn = TURN_BYTES
             await self._wait_drained()
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
@@ -310,18 +312,19 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._target = self._target[nbytes:]
             self._bytes_received += nbytes
 
-    def _send(self, piece: memoryview) -> None:
+    def _send(self, bunch: Sequence[memoryview]) -> None:
         try:
-            self._flush(self._layer.protect(piece))
+            for data in self._layer.protect(bunch):
+                self._flush(data)
         except BrokenLayer as error:
             self.abort(str(error))
             raise self._unreachable() from error
-        self._bytes_sent += len(piece)
+        self._bytes_sent += sum(map(len, bunch))
 
     def _flush(self, data: Buffer) -> None:
         if self._transport is not None and not self._transport.is_closing() and data:
             self._transport.write(memoryview(data))  # a view: asyncio slices what the socket did not take at once
-            if self._transport.get_write_buffer_size():
+            if _TRANSPORT_KEEPS_VIEWS and self._transport.get_write_buffer_size():
                 self._scratch.lend_sending()
 
     async def _next_turn(self) -> None:
@@ -365,11 +368,22 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
-def _cut(buffers: Sequence[Buffer], piece_bytes: int) -> Iterator[tuple[memoryview, bool]]:
-    """Pieces of at most this size, each with whether it is the last one. Small buffers become one piece."""
+def _bunches(buffers: Sequence[Buffer]) -> Iterator[Sequence[memoryview]]:
+    """Cut and group buffers into bunches of at most `BUNCH_BYTES`. A few small buffers become one."""
     views = [memoryview(buffer).cast("B") for buffer in buffers if memoryview(buffer).nbytes]
     if len(views) > 1 and sum(map(len, views)) <= _JOINED_BYTES:
         views = [memoryview(b"".join(views))]
-    for number, view in enumerate(views, 1):
-        for stop in range(piece_bytes, len(view) + piece_bytes, piece_bytes):
-            yield view[stop - piece_bytes : stop], number == len(views) and stop >= len(view)
+    bunch: list[memoryview] = []
+    room = BUNCH_BYTES
+    for view in views:
+        start = 0
+        while start < len(view):
+            piece = view[start : start + room]
+            bunch.append(piece)
+            start += len(piece)
+            room -= len(piece)
+            if not room:
+                yield bunch
+                bunch, room = [], BUNCH_BYTES
+    if bunch:
+        yield bunch

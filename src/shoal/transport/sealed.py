@@ -21,6 +21,8 @@ goes on with the next key, HKDF-Expand-SHA256 of the key before, so that no key 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -83,8 +85,6 @@ class SealedLayer:
         received: what has come already and was not read.
     """
 
-    piece_bytes = RECORD_BYTES
-
     def __init__(self, sending_key: bytes, receiving_key: bytes, scratch: Scratch, received: bytes = b"") -> None:
         self._sending, self._receiving, self._scratch = _Key(sending_key), _Key(receiving_key), scratch
         self._sealed = memoryview(received)  # the beginning of a record, or whole records that nobody reads
@@ -135,9 +135,13 @@ class SealedLayer:
                 filled = wanted
         return filled, sealed[start:]
 
-    def protect(self, data: memoryview) -> Buffer:
-        length = len(data) + _TAG_BYTES
-        record = self._scratch.sending[: _LENGTH_BYTES + length]
-        record[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "big")
-        self._sending.seal(data, record[_LENGTH_BYTES:])
-        return record
+    def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
+        end, out = 0, self._scratch.sending
+        for data in bunch:
+            for start in range(0, len(data), RECORD_BYTES):
+                plain = data[start : start + RECORD_BYTES]
+                length = len(plain) + _TAG_BYTES
+                first, end = end + _LENGTH_BYTES, end + _LENGTH_BYTES + length
+                out[first - _LENGTH_BYTES : first] = length.to_bytes(_LENGTH_BYTES, "big")
+                self._sending.seal(plain, out[first:end])
+        return (out[:end],)

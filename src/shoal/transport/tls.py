@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from typing import cast
 
 from shoal.transport.base import Buffer
@@ -19,8 +20,6 @@ class TlsLayer:
         server_side: this side accepted the connection.
         scratch: shared memory.
     """
-
-    piece_bytes = 16 << 10
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool, scratch: Scratch) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -79,10 +78,11 @@ class TlsLayer:
             raise BrokenLayer(f"TLS failed: {error}") from error
         return filled
 
-    def protect(self, data: memoryview) -> Buffer:
+    def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
         try:
-            while data:
-                data = data[self._tls.write(data) :]
+            for data in bunch:
+                while data:
+                    data = data[self._tls.write(data) :]
         except ssl.SSLError as error:
             raise BrokenLayer(f"TLS failed: {error}") from error
-        return self._outgoing.read()
+        return (self._outgoing.read(),)

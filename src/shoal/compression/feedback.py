@@ -1,0 +1,38 @@
+"""Error feedback: what an encoding of a contribution lost is sent with the next one.
+
+The codec itself has no memory: `ErrorFeedback` says that whoever averages with it keeps one, the *residual*
+(`shoal.allreduce.residual`; Seide et al. 2014, "1-bit stochastic gradient descent"; Stich et al. 2018,
+arXiv:1809.07599; Karimireddy et al. 2019, arXiv:1901.09847). The bytes are those of the codec within. Where nothing is
+averaged, as in downloads of a state, it is that codec.
+
+The name on the wire is `feedback:NAME`: the peers of a run agree on it as on any other codec, as the sum over rounds is
+right only if all of them keep what they lose.
+"""
+
+from __future__ import annotations
+
+from shoal.compression.base import CompressionBase, CompressionInfo, codec_by_name, register_codec
+from shoal.compression.wrapped import WrappedCompression
+
+__all__ = ["ErrorFeedback"]
+
+
+class ErrorFeedback(WrappedCompression):
+    """A codec whose errors in averaging are made good in later rounds: for gradients, and other values that add up.
+
+    Args:
+        codec: any other, also one that chooses. Tensors that it sends without loss get no feedback.
+
+    Raises:
+        ConfigError: it is no codec, or has feedback already.
+    """
+
+    family = "feedback"
+
+    def choose(self, info: CompressionInfo) -> CompressionBase:
+        """The concrete codec for this tensor, with feedback unless it loses nothing."""
+        chosen = self.codec.choose(info)
+        return chosen if chosen.name == "none" or isinstance(chosen, WrappedCompression) else ErrorFeedback(chosen)
+
+
+register_codec("feedback", lambda parameters: ErrorFeedback(codec_by_name(parameters)))

@@ -225,10 +225,14 @@ class Contender:
             result = await self.measure(number)
         except ContenderFailed as error:
             print(f"  {self.name}, round {number}: {error}", file=sys.stderr, flush=True)
-            if not all(peer.process.returncode is None for peer in self.peers) or "no answer" in str(error):
-                self.failure = str(error)
+            self.failed(error)
         if counts:
             self.rounds.append(result)
+
+    def failed(self, error: ContenderFailed) -> None:
+        """After a failure: who does not answer any more, or has ended, is out."""
+        if not all(peer.process.returncode is None for peer in self.peers) or "no answer" in str(error):
+            self.failure = str(error)
 
     def cpu_s(self) -> float:
         """CPU seconds of our processes so far. 0 where the system does not tell."""

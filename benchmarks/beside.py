@@ -74,16 +74,21 @@ class Pair:
         """Everything once, in another order each time; what failed is remembered."""
         parts: list[Callable[[int, str], Awaitable[dict[str, float]]]] = [self.loop, self.round, self.both]
         found: dict[str, float] = {}
+        if self.contender.failure is not None:
+            return
         try:
             for k in range(3):
                 found |= await parts[(number + k) % 3](3 * number + k, loop)
         except ContenderFailed as error:
             print(f"  {self.name}, {loop}, turn {number}: {error}", file=sys.stderr, flush=True)
+            self.contender.failed(error)
             if counts:
                 self.failed.setdefault(loop, []).append(str(error))
         else:
             if counts:
                 self.turns.setdefault(loop, []).append(Turn(**found))
+                shown = "  ".join(f"{name} {value:.2f}" for name, value in sorted(found.items()))
+                print(f"  {self.name}, {loop}: {shown}", flush=True)
 
     async def loop(self, number: int, loop: str) -> dict[str, float]:
         trainer = self.apart or self.contender.peers[-1]
@@ -199,6 +204,9 @@ def main() -> int:
         for name, result in each.items():
             if result["failed"]:
                 print(f"{loop}, {name}: {result['failed']} turns failed")
+    for pair in pairs:
+        if pair.contender.failure is not None:
+            print(f"{pair.name} could not go on: {pair.contender.failure}")
     if args.json:
         raw = {
             pair.name: {loop: [turn._asdict() for turn in each] for loop, each in pair.turns.items()} for pair in pairs

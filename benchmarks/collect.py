@@ -46,17 +46,17 @@ def whole_rounds(bars: Mapping[str, Bar], *, ours: str = "shoal") -> Collector:
     return collect
 
 
-def forming(bar_s: float) -> Collector:
-    """The time until the last peer of a round knows its group, of `benchmarks.matchmaking`."""
-
-    def collect(content: Mapping[str, Any]) -> list[Row]:
-        peers = len(content["answers"][0])
-        rows = [Row(f"groups of {peers}: joins that were full", content["full_part"])]
-        if "p50" in content["last_s"]:
-            rows.insert(0, Row(f"forming a group of {peers}, p50", content["last_s"]["p50"], "s", bar=at_most(bar_s)))
-        return rows
-
-    return collect
+def forming(content: Mapping[str, Any]) -> list[Row]:
+    """The time until the last peer of a round knows its group."""
+    bars = {"2": at_most(0.05), "8": at_most(0.1), "16": at_most(0.15)}
+    rows = []
+    for peers, each in content.items():
+        mine, its = each["results"]["shoal"], each["results"].get("hivemind", {}).get("last_s")
+        if mine["last_s"]:
+            row = Row(f"forming a group of {peers}, p50", mine["last_s"]["p50"], "s", bar=bars.get(peers))
+            rows.append(row._replace(beside="hivemind", its=its["p50"]) if its else row)
+        rows.append(Row(f"groups of {peers}: joins that were full", mine["full_part"]))
+    return rows
 
 
 def state_download(content: Mapping[str, Any]) -> list[Row]:

@@ -109,14 +109,8 @@ ENTRIES = (
     ),
     Entry("slow_links", "shaped", collect.shaped, HIVEMIND, "--rounds 1 --numel 1_000_000"),
     Entry("beside_a_loop", "beside", collect.beside, HIVEMIND, "--turns 1"),
-    *(
-        Entry(
-            f"groups_of_{peers}",
-            f"matchmaking --peers {peers} --rounds 100",
-            collect.forming(bar_s),
-            quick="--rounds 5",
-        )
-        for peers, bar_s in ((2, 0.05), (8, 0.1), (16, 0.15))
+    Entry(
+        "groups", "matchmaking --peers 2,8,16 --rounds 100", collect.forming, HIVEMIND, "--peers 2 --rounds 5", gib=16.0
     ),
     Entry("state_download", "state_download --megabytes 400", collect.state_download, HIVEMIND, "--runs 1", gib=8.0),
     Entry("dht_8", "dht --nodes 8", collect.dht, HIVEMIND, "--turns 1"),

@@ -52,11 +52,11 @@ async def growth(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
     try:
         for number in range(1, args.many + 1):
             await swarm.average(number)
-            if number in {args.many // 10, args.many}:
+            if number % (args.many // 10) == 0:
                 samples.append([Sample.of(peer.process.pid, number) for peer in swarm.peers])
     finally:
         await swarm.stop()
-    early, late = samples
+    early, late = samples[0], samples[-1]
     return {
         field: max(getattr(b, field) - getattr(a, field) for a, b in zip(early, late, strict=True))
         for field in ("memory", "threads", "descriptors")
@@ -97,8 +97,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     parser.set_defaults(part_bytes=None)
     args = parser.parse_args()
-    if args.peers < 2 or args.many < 10 or args.numel <= TINY:
-        parser.error(f"at least 2 peers, 10 small rounds, and more than {TINY} values")
+    if args.peers < 2 or args.many < 10 or args.many % 10 or args.numel <= TINY:
+        parser.error(f"at least 2 peers, a multiple of 10 small rounds, and more than {TINY} values")
     print(f"{args.peers} peers, {args.numel:,} float32; {processor()}, {os.cpu_count()} cores", flush=True)
     try:
         result = asyncio.run(measure(args))
@@ -106,6 +106,8 @@ def main() -> int:
         raise SystemExit(f"a peer could not go on: {error}") from None
     grown = result["growth"]
     print(f"copies of the vector beyond the user's tensors: {cell(result['copies'], '{:.2f}')}")
+    curve = (f"{max(each['memory'] for each in peers) / 2**20:.1f}" for peers in grown["samples"])
+    print(f"MiB of the largest peer after each {args.many // 10} rounds: {' '.join(curve)}")
     print(
         f"from round {args.many // 10} to round {args.many}: {grown['memory'] / 2**20:+.2f} MiB, "
         f"{grown['threads']:+d} threads, {grown['descriptors']:+d} descriptors"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class ShoalPeer(Contender):
         self.options, self.tensor = options, tensor
         self.formed = self.finished = 0.0
         self.left_out: tuple[PeerID, ...] = ()
-        self.troubles: list[str] = []
+        self.troubles: deque[str] = deque(maxlen=3)
 
     def start(self) -> str:
         self.listen = f"/ip4/{self.options.host}/tcp/0"
@@ -65,7 +66,7 @@ class ShoalPeer(Contender):
 
     def times(self, called: float, group: dict[PeerID, Any], done: float) -> Times:
         if len(group) != self.options.peers or self.left_out:
-            raise RuntimeError(f"{len(group)} peers, {len(self.left_out)} of them left out: {self.troubles[-3:]}")
+            raise RuntimeError(f"{len(group)} peers, {len(self.left_out)} of them left out: {list(self.troubles)}")
         if not called <= self.formed <= self.finished <= done:
             raise RuntimeError("events out of order")
         return Times(called, self.formed, done)

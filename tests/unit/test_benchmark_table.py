@@ -116,6 +116,18 @@ def test_a_state_is_compared_for_one_donor() -> None:
     assert verdict(three) is None
 
 
+def test_each_size_of_a_group_has_its_own_bar() -> None:
+    """Seconds of the last peer; hivemind's stand beside, and decide nothing."""
+
+    def formed(p50: float) -> dict[str, Any]:
+        return {"last_s": {"p50": p50}, "full_part": 1.0}
+
+    content = {peers: {"results": {"shoal": formed(0.08), "hivemind": formed(0.5)}} for peers in ("2", "8", "16")}
+    rows = [row for row in collect.forming(content) if row.bar is not None]
+    assert [verdict(row) for row in rows] == [False, True, True]
+    assert {row.its for row in rows} == {0.5}
+
+
 def test_slow_links_have_a_wider_bar_with_losses() -> None:
     """1.15 without, 1.5 with; hivemind's number of the same links stands beside."""
     links = [(name, loss) for name in ("shoal", "hivemind") for loss in (0.0, 0.01)]

@@ -80,12 +80,13 @@ def cells(row: Row) -> tuple[str, ...]:
     """The texts under `HEADINGS`."""
     met = verdict(row)
     sign = "" if row.bar is None else "≥" if row.bar.least else "≤"
-    unit = row.unit if row.bar is not None and row.ratio is None else ""
+    failed = row.beside != "" and row.its is None
+    unit = "" if row.ratio is not None or failed else row.unit
     return (
         row.line,
         _amount(row.measured, row.unit),
         row.beside,
-        _amount(row.its, row.unit) if row.its is not None else "failed" if row.beside else "",
+        "failed" if failed else "" if row.its is None else _amount(row.its, row.unit),
         ""
         if row.ratio is None
         else f"{_digits(row.ratio.median)} ({_digits(row.ratio.low)} to {_digits(row.ratio.high)})",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import pytest
@@ -450,31 +449,6 @@ def test_connections_of_finished_streams_are_used_again(run: Run) -> None:
         assert len(a.transport.dials) == 2 + 5
         assert not [each for each in await together(*(once() for _ in range(6))) if each is not None]
         assert len(a.transport.dials) == 2 + 5 + 2
-
-    run(scenario)
-
-
-@everywhere
-def test_each_kind_of_stream_keeps_its_connections(run: Run) -> None:
-    """Bulk data goes on the connection that has carried it before, whichever stream came first or ended last."""
-
-    async def scenario(net: Net) -> None:
-        a, b = await net.peer("a"), await net.peer("b")
-        used: dict[str, list[int]] = {"bulk": [], "other": []}
-
-        async def mirror(kind: str, stream: PipeDown, _: OpenPipe | OpenOther) -> None:
-            used[kind].append(id(stream._connection))
-            await _mirror(stream, OpenPipe())
-
-        b.endpoint.serve_stream(OpenPipe, partial(mirror, "bulk"))
-        b.endpoint.serve_stream(OpenOther, partial(mirror, "other"))
-        openings: dict[str, OpenPipe | OpenOther] = {"bulk": OpenPipe(), "other": OpenOther()}
-        for order in (("bulk", "other"), ("other", "bulk")) * 3:
-            streams = {each: await a.endpoint.open(b.contact, openings[each], timeout_s=5.0) for each in order}
-            for kind, stream in reversed(streams.items()):
-                await _talk(stream, [1000 if kind == "bulk" else 1])
-        assert len(a.transport.dials) == 1 + 2
-        assert len(set(used["bulk"])) == len(set(used["other"])) == 1
 
     run(scenario)
 

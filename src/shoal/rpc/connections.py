@@ -12,15 +12,7 @@ __all__ = ["Connections", "PeerState"]
 
 
 class PeerState:
-    """What is open between us and one peer.
-
-    Attributes:
-        links: call links.
-        dialing: the dial of a link that is under way.
-        streams: connections of streams that we opened.
-        inbound: how many streams it has open to us.
-        idle: connections for the next streams that we open, oldest first, each with the kind of stream that it carried.
-    """
+    """What is open between us and one peer."""
 
     __slots__ = ("dialing", "idle", "inbound", "links", "streams")
 
@@ -29,7 +21,7 @@ class PeerState:
         self.dialing: asyncio.Task[CallLink] | None = None
         self.streams: set[Connection] = set()
         self.inbound = 0
-        self.idle: dict[Connection, str] = {}
+        self.idle: list[Connection] = []
 
     @property
     def link(self) -> CallLink | None:
@@ -101,7 +93,7 @@ class Connections:
         connection.abort()
         self.count(connection)
 
-    def drop_all(self, connections: set[Connection] | dict[Connection, str]) -> None:
+    def drop_all(self, connections: set[Connection] | list[Connection]) -> None:
         """End these at once, and empty the collection."""
         dropped = list(connections)
         connections.clear()

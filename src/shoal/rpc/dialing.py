@@ -114,11 +114,8 @@ class Dialer:
         self._open.connections.add(connection)
         return connection
 
-    async def stream_connection(self, peer: PeerID, kind: str, timeout_s: float) -> Connection:
+    async def stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
         """A connection for a stream, from the pool or new; when this returns there is a call link too.
-
-        One that carried a stream of this kind before is taken first: TCP has learned on it how fast the way is, for
-        bulk data as for small messages. Others are taken only where no more would be kept.
 
         Raises:
             PeerTimeout, PeerUnreachable, PeerRefused: there is no connection.
@@ -126,14 +123,11 @@ class Dialer:
         """
         await self.link(peer, timeout_s)
         idle = self._open.of(peer).idle
-        for connection in [each for each in idle if each.closed]:
-            del idle[connection]
-            self._open.drop(connection)
-        full = len(idle) >= self._limits.idle_streams
-        for connection, carried in reversed(idle.items()):
-            if carried == kind or full:
-                del idle[connection]
+        while idle:
+            connection = idle.pop()
+            if not connection.closed:
                 return connection
+            self._open.drop(connection)
         connection = await self._dial(peer)
         try:
             await self.link(peer, timeout_s)  # it may be gone by now

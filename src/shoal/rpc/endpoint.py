@@ -222,11 +222,11 @@ class Endpoint:
             ClosedError: this endpoint is closed.
             LocalError: the peer is this one, or the opening message is too long.
         """
-        peer, tag = self._peer_of(to), tag_of(type(opening))
-        frame = pack(Kind.OPEN, OpenStream(tag, msgspec.Raw(encode(opening))), limits=self.limits)
+        peer = self._peer_of(to)
+        frame = pack(Kind.OPEN, OpenStream(tag_of(type(opening)), msgspec.Raw(encode(opening))), limits=self.limits)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._dialer.stream_connection(peer, tag, timeout_s)
+                connection = await self._dialer.stream_connection(peer, timeout_s)
                 state = self._open.of(peer)
                 state.streams.add(connection)
                 self._open.watch(peer)
@@ -234,7 +234,7 @@ class Endpoint:
                     connection,
                     stream_types(type(opening))[1],
                     self.limits,
-                    lambda reusable: self._stream_released(connection, tag, reusable=reusable),
+                    lambda reusable: self._stream_released(connection, reusable=reusable),
                 )
                 try:
                     await connection.write(frame)
@@ -347,11 +347,11 @@ class Endpoint:
         for callback in list(self._lost_callbacks):
             callback(peer, reason)
 
-    def _stream_released(self, connection: Connection, kind: str, *, reusable: bool) -> None:
+    def _stream_released(self, connection: Connection, *, reusable: bool) -> None:
         state = self._open.of(connection.peer_id)
         state.streams.discard(connection)
         if reusable and state.links and not self._closed and len(state.idle) < self.limits.idle_streams:
-            state.idle[connection] = kind
+            state.idle.append(connection)
         else:
             self._open.drop(connection)
         self._open.watch(connection.peer_id)

@@ -17,9 +17,6 @@ An answer may be `error` instead. The process ends when its input does, so that 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import sys
 import threading
 import time
 import traceback
@@ -27,6 +24,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from benchmarks.contenders.orders import obey
 
 TENSORS = 10
 
@@ -116,37 +115,29 @@ class Training:
 
 def serve(make: Callable[[Options], StatePeer]) -> None:
     """Be a peer until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no answer
     torch.set_num_threads(1)
     options = parse()
     peer = make(options)
     training: Training | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: dict[str, Any] = {}
-        try:
-            match request["do"]:
-                case "start":
-                    answer = {"invite": peer.start(request["invites"])}
-                case "load":
-                    answer = load(peer, options)
-                case "train":
-                    training = Training(peer)
-                case "rounds" if training is not None:
-                    answer = training.take()
-                case "stop":
-                    if training is not None:
-                        training.going_on = False
-                    peer.stop()
-        except Exception as error:  # noqa: BLE001 (told to whoever asked)
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
-        if request["do"] == "stop":
-            break
-    # Libraries may hang while they close: this process does not.
-    threading.Timer(1.0, os._exit, (0,)).start()
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        nonlocal training
+        match request["do"]:
+            case "start":
+                return {"invite": peer.start(request["invites"])}
+            case "load":
+                return load(peer, options)
+            case "train":
+                training = Training(peer)
+            case "rounds" if training is not None:
+                return training.take()
+            case "stop":
+                if training is not None:
+                    training.going_on = False
+                peer.stop()
+        return {}
+
+    obey(answer, leave_s=1.0)
 
 
 def load(peer: StatePeer, options: Options) -> dict[str, Any]:

@@ -38,7 +38,6 @@ from shoal.transport.tls import TlsLayer
 
 __all__ = ["CLOSE_S", "PAUSE_BYTES", "TcpConnection"]
 
-
 PAUSE_BYTES = 256 << 10
 """The socket is not read while this much waits for a reader."""
 

@@ -21,7 +21,7 @@ def check_growth(rows: Sequence[Row]) -> None:
     ratios = [row.hops_per_log2 for row in rows]
     assert max(ratios) < 1.2 * min(ratios)
     assert all(smaller.hops < larger.hops for smaller, larger in pairwise(rows))
-    assert all(row.calls_per_lookup < 25 for row in rows)
+    assert all(row.calls_per_lookup < 20 for row in rows)
 
 
 def check_found(row: Row) -> None:

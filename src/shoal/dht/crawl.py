@@ -217,7 +217,8 @@ class Crawler:
         seeds = self._neighbours.table.nearest(target, self._settings.bucket_size)
         count = count or self._settings.replicas
         # Where we know so few, all of them will be asked anyway: then at once, unless one answer is enough.
-        alpha = count if len(seeds) <= count and not first else self._settings.alpha
+        few = len(self._neighbours.table) <= count
+        alpha = count if few and not first else self._settings.alpha
         lookup = Lookup(target, self._own, seeds, count=count, alpha=alpha)
         return Search(key, lookup, first=first)
 

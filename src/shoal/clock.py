@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor as ConcurrentExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
@@ -86,12 +87,14 @@ class Env:
         rng: the only source of chance. Not used for keys and nonces of real peers.
         executor: where tensor work runs.
         events: where the part tells what happened.
+        prompt: makes a block in which the loop's thread is not kept waiting by the program's own threads.
     """
 
     clock: Clock = field(default_factory=SystemClock)
     rng: random.Random = field(default_factory=random.Random)
     executor: Executor = field(default_factory=InlineExecutor)
     events: EventBus = field(default_factory=EventBus)
+    prompt: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Backoff:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.transport import sealed
-from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Scratch
+from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
 from shoal.transport.sealed import SealedLayer
 
 KEYS = bytes(32), b"\1" * 32
@@ -141,3 +141,48 @@ def test_unread_records_wait_sealed() -> None:
     target = memoryview(bytearray(6))
     assert far.read(target) == 6
     assert bytes(target) == b"onetwo"
+
+
+@given(
+    came=st.lists(st.integers(1, 40), min_size=1, max_size=60),
+    taken=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    shared=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], shared: bool, seed: int) -> None:
+    """Whatever comes and is taken, also while other connections use the shared memory."""
+    scratch, rng = Scratch(), random.Random(seed)
+    held = Held(scratch, b"")
+    wire = rng.randbytes(sum(came))
+    sent, got = 0, b""
+    for number, count in enumerate(came):
+        room = held.receive_buffer()
+        count = min(count, len(room))
+        room[:count] = wire[sent : sent + count]
+        sent += count
+        waiting = held.received(count)
+        take = min(taken[number % len(taken)], len(waiting))
+        got += waiting[:take]
+        held.keep(waiting[take:])
+        if shared:
+            scratch.receiving[:4096] = rng.randbytes(4096)
+        assert len(held) == sent - len(got)
+        assert wire[len(got) : sent] == held.view
+    waiting = held.view
+    got += waiting
+    held.keep(waiting[len(waiting) :])
+    assert got == wire[:sent]
+    assert len(held) == 0
+
+
+def test_a_record_that_comes_in_small_pieces_is_copied_a_few_times_at_most() -> None:
+    """Where it began to come slowly it gets memory of its own, into which the rest is received."""
+    scratch = Scratch()
+    held = Held(scratch, b"")
+    piece, shared = 1000, 0
+    for _ in range(RECORD_BYTES // piece):
+        room = held.receive_buffer()
+        shared += room.obj is scratch.receiving.obj
+        held.keep(held.received(piece))
+    assert len(held) == RECORD_BYTES // piece * piece
+    assert shared <= 4

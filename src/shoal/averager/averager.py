@@ -195,7 +195,8 @@ class Averager:
         while True:
             try:
                 await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
-                return await self._try_once(attempt, deadline)
+                with self.core.env.prompt():
+                    return await self._try_once(attempt, deadline)
             except SchemaMismatch as error:
                 self._aborted(error)
                 raise

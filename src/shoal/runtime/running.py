@@ -21,6 +21,7 @@ from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.recorder import FlightRecorder
 from shoal.runtime.debug import DebugService, warning_of
+from shoal.runtime.promptness import prompt
 from shoal.runtime.thread import LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
 
@@ -77,7 +78,7 @@ class RunningPeer:
             self._core = await PeerCore.start(
                 self._identity,
                 self._transport,
-                Env(SystemClock(), random.Random(), self.thread.executor, self._events),
+                Env(SystemClock(), random.Random(), self.thread.executor, self._events, prompt),
                 initial_peers,
                 client_mode=client_mode,
                 validators=validators,

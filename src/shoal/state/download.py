@@ -113,7 +113,8 @@ async def download_state(
     download = _Download(endpoint, env, prefix, donors, accept, limits)
     try:
         async with asyncio.timeout(timeout_s):
-            return await download.run()
+            with env.prompt():
+                return await download.run()
     except TimeoutError:
         raise StateUnavailable(download.describe(f"no complete state within {timeout_s:g} s")) from None
 

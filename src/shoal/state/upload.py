@@ -43,7 +43,8 @@ class Upload:
         """What this stream sends in the block is sent for a state."""
         self._streams[stream] = stream.bytes_sent
         try:
-            yield
+            with self._serving.env.prompt():
+                yield
         finally:
             self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)
 
@@ -73,10 +74,14 @@ class Upload:
             await asyncio.sleep(wait_s)
 
     def _other_bytes(self) -> int:
+        served = sum(stream.bytes_sent - before for stream, before in self._streams.items())
+        return self._serving.traffic[0] - self._ended_bytes - served
+
+    @property
+    def _serving(self) -> Endpoint:
         endpoint = self._endpoint()
         assert endpoint is not None, "somebody is served by an endpoint that is gone"
-        served = sum(stream.bytes_sent - before for stream, before in self._streams.items())
-        return endpoint.traffic[0] - self._ended_bytes - served
+        return endpoint
 
 
 _uploads: WeakKeyDictionary[Endpoint, Upload] = WeakKeyDictionary()

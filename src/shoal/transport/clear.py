@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.transport.base import Buffer
-from shoal.transport.layers import Scratch
+from shoal.transport.layers import Held, Scratch
 
-__all__ = ["ClearLayer"]
+__all__ = ["PAUSE_BYTES", "ClearLayer"]
+
+PAUSE_BYTES = 256 << 10
+"""The socket is not read while this much waits for a reader."""
 
 _DIRECT_BYTES = 16 << 10
 
@@ -20,35 +23,30 @@ class ClearLayer:
         received: what has come already and was not read.
     """
 
+    pause_bytes = PAUSE_BYTES
+
     def __init__(self, scratch: Scratch, received: bytes = b"") -> None:
-        self._scratch, self._waiting, self._direct = scratch, memoryview(received), False
+        self._held, self._direct = Held(scratch, received), False
 
     @property
     def pending(self) -> int:
-        return len(self._waiting)
+        return len(self._held)
 
     def receive_buffer(self, target: memoryview) -> memoryview:
         self._direct = len(target) >= _DIRECT_BYTES
-        if self._direct:
-            return target
-        there = len(self._waiting)
-        self._scratch.receiving[:there] = self._waiting
-        return self._scratch.receiving[there:]
+        return target if self._direct else self._held.receive_buffer()
 
     def received(self, nbytes: int, target: memoryview) -> int:
-        if self._direct:
-            return nbytes
-        came = self._scratch.receiving[: len(self._waiting) + nbytes]
-        filled = min(len(came), len(target))
-        if filled:
-            target[:filled] = came[:filled]
-        self._waiting = memoryview(bytes(came[filled:]))
-        return filled
+        return nbytes if self._direct else self._take(self._held.received(nbytes), target)
 
     def read(self, target: memoryview) -> int:
-        filled = min(len(self._waiting), len(target))
+        return self._take(self._held.view, target)
+
+    def _take(self, waiting: memoryview, target: memoryview) -> int:
+        filled = min(len(waiting), len(target))
         if filled:
-            target[:filled], self._waiting = self._waiting[:filled], self._waiting[filled:]
+            target[:filled] = waiting[:filled]
+        self._held.keep(waiting[filled:])
         return filled
 
     def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:

@@ -7,7 +7,7 @@ driven here, by one `BufferedProtocol`:
 
 - *In.* Bytes are received into one buffer that all connections of a transport share (the event loop fills it and calls
   `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
-  reader they stay as they came, and from `PAUSE_BYTES` on the socket is not read.
+  reader they stay as they came, and from the layer's `pause_bytes` on the socket is not read.
 - *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took what was before; then the loop has
   a turn. What the socket did not take is kept, but no reference to a caller's buffer is left when `write` returns.
 - *End.* `close` sends what is queued, then TCP FIN, then reads and throws away until the other side's FIN: a socket
@@ -36,10 +36,7 @@ from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch
 from shoal.transport.sealed import SealedLayer
 from shoal.transport.tls import TlsLayer
 
-__all__ = ["CLOSE_S", "PAUSE_BYTES", "TcpConnection"]
-
-PAUSE_BYTES = 256 << 10
-"""The socket is not read while this much waits for a reader."""
+__all__ = ["CLOSE_S", "TcpConnection"]
 
 CLOSE_S = 5.0
 """Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
@@ -149,7 +146,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         try:
             if self._layer.pending:
                 self._filled(self._layer.read(self._target))
-                if self._layer.pending < PAUSE_BYTES:
+                if self._layer.pending < self._layer.pause_bytes:
                     self._resume_reading()
             if self._target:
                 await self._wait_readable()
@@ -256,7 +253,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             return
         if self._reader is not None and not self._target:
             _wake(self._reader)
-        if self._layer.pending >= PAUSE_BYTES and not self._reading_paused and self._transport is not None:
+        if self._layer.pending >= self._layer.pause_bytes and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
 

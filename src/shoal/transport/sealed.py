@@ -29,14 +29,17 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from shoal.transport.base import Buffer
-from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Scratch
+from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
 
-__all__ = ["KEY_BYTES", "REKEY_BYTES", "SealedLayer"]
+__all__ = ["KEY_BYTES", "PAUSE_BYTES", "REKEY_BYTES", "SealedLayer"]
 
 KEY_BYTES = 32
 
 REKEY_BYTES = 1 << 36
 """After so much plaintext (64 GiB) a direction takes its next key."""
+
+PAUSE_BYTES = 2 * RECORD_BYTES
+"""The socket is not read while this much waits for a reader."""
 
 _LENGTH_BYTES, _TAG_BYTES = 4, 16
 _NEXT_KEY = b"shoal: next key of a connection"
@@ -85,9 +88,11 @@ class SealedLayer:
         received: what has come already and was not read.
     """
 
+    pause_bytes = PAUSE_BYTES
+
     def __init__(self, sending_key: bytes, receiving_key: bytes, scratch: Scratch, received: bytes = b"") -> None:
         self._sending, self._receiving, self._scratch = _Key(sending_key), _Key(receiving_key), scratch
-        self._sealed = memoryview(received)  # the beginning of a record, or whole records that nobody reads
+        self._sealed = Held(scratch, received)  # the beginning of a record, or whole records that nobody reads
         self._opened = memoryview(b"")  # the rest of a record that was longer than what was read
 
     @property
@@ -95,26 +100,21 @@ class SealedLayer:
         return len(self._sealed) + len(self._opened)
 
     def receive_buffer(self, target: memoryview) -> memoryview:
-        there = len(self._sealed)
-        self._scratch.receiving[:there] = self._sealed
-        return self._scratch.receiving[there:]
+        return self._sealed.receive_buffer()[: None if target else RECORD_BYTES]
 
     def received(self, nbytes: int, target: memoryview) -> int:
-        filled, rest = self._take(self._scratch.receiving[: len(self._sealed) + nbytes], target)
-        self._sealed = memoryview(bytes(rest))
-        return filled
+        return self._take(self._sealed.received(nbytes), target)
 
     def read(self, target: memoryview) -> int:
         filled = min(len(self._opened), len(target))
         if filled:
             target[:filled], self._opened = self._opened[:filled], self._opened[filled:]
         if self._sealed and filled < len(target):
-            more, self._sealed = self._take(self._sealed, target[filled:])
-            filled += more
+            filled += self._take(self._sealed.view, target[filled:])
         return filled
 
-    def _take(self, sealed: memoryview, target: memoryview) -> tuple[int, memoryview]:
-        """Open records while `target` has room. Returns how much of it is filled, and what is left."""
+    def _take(self, sealed: memoryview, target: memoryview) -> int:
+        """Open records while `target` has room, and keep the rest. Returns how much of it is filled."""
         start = filled = 0
         wanted, size = len(target), len(sealed)
         while filled < wanted and size - start > _LENGTH_BYTES:
@@ -133,7 +133,8 @@ class SealedLayer:
                 self._receiving.open_into(record, opened)
                 target[filled:], self._opened = opened[: wanted - filled], opened[wanted - filled :]
                 filled = wanted
-        return filled, sealed[start:]
+        self._sealed.keep(sealed[start:])
+        return filled
 
     def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
         end, out = 0, self._scratch.sending

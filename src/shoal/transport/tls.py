@@ -11,6 +11,8 @@ from shoal.transport.layers import BrokenLayer, Scratch
 
 __all__ = ["TlsLayer"]
 
+_RECEIVE_BYTES = 64 << 10  # a stranger's handshake and proof need less
+
 
 class TlsLayer:
     """An `ssl.SSLObject` between two memory BIOs.
@@ -20,6 +22,8 @@ class TlsLayer:
         server_side: this side accepted the connection.
         scratch: shared memory.
     """
+
+    pause_bytes = 2 * _RECEIVE_BYTES
 
     def __init__(self, context: ssl.SSLContext, *, server_side: bool, scratch: Scratch) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -58,7 +62,7 @@ class TlsLayer:
         return self._incoming.read()
 
     def receive_buffer(self, target: memoryview) -> memoryview:
-        return self._scratch.receiving
+        return self._scratch.receiving[:_RECEIVE_BYTES]
 
     def received(self, nbytes: int, target: memoryview) -> int:
         self._incoming.write(self._scratch.receiving[:nbytes])

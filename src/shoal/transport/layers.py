@@ -21,7 +21,7 @@ then its lock is had back only after `sys.getswitchinterval()`."""
 BUNCH_BYTES = (1 << 20) + (16 << 10)
 """At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
 
-_RECEIVE_BYTES = 2 << 20
+_RECEIVE_BYTES = 1 << 20
 _NOTHING = memoryview(b"")
 
 
@@ -50,7 +50,7 @@ class Held:
     """Received bytes that wait, for a reader or for the rest of their record.
 
     They wait in memory of their own size, and go in front of what comes next, in the shared memory. Where little comes
-    at a time that would copy every byte many times: then they get memory with room, in which the next ones are received.
+    at a time that would copy every byte many times: then they get memory with room, and the next ones come into that.
     So no byte is copied more than a few times, and a connection on which nothing waits has no memory.
 
     Args:

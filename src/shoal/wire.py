@@ -16,7 +16,7 @@ Two kinds of message start something:
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -70,6 +70,9 @@ class Request(Message, Generic[R], frozen=True):
 
 class Opening(Message, Generic[Up, Down], frozen=True):
     """A message that opens a stream: the opener then sends `Up`, the acceptor `Down`."""
+
+    bulk: ClassVar[bool] = False
+    """Whether megabytes go on it."""
 
 
 # ----------------------------------------------------------------------------------------------------------- encoding
@@ -447,6 +450,8 @@ class PartAbsent(Message, frozen=True):
 class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
     """A member's stream to the reducer of a slice: contributions up, averages down."""
 
+    bulk: ClassVar[bool] = True
+
     round_id: RoundID
 
 
@@ -550,6 +555,8 @@ class MoreChunks(Message, frozen=True):
 
 class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
     """Send these chunks of this snapshot, in this order, then those of `MoreChunks`. END when no more are wanted."""
+
+    bulk: ClassVar[bool] = True
 
     prefix: str
     snapshot: RoundID

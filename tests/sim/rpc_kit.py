@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -74,6 +74,12 @@ class OpenPipe(Opening[Up, Down], frozen=True):
     def scope(self) -> str:
         """Which handler."""
         return self.where
+
+
+class OpenBulk(Opening[Up, Down], frozen=True):
+    """The same for bulk data."""
+
+    bulk: ClassVar[bool] = True
 
 
 class OpenOther(Opening[Up, Down], frozen=True):

@@ -18,6 +18,7 @@ from tests.sim.rpc_kit import (
     ByHand,
     Down,
     Net,
+    OpenBulk,
     OpenOther,
     OpenPipe,
     PipeDown,
@@ -449,6 +450,37 @@ def test_connections_of_finished_streams_are_used_again(run: Run) -> None:
         assert len(a.transport.dials) == 2 + 5
         assert not [each for each in await together(*(once() for _ in range(6))) if each is not None]
         assert len(a.transport.dials) == 2 + 5 + 2
+
+    run(scenario)
+
+
+@everywhere
+def test_bulk_data_goes_on_the_connection_that_has_carried_it_before(run: Run) -> None:
+    """Whichever stream came first or ended last; and where there is none, on another one that waits."""
+
+    async def scenario(net: Net) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        used: dict[type, list[object]] = {OpenBulk: [], OpenPipe: []}
+
+        async def serve(stream: PipeDown, opening: OpenBulk | OpenPipe) -> None:
+            used[type(opening)].append(stream._connection)
+            await _mirror(stream, OpenPipe())
+
+        async def use(*openings: OpenBulk | OpenPipe) -> None:
+            streams = [await a.endpoint.open(b.contact, opening, timeout_s=5.0) for opening in openings]
+            for stream in reversed(streams):
+                await _talk(stream, [1000])
+
+        b.endpoint.serve_stream(OpenBulk, serve)
+        b.endpoint.serve_stream(OpenPipe, serve)
+        await use(OpenPipe())
+        await use(OpenBulk())  # nothing else waits: it takes what there is, which is for bulk data from now on
+        assert len(a.transport.dials) == 1 + 1
+        for order in ((OpenPipe(), OpenBulk()), (OpenBulk(), OpenPipe())) * 3:
+            await use(*order)
+        assert len(a.transport.dials) == 1 + 2
+        assert len(set(used[OpenBulk])) == 1
+        assert set(used[OpenBulk]).isdisjoint(used[OpenPipe][1:])
 
     run(scenario)
 

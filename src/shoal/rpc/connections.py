@@ -12,7 +12,15 @@ __all__ = ["Connections", "PeerState"]
 
 
 class PeerState:
-    """What is open between us and one peer."""
+    """What is open between us and one peer.
+
+    Attributes:
+        links: call links.
+        dialing: the dial of a link that is under way.
+        streams: connections of streams that we opened.
+        inbound: how many streams it has open to us.
+        idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
+    """
 
     __slots__ = ("dialing", "idle", "inbound", "links", "streams")
 
@@ -21,12 +29,26 @@ class PeerState:
         self.dialing: asyncio.Task[CallLink] | None = None
         self.streams: set[Connection] = set()
         self.inbound = 0
-        self.idle: list[Connection] = []
+        self.idle: dict[Connection, bool] = {}
 
     @property
     def link(self) -> CallLink | None:
         """A link that can carry a call."""
         return next((link for link in self.links if not link.closed), None)
+
+    def take_idle(self, *, bulk: bool) -> Connection | None:
+        """The connection for a stream, if one waits: for bulk data rather one that has carried some.
+
+        There TCP has learned how fast the way is; a new one takes seconds to get its share of a busy line. So other
+        streams leave those alone.
+        """
+        suited = [connection for connection, carried in self.idle.items() if carried == bulk]
+        if bulk and not suited:
+            suited = list(self.idle)
+        if not suited:
+            return None
+        del self.idle[suited[-1]]
+        return suited[-1]
 
     @property
     def empty(self) -> bool:
@@ -93,7 +115,7 @@ class Connections:
         connection.abort()
         self.count(connection)
 
-    def drop_all(self, connections: set[Connection] | list[Connection]) -> None:
+    def drop_all(self, connections: set[Connection] | dict[Connection, bool]) -> None:
         """End these at once, and empty the collection."""
         dropped = list(connections)
         connections.clear()

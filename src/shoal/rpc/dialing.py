@@ -114,17 +114,21 @@ class Dialer:
         self._open.connections.add(connection)
         return connection
 
-    async def stream_connection(self, peer: PeerID, timeout_s: float) -> Connection:
+    async def stream_connection(self, peer: PeerID, timeout_s: float, *, bulk: bool) -> Connection:
         """A connection for a stream, from the pool or new; when this returns there is a call link too.
+
+        Args:
+            peer: to whom.
+            timeout_s: of a dial.
+            bulk: whether megabytes will go on it.
 
         Raises:
             PeerTimeout, PeerUnreachable, PeerRefused: there is no connection.
             ClosedError: this endpoint was closed.
         """
         await self.link(peer, timeout_s)
-        idle = self._open.of(peer).idle
-        while idle:
-            connection = idle.pop()
+        state = self._open.of(peer)
+        while (connection := state.take_idle(bulk=bulk)) is not None:
             if not connection.closed:
                 return connection
             self._open.drop(connection)

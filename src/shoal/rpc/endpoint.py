@@ -226,7 +226,7 @@ class Endpoint:
         frame = pack(Kind.OPEN, OpenStream(tag_of(type(opening)), msgspec.Raw(encode(opening))), limits=self.limits)
         try:
             async with asyncio.timeout(timeout_s):
-                connection = await self._dialer.stream_connection(peer, timeout_s)
+                connection = await self._dialer.stream_connection(peer, timeout_s, bulk=opening.bulk)
                 state = self._open.of(peer)
                 state.streams.add(connection)
                 self._open.watch(peer)
@@ -234,7 +234,7 @@ class Endpoint:
                     connection,
                     stream_types(type(opening))[1],
                     self.limits,
-                    lambda reusable: self._stream_released(connection, reusable=reusable),
+                    lambda reusable: self._stream_released(connection, bulk=opening.bulk, reusable=reusable),
                 )
                 try:
                     await connection.write(frame)
@@ -347,11 +347,11 @@ class Endpoint:
         for callback in list(self._lost_callbacks):
             callback(peer, reason)
 
-    def _stream_released(self, connection: Connection, *, reusable: bool) -> None:
+    def _stream_released(self, connection: Connection, *, bulk: bool, reusable: bool) -> None:
         state = self._open.of(connection.peer_id)
         state.streams.discard(connection)
         if reusable and state.links and not self._closed and len(state.idle) < self.limits.idle_streams:
-            state.idle.append(connection)
+            state.idle[connection] = bulk
         else:
             self._open.drop(connection)
         self._open.watch(connection.peer_id)

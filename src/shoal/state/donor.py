@@ -147,6 +147,7 @@ class StateDonor:
         self._check_enabled()
         if self._busy(peer):
             return ManifestPending(busy=True)
+        self._upload.watch()
         try:
             snapshot = await self._store.current(timeout_s=_ANSWER_WITHIN_S)
         except ClosedError as error:

@@ -18,6 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from shoal.clock import Env
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
@@ -33,6 +34,9 @@ __all__ = ["Feed", "Target"]
 
 _READ_BYTES = 128 << 10
 """Bytes that must arrive within the stall limit: whoever is slower than 26 kB/s counts as stalled."""
+
+_LOOKS = 8
+"""How often it is looked within the stall limit whether they did."""
 
 _CHECKS_AT_ONCE = 4
 END_WITHIN_S = 1.0
@@ -242,17 +246,21 @@ class Feed:
         loop, queue = asyncio.get_running_loop(), self._queue
         try:
             async with asyncio.timeout(self._stall_s) as limit:
-                while queue:
-                    chunk = queue[0]
-                    await self._receive_chunk(stream, chunk, limit)
-                    queue.popleft()
-                    self._tempo.arrived(loop.time())
-                    limit.reschedule(None)  # hashing is our own time
-                    await self._check(chunk)
-                    limit.reschedule(loop.time() + self._stall_s)
-                    if chunks := self._choose():
-                        queue.extend(chunks)
-                        await stream.send(MoreChunks(chunks))
+                patience = _Patience(stream, limit, self._stall_s)
+                try:
+                    while queue:
+                        chunk = queue[0]
+                        await self._receive_chunk(stream, chunk, patience)
+                        queue.popleft()
+                        self._tempo.arrived(loop.time())
+                        patience.pause()  # hashing is our own time
+                        await self._check(chunk)
+                        patience.renew()
+                        if chunks := self._choose():
+                            queue.extend(chunks)
+                            await stream.send(MoreChunks(chunks))
+                finally:
+                    patience.end()
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise
@@ -264,22 +272,21 @@ class Feed:
             async with asyncio.timeout(min(self._stall_s, END_WITHIN_S)):
                 await stream.finish()
 
-    async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, limit: asyncio.Timeout) -> None:
+    async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, patience: _Patience) -> None:
         start, stop = self._plan.manifest.chunk_range(chunk)
-        loop = asyncio.get_running_loop()
         places = deque(self._places(chunk, stop - start))
-        received, announced = 0, 0
+        received = announced = 0
         while received < stop - start:
             if not announced:
                 announced = await self._next_piece(stream, chunk, received, stop - start)
             place = places.popleft()
-            part = place[: min(place.nbytes, announced, _READ_BYTES)]
+            part = place[:announced]
             if part.nbytes < place.nbytes:
                 places.appendleft(place[part.nbytes :])
             await stream.readinto(part)
             received, announced = received + part.nbytes, announced - part.nbytes
             self._target.bytes_received += part.nbytes
-            limit.reschedule(loop.time() + self._stall_s)
+            patience.renew()
 
     def _places(self, chunk: int, nbytes: int) -> list[memoryview]:
         if self._plan.owner(chunk) == self._peer:
@@ -348,3 +355,37 @@ class Feed:
 
 def _wrong(chunk: int, peer: PeerID) -> PeerProtocolError:
     return PeerProtocolError(f"chunk {chunk} does not match its hash", peer)
+
+
+class _Patience:
+    """Keeps the limit of a read `stall_s` ahead of the last bytes that came, however many are read at once.
+
+    Args:
+        stream: where they come from.
+        limit: around what waits for them.
+        stall_s: longest silence.
+    """
+
+    def __init__(self, stream: Stream[Any, Any], limit: asyncio.Timeout, stall_s: float) -> None:
+        self._stream, self._limit, self._stall_s = stream, limit, stall_s
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(stall_s / _LOOKS, self._look)
+        self.renew()
+
+    def renew(self) -> None:
+        """Wait again for so long."""
+        self._seen = self._stream.bytes_received
+        self._limit.reschedule(self._loop.time() + self._stall_s)
+
+    def pause(self) -> None:
+        """What takes time now is not the donor's, until `renew`."""
+        self._limit.reschedule(None)
+
+    def _look(self) -> None:
+        if self._limit.when() is not None and self._stream.bytes_received - self._seen >= _READ_BYTES:
+            self.renew()
+        self._timer = self._loop.call_later(self._stall_s / _LOOKS, self._look)
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()

@@ -48,6 +48,10 @@ class Upload:
         finally:
             self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)
 
+    def watch(self) -> None:
+        """Begin to look at the other traffic: soon somebody will ask for a state."""
+        self._courtesy.held(0.0, asyncio.get_running_loop().time(), self._other_bytes)
+
     def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
         """How many of `nbytes` to send at once."""
         size = pacer.piece_bytes(nbytes)

@@ -58,7 +58,7 @@ class Connection(Protocol):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes taken by `readinto` so far, those of a read that still waits for more included."""
+        """Bytes that came so far: taken by `readinto`, for a read that still waits, and perhaps for none yet."""
         ...
 
     @property

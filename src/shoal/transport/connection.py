@@ -109,7 +109,8 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def bytes_received(self) -> int:
-        return self._bytes_received
+        # With what waits for the rest of its record: on a slow line that takes long, and is no silence.
+        return self._bytes_received + self._layer.pending
 
     @property
     def closed(self) -> bool:

@@ -205,7 +205,8 @@ def main() -> int:
         notes.append("left out: hivemind: no --hivemind-python PATH, no HIVEMIND_PYTHON")
     around = {} if args.report else surroundings(args.hivemind_python)
     for number, entry in enumerate([] if args.report else entries, 1):
-        call = " ".join([entry.module, *entry.arguments(args.hivemind_python, quick=args.quick)])
+        # Where that Python is matters here only.
+        call = " ".join([entry.module, *entry.arguments(args.hivemind_python and "PATH", quick=args.quick)])
         print(f"[{number}/{len(entries)}] {entry.name}: python -m {call}", flush=True)
         began = time.time()
         try:

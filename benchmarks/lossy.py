@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from benchmarks.by_hand import average_part
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import (
@@ -103,20 +104,8 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
     owners = rng.sample(range(len(vectors)), len(vectors))
     for part in vectors[0].parts(slices, PART_BYTES):
         owner = owners[part.owner]
-        made = vectors[owner]
-        made.begin_sum(part, weights[owner])
+        average_part(vectors, weights, part, owner, DIGESTS)
         for peer, vector in enumerate(vectors):
-            if peer != owner:
-                data = memoryview(bytearray(vector.contribution(part)))
-                made.add(part, made.decoded(part, data, weights[peer]), weights[peer])
-        digest = made.finish(part, sum(weights), DIGESTS)
-        wire = memoryview(bytearray(made.average_bytes(part, digest, DIGESTS) or b""))
-        for peer, vector in enumerate(vectors):
-            if peer != owner:
-                landing = vector.landing(part)
-                if landing is not None:
-                    landing[:] = wire
-                vector.land(part, wire if landing is None else landing)
             vector.settle(part, averaged_here=peer == owner)
     for vector in vectors:
         vector.name_reference(b"one after the other")

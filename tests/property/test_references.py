@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.by_hand import average_part
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import (
@@ -43,21 +44,9 @@ def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, own
     parts = vectors[0].parts([500, 600, 400], 1024)
     for part in parts:
         owner = owners[part.owner]
-        made = vectors[owner]
-        made.begin_sum(part, weights[owner])
+        digest = average_part(vectors, weights, part, owner, DIGESTS)
         for peer, vector in enumerate(vectors):
             if peer != owner:
-                data = memoryview(bytearray(vector.contribution(part)))
-                assert data.nbytes == made.encoded_bytes(part)
-                made.add(part, made.decoded(part, data, weights[peer]), weights[peer])
-        digest = made.finish(part, sum(weights), DIGESTS)
-        wire = memoryview(bytearray(made.average_bytes(part, digest, DIGESTS) or b""))
-        for peer, vector in enumerate(vectors):
-            if peer != owner:
-                landing = vector.landing(part)
-                if landing is not None:
-                    landing[:] = wire
-                vector.land(part, wire if landing is None else landing)
                 given_on = vector.average_bytes(part, digest, DIGESTS)
                 assert given_on is not None, "who holds an average can give it"
                 assert DIGESTS.of(part.number, given_on) == digest

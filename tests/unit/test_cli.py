@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out, err
 
 
-@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "key", "key new", "debug", "debug dump"])
+@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "plan", "key", "key new", "debug", "debug dump"])
 def test_help_imports_nothing_that_takes_time(command: str) -> None:
     """`--help` answers without torch, and without what the network needs."""
     code = "import sys, shoal.cli\ntry: shoal.cli.main(sys.argv[1:])\nfinally: sys.stderr.write(' '.join(sys.modules))"
@@ -53,7 +53,7 @@ def test_help_names_the_subcommands_in_full(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "--help")
     assert code == 0
     listed = out.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == ["debug", "demo", "dht", "key", "status"]
+    assert [line.split()[0] for line in listed] == ["debug", "demo", "dht", "key", "plan", "status"]
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 
@@ -112,6 +112,10 @@ def test_key_that_cannot_be_shown(
         (["status", "nonsense", "--run", "x"], "not an address"),
         (["demo", "--peers", "1"], "peers=1"),
         (["demo", "--seconds", "0"], "seconds=0"),
+        (["plan", "--peers", "4"], "--params"),
+        (["plan", "--params", "many", "--peers", "4"], "--params"),
+        (["plan", "--params", "1e9", "--peers", "0"], "--peers"),
+        (["plan", "--params", "1e9", "--peers", "4", "--stage", "4"], "--stage"),
     ],
 )
 def test_wrong_options_end_with_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
@@ -120,6 +124,19 @@ def test_wrong_options_end_with_code_2(capsys: pytest.CaptureFixture[str], argum
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
+
+
+def test_plan_prints_the_numbers_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    """7.5 billion parameters on 64 ranks: all stages, or one; also where the terminal is narrow."""
+    code, out, _ = run(capsys, "plan", "--params", "7.5e9", "--peers", "64")
+    assert code == 0
+    lines = [line.split("  ") for line in out.splitlines()]
+    memory = {line[-2].strip() for line in [[cell for cell in line if cell.strip()] for line in lines] if len(line) > 4}
+    assert {"120 GB", "31.4 GB", "16.6 GB", "1.9 GB"} < memory
+    code, out, _ = run(capsys, "plan", "--params", "7_500_000_000", "--peers", "64", "--stage", "3")
+    assert code == 0
+    assert "1.9 GB" in out
+    assert "31.4 GB" not in out
 
 
 def test_invite_without_a_run_asks_for_one(capsys: pytest.CaptureFixture[str]) -> None:

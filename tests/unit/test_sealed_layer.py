@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import ssl
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.transport import sealed
+from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
 from shoal.transport.sealed import SealedLayer
 
@@ -156,7 +159,7 @@ def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], shared: 
     wire = rng.randbytes(sum(came))
     sent, got = 0, b""
     for number, count in enumerate(came):
-        room = held.receive_buffer()
+        room = held.receive_buffer(0)
         count = min(count, len(room))
         room[:count] = wire[sent : sent + count]
         sent += count
@@ -181,8 +184,30 @@ def test_a_record_that_comes_in_small_pieces_is_copied_a_few_times_at_most() -> 
     held = Held(scratch, b"")
     piece, shared = 1000, 0
     for _ in range(RECORD_BYTES // piece):
-        room = held.receive_buffer()
+        room = held.receive_buffer(0)
         shared += room.obj is scratch.receiving.obj
         held.keep(held.received(piece))
     assert len(held) == RECORD_BYTES // piece * piece
     assert shared <= 4
+
+
+def test_what_trickles_in_counts_before_its_record_is_complete() -> None:
+    """Else a peer on a slow line would count as silent for as long as a record takes."""
+
+    async def scenario() -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        connection = TcpConnection(context, dialed=False, scratch=Scratch(), alive=set())
+        connection.seal(KEYS[1], KEYS[0])
+        near, _ = pair()
+        wire = seal(near, bytes(RECORD_BYTES))[0]
+        seen = [connection.bytes_received]
+        for start in range(0, len(wire), 50_000):
+            piece = wire[start : start + 50_000]
+            connection.get_buffer(-1)[: len(piece)] = piece
+            connection.buffer_updated(len(piece))
+            seen.append(connection.bytes_received)
+        assert seen == [*range(0, len(wire), 50_000), len(wire)]
+        await connection.readinto(bytearray(RECORD_BYTES))
+        assert connection.bytes_received == RECORD_BYTES
+
+    asyncio.run(scenario())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from benchmarks.by_hand import average_part
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, describe, is_weight
@@ -32,25 +33,7 @@ def parts_of(vector: Vector, part_bytes: int = 1024) -> list[Part]:
 
 def average(vectors: Sequence[Vector], weights: Sequence[float], part_bytes: int = 1024) -> list[bytes]:
     """What a round does, without the network: the first vector owns every part. Returns the digests."""
-    digests = []
-    owner = vectors[0]
-    for part in parts_of(owner, part_bytes):
-        owner.begin_sum(part, weights[0])
-        for other, weight in zip(vectors[1:], weights[1:], strict=True):
-            data = memoryview(bytearray(other.contribution(part)))
-            assert data.nbytes == owner.encoded_bytes(part)
-            owner.add(part, owner.decoded(part, data, weight), weight)
-        digest = owner.finish(part, sum(weights), DIGESTS)
-        digests.append(digest)
-        wire = owner.average_bytes(part, digest, DIGESTS)
-        assert wire is not None
-        assert DIGESTS.of(part.number, wire) == digest
-        for other in vectors[1:]:
-            landing = other.landing(part)
-            place = memoryview(bytearray(len(memoryview(wire)))) if landing is None else landing
-            place[:] = memoryview(wire).cast("B")
-            other.land(part, place)
-    return digests
+    return [average_part(vectors, weights, part, 0, DIGESTS) for part in parts_of(vectors[0], part_bytes)]
 
 
 def values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -14,6 +14,7 @@ from shoal.cli.debug import debug
 from shoal.cli.demo import demo
 from shoal.cli.dht import dht
 from shoal.cli.key import key
+from shoal.cli.plan import plan
 from shoal.cli.status import status
 from shoal.errors import ConfigError, ShoalError
 
@@ -28,7 +29,7 @@ def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 
 
-for _subcommand in (demo, dht, status, key, debug):
+for _subcommand in (demo, dht, status, plan, key, debug):
     command.add_command(_subcommand)
 
 

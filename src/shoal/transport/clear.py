@@ -34,7 +34,7 @@ class ClearLayer:
 
     def receive_buffer(self, target: memoryview) -> memoryview:
         self._direct = len(target) >= _DIRECT_BYTES
-        return target if self._direct else self._held.receive_buffer()
+        return target if self._direct else self._held.receive_buffer(len(target))
 
     def received(self, nbytes: int, target: memoryview) -> int:
         return nbytes if self._direct else self._take(self._held.received(nbytes), target)

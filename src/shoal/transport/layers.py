@@ -22,6 +22,7 @@ BUNCH_BYTES = (1 << 20) + (16 << 10)
 """At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
 
 _RECEIVE_BYTES = 1 << 20
+_AHEAD_BYTES = 64 << 10
 _NOTHING = memoryview(b"")
 
 
@@ -71,13 +72,17 @@ class Held:
         """All that waits, until the next call."""
         return self._memory[self._start : self._end]
 
-    def receive_buffer(self) -> memoryview:
-        """Where the socket's next bytes may be written, not empty."""
+    def receive_buffer(self, wanted: int) -> memoryview:
+        """Where the socket's next bytes may be written, not empty; `wanted`: how many a reader waits for.
+
+        There is room for little more than those: what comes behind them has to be copied, and kept.
+        """
+        room = wanted + _AHEAD_BYTES
         if self._end < len(self._memory):
-            return self._memory[self._end :]
+            return self._memory[self._end : self._end + room]
         there = len(self)
         self._scratch.receiving[:there] = self.view
-        return self._scratch.receiving[there:]
+        return self._scratch.receiving[there : there + room]
 
     def received(self, nbytes: int) -> memoryview:
         """So many were written there. Returns a view of all that waits; `keep` says how much of it still does."""

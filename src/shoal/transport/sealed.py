@@ -41,7 +41,6 @@ REKEY_BYTES = 1 << 36
 PAUSE_BYTES = 2 * RECORD_BYTES
 """The socket is not read while this much waits for a reader."""
 
-_AHEAD_BYTES = 64 << 10
 _LENGTH_BYTES, _TAG_BYTES = 4, 16
 _NEXT_KEY = b"shoal: next key of a connection"
 
@@ -101,8 +100,7 @@ class SealedLayer:
         return len(self._sealed) + len(self._opened)
 
     def receive_buffer(self, target: memoryview) -> memoryview:
-        # Little more than is waited for: what comes behind it has to be copied.
-        return self._sealed.receive_buffer()[: len(target) + _AHEAD_BYTES]
+        return self._sealed.receive_buffer(len(target))
 
     def received(self, nbytes: int, target: memoryview) -> int:
         return self._take(self._sealed.received(nbytes), target)

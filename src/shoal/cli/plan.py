@@ -1,0 +1,91 @@
+"""`shoal plan`: what each stage of ZeRO would cost, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import click
+
+from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
+    from shoal.zero.laws import Cost
+
+__all__ = ["plan"]
+
+_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+@click.command(short_help="Memory and traffic of each ZeRO stage.")
+@click.option("--params", required=True, metavar="N", help="Parameters of the model, such as 7.5e9.")
+@click.option("--peers", required=True, type=click.IntRange(min=1), metavar="N", help="Ranks that share them.")
+@click.option("--stage", type=click.IntRange(0, 3), help="Only this stage; default: all.")
+@click.option("--precision", type=click.Choice(["mixed", "float32"]), default="mixed", show_default=True)
+@click.option("--optimizer", type=click.Choice(["adam", "momentum", "sgd"]), default="adam", show_default=True)
+@click.option(
+    "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True, help="In one optimizer step."
+)
+@click.option("--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True)
+def plan(
+    params: str, peers: int, stage: int | None, precision: str, optimizer: str, micro_batches: int, backend: str
+) -> None:
+    """Print the memory per rank and the bytes that it sends per optimizer step, for each ZeRO stage and engine.
+
+    From the laws of the stages, not from a measurement: what is held all through a step. Activations, and what lives
+    for a part of the step, come on top.
+    """
+    from rich.console import Console
+
+    from shoal.zero.laws import costs
+
+    found = costs(
+        _number(params),
+        peers,
+        stage=stage,
+        precision=precision,
+        optimizer=optimizer,
+        micro_batches=micro_batches,
+        backend=backend,
+    )
+    Console(highlight=False).print(_table(found))
+
+
+def _number(text: str) -> float:
+    try:
+        value = float(text.replace("_", ""))
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ConfigError(f"--params must be a number above 0, such as 125e6 or 7.5e9, got {text!r}")
+    return value
+
+
+def _table(found: Sequence[Cost]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("stage")
+    table.add_column("engine", no_wrap=True)
+    for name in ("params", "gradients", "optimizer", "memory", "sent"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = None
+    for cost in found:
+        stage = "" if cost.engine.stage == last else str(cost.engine.stage)
+        last = cost.engine.stage
+        sizes = (cost.parameters, cost.gradients, cost.state, cost.memory, cost.sent)
+        table.add_row(stage, cost.engine.name, *map(size_of, sizes))
+    return table
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes as people say them: three digits or so, and a decimal unit."""
+    for unit, name in _UNITS:
+        if nbytes >= unit:
+            value = nbytes / unit
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
+    return f"{nbytes:.0f} B"

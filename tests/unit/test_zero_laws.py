@@ -1,0 +1,111 @@
+"""The laws of ZeRO's stages: the paper's numbers, hand-made ones, and what must hold for any model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.zero import Cost, costs
+
+
+def by_name(found: list[Cost]) -> dict[tuple[str, int], Cost]:
+    """Engines may carry more than one stage."""
+    return {(cost.engine.name, cost.engine.stage): cost for cost in found}
+
+
+def test_the_numbers_of_the_paper() -> None:
+    """7.5 billion parameters, 64 ranks, mixed precision, Adam (figure 1 there)."""
+    expected = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}
+    for cost in costs(7.5e9, 64):
+        assert round(cost.memory / 1e9, 1) == expected[cost.engine.stage], cost.engine
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "backend", "micro_batches", "times"),
+    [
+        ("DDP", 0, "nccl", 1, 2),
+        ("DDP", 0, "gloo", 1, 2),
+        ("DDP", 0, "nccl", 4, 2),
+        ("shoal.zero", 1, "nccl", 1, 2),
+        ("shoal.zero", 1, "gloo", 4, 2),
+        ("ZeroRedundancyOptimizer", 1, "gloo", 1, 3),
+        ("DeepSpeed", 1, "nccl", 1, 2),
+        ("DeepSpeed", 1, "gloo", 1, 3),
+        ("shoal.zero", 2, "gloo", 1, 2),
+        ("shoal.zero", 2, "nccl", 4, 5),
+        ("FSDP2", 2, "nccl", 1, 2),
+        ("FSDP2", 2, "gloo", 1, 3),
+        ("shoal.zero", 3, "gloo", 1, 3),
+        ("shoal.zero", 3, "nccl", 4, 12),
+        ("FSDP2", 3, "nccl", 1, 3),
+        ("FSDP2", 3, "gloo", 1, 4),
+    ],
+)
+def test_bytes_sent(name: str, stage: int, backend: str, micro_batches: int, times: int) -> None:
+    """So many times (N-1)/N of the float32 parameters: what was measured for each of them with one micro-batch."""
+    found = costs(1e6, 4, precision="float32", backend=backend, micro_batches=micro_batches)
+    assert by_name(found)[name, stage].sent == times * 4e6 * 3 / 4
+
+
+def test_float32_and_other_optimizers() -> None:
+    """Nothing is kept twice in float32; SGD keeps nothing but the copy of mixed precision."""
+
+    def parts(precision: str, optimizer: str) -> tuple[float, float, float]:
+        cost = costs(100, 2, stage=1, precision=precision, optimizer=optimizer)[0]
+        return cost.parameters, cost.gradients, cost.state
+
+    assert parts("float32", "adam") == (400, 400, 400)
+    assert parts("float32", "momentum") == (400, 400, 200)
+    assert parts("float32", "sgd") == (400, 400, 0)
+    assert parts("mixed", "adam") == (200, 200, 600)
+    assert parts("mixed", "sgd") == (200, 200, 200)
+
+
+@given(
+    parameters=st.floats(1, 1e13),
+    ranks=st.integers(1, 5000),
+    precision=st.sampled_from(["mixed", "float32"]),
+    optimizer=st.sampled_from(["adam", "momentum", "sgd"]),
+    backend=st.sampled_from(["nccl", "gloo"]),
+)
+def test_a_higher_stage_never_takes_more_memory(
+    parameters: float, ranks: int, precision: str, optimizer: str, backend: str
+) -> None:
+    """One rank alone holds everything in each stage, and sends nothing; none takes less than its share of it all."""
+    found = costs(parameters, ranks, precision=precision, optimizer=optimizer, backend=backend)
+    memory = [cost.memory for cost in found]
+    assert memory == sorted(memory, reverse=True)
+    assert memory[-1] >= memory[0] / ranks * (1 - 1e-12)
+    if ranks == 1:
+        assert len(set(memory)) == 1
+        assert not any(cost.sent for cost in found)
+    ours = {cost.engine.stage: cost.sent for cost in found if cost.engine.name == "shoal.zero"}
+    assert ours == {stage: min(cost.sent for cost in found if cost.engine.stage == stage) for stage in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_stage(stage: int) -> None:
+    """Its engines, and no others."""
+    assert {cost.engine.stage for cost in costs(1e6, 2, stage=stage)} == {stage}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"parameters": 0}, "parameters"),
+        ({"parameters": float("inf")}, "parameters"),
+        ({"ranks": 0}, "ranks"),
+        ({"stage": 4}, "stage"),
+        ({"precision": "int8"}, "precision"),
+        ({"optimizer": "lion"}, "optimizer"),
+        ({"micro_batches": 0}, "micro_batches"),
+        ({"backend": "mpi"}, "backend"),
+    ],
+)
+def test_bad_arguments_are_named(wrong: dict[str, object], named: str) -> None:
+    """Each error says which one."""
+    arguments: dict[str, object] = {"parameters": 1e6, "ranks": 4} | wrong
+    with pytest.raises(ConfigError, match=named):
+        costs(**arguments)  # type: ignore[arg-type]

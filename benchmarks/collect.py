@@ -114,12 +114,12 @@ def idle(content: Mapping[str, Any]) -> list[Row]:
 
 def memory(content: Mapping[str, Any]) -> list[Row]:
     """Copies of the vector, and what many rounds leave behind."""
-    grown, rounds = content["growth"], f"{content['rounds'] // 10} to {content['rounds']}"
+    grown, rounds = content["growth"], content["rounds"]
     return [
         Row(f"memory in a round, {size(content)}", content["copies"]["median"], "copies", bar=at_most(2.0)),
-        Row(f"memory grown, rounds {rounds}", max(0.0, grown["memory"] / 2**20), "MiB", bar=at_most(1.0)),
-        Row(f"threads grown, rounds {rounds}", grown["threads"], bar=at_most(0)),
-        Row(f"descriptors grown, rounds {rounds}", grown["descriptors"], bar=at_most(0)),
+        Row(f"memory grown in {rounds} rounds", max(0.0, grown["memory"] / 2**20), "MiB", bar=at_most(1.0)),
+        Row(f"threads grown in {rounds} rounds", max(0.0, grown["threads"]), bar=at_most(0.5)),
+        Row(f"descriptors grown in {rounds} rounds", max(0.0, grown["descriptors"]), bar=at_most(0.5)),
     ]
 
 

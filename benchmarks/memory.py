@@ -5,8 +5,8 @@ N peers, processes of their own on loopback, average as in `benchmarks.allreduce
 - *copies*: what a peer's memory grows by, from before its averager is made to the highest point of its rounds (VmHWM),
   in copies of the vector, beyond the tensors of its user. What a peer needs anyhow (code, connections, threads) is
   measured with a tiny vector, and taken away. Median of the peers, with the range;
-- *growth*: what the largest of them has more after ``--many`` rounds of a small vector than after a tenth of them:
-  resident memory, threads, descriptors.
+- *growth*: what ``--many`` rounds of a small vector leave behind, in resident memory, threads and descriptors: the
+  slope of ten samples, of the peer where it is steepest. `FIRST_ROUNDS` go before, until the flight recorder is full.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +27,11 @@ from benchmarks.state_download import forget_peak, memory
 
 TINY = 1000
 """Values of the vector that is nearly nothing."""
+
+FIRST_ROUNDS = 500
+"""Each has two events, and the flight recorder keeps the last 1,000."""
+
+FIELDS = ("memory", "threads", "descriptors")
 
 
 async def peaks(args: argparse.Namespace, numel: int, logs: Path) -> list[float]:
@@ -50,17 +56,24 @@ async def growth(args: argparse.Namespace, logs: Path) -> dict[str, Any]:
     swarm = await Contender.start("shoal", with_numel(args, TINY), logs)
     samples: list[list[Sample]] = []
     try:
-        for number in range(1, args.many + 1):
+        for number in range(FIRST_ROUNDS):
             await swarm.average(number)
+        for number in range(1, args.many + 1):
+            await swarm.average(FIRST_ROUNDS + number)
             if number % (args.many // 10) == 0:
                 samples.append([Sample.of(peer.process.pid, number) for peer in swarm.peers])
     finally:
         await swarm.stop()
-    early, late = samples[0], samples[-1]
-    return {
-        field: max(getattr(b, field) - getattr(a, field) for a, b in zip(early, late, strict=True))
-        for field in ("memory", "threads", "descriptors")
-    } | {"samples": [[sample._asdict() for sample in each] for each in samples]}
+    return {field: max(trend(each, field) for each in zip(*samples, strict=True)) * args.many for field in FIELDS} | {
+        "samples": [[sample._asdict() for sample in each] for each in samples]
+    }
+
+
+def trend(samples: Sequence[Sample], field: str) -> float:
+    """How much one peer's field grows in a round."""
+    return statistics.linear_regression(
+        [sample.at_s for sample in samples], [getattr(sample, field) for sample in samples]
+    ).slope
 
 
 def with_numel(args: argparse.Namespace, numel: int) -> argparse.Namespace:
@@ -109,8 +122,8 @@ def main() -> int:
     curve = (f"{max(each['memory'] for each in peers) / 2**20:.1f}" for peers in grown["samples"])
     print(f"MiB of the largest peer after each {args.many // 10} rounds: {' '.join(curve)}")
     print(
-        f"from round {args.many // 10} to round {args.many}: {grown['memory'] / 2**20:+.2f} MiB, "
-        f"{grown['threads']:+d} threads, {grown['descriptors']:+d} descriptors"
+        f"in {args.many} rounds, after the first {FIRST_ROUNDS}: {grown['memory'] / 2**20:+.2f} MiB, "
+        f"{grown['threads']:+.1f} threads, {grown['descriptors']:+.1f} descriptors"
     )
     if args.json:
         write(args.json, result)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal import compression, sim
+    from shoal import compression, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import Optimizer
@@ -34,6 +34,7 @@ else:
         "leave_on_sigterm": "shoal.runtime.leave",
         "get_dht_time": "shoal.clock",
         "sim": "shoal",
+        "zero": "shoal",
     }
 
     # Hidden from type checkers: with it they would take any misspelt name for an object.
@@ -70,4 +71,5 @@ __all__ = [
     "get_dht_time",
     "leave_on_sigterm",
     "sim",
+    "zero",
 ]

@@ -29,6 +29,7 @@ PUBLIC = {
     "get_dht_time",
     "leave_on_sigterm",
     "sim",
+    "zero",
 }
 HEAVY = {"asyncio", "cryptography", "msgspec", "numpy", "torch"}
 

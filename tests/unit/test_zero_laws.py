@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.zero import Cost, costs
+from shoal.zero import Cost, costs, estimate
 
 
 def by_name(found: list[Cost]) -> dict[tuple[str, int], Cost]:
@@ -109,3 +113,65 @@ def test_bad_arguments_are_named(wrong: dict[str, object], named: str) -> None:
     arguments: dict[str, object] = {"parameters": 1e6, "ranks": 4} | wrong
     with pytest.raises(ConfigError, match=named):
         costs(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_laws_do_without_torch() -> None:
+    """The command line asks for them."""
+    code = "import sys, shoal.zero; shoal.zero.costs(1e6, 2); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the output layer, too; a frozen layer in between; a bias."""
+
+    def __init__(self, dtype: torch.dtype, device: str) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(100, 8, dtype=dtype, device=device)
+        self.frozen = torch.nn.Linear(8, 8, bias=False, dtype=dtype, device=device).requires_grad_(requires_grad=False)
+        self.head = torch.nn.Linear(8, 100, dtype=dtype, device=device)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_model_with_tied_and_frozen_parameters(device: str) -> None:
+    """800 shared, 64 frozen, 100 of the bias; by hand."""
+    found = by_name(estimate(Tied(torch.float32, device), 4))
+    whole = found["DDP", 0]
+    assert (whole.parameters, whole.gradients, whole.state) == (4 * 964, 4 * 900, 8 * 900)
+    assert whole.sent == 2 * 4 * 900 * 3 / 4
+    assert found["shoal.zero", 1].sent == whole.sent
+    third = found["shoal.zero", 3]
+    assert (third.parameters, third.gradients, third.state) == (964, 900, 1800)
+    assert third.sent == (2 * 4 * 964 + 4 * 900) * 3 / 4
+
+
+def test_a_model_in_bfloat16() -> None:
+    """The optimizer has a float32 copy of what is trained."""
+    whole = estimate(Tied(torch.bfloat16, "cpu"), 4, optimizer="sgd", stage=0)[0]
+    assert (whole.parameters, whole.gradients, whole.state) == (2 * 964, 2 * 900, 4 * 900)
+
+
+def test_an_estimate_is_what_torch_holds() -> None:
+    """Bytes of the unique storages of parameters, gradients and AdamW's moments after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(30, 7), torch.nn.Linear(7, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 30)).sum().backward()
+    optimizer.step()
+    whole = estimate(model, stage=0)[0]  # there is no process group
+    assert whole.parameters == sum(each.nbytes for each in model.parameters())
+    assert whole.gradients == sum(each.grad.nbytes for each in model.parameters() if each.grad is not None)
+    moments = [each for state in optimizer.state.values() for name, each in state.items() if name != "step"]
+    assert whole.state == sum(each.nbytes for each in moments)
+
+
+def test_the_ranks_are_those_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody says how many."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    assert estimate(torch.nn.Linear(3, 3)) == estimate(torch.nn.Linear(3, 3), 4)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    """There is nothing to say of it."""
+    with pytest.raises(ConfigError, match="model"):
+        estimate(torch.nn.ReLU(), 2)

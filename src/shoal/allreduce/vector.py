@@ -13,20 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
 from shoal.allreduce.digest import PartDigests
-from shoal.allreduce.partition import Layout, Part, Run, TensorSpec
-from shoal.allreduce.reference import Reference
-from shoal.allreduce.residual import Residual
+from shoal.allreduce.partition import Layout, Part, TensorSpec
+from shoal.allreduce.run_buffers import LARGEST, RunBuffers, sum_dtype
 from shoal.compression import (
     DTYPES,
     CompressionBase,
-    Differences,
-    ErrorFeedback,
-    NoCompression,
     codec_by_name,
     dtype_by_name,
     dtype_name,
@@ -39,11 +34,6 @@ __all__ = ["MAX_WEIGHT", "MIN_WEIGHT", "Vector", "describe", "is_weight"]
 
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
 """A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
-
-_LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
-"""No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
-
-_LOSSLESS = NoCompression()
 
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
@@ -82,47 +72,6 @@ def encoded_bytes(dtype: str, codec: str, count: int) -> int:
     return codec_by_name(codec).encoded_bytes(count, dtype_by_name(dtype))
 
 
-class _RunBuffers(NamedTuple):
-    """Memory of one run. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
-
-    start: int
-    dtype: torch.dtype
-    named: CompressionBase
-    local: torch.Tensor
-    result: torch.Tensor
-    residual: Residual | None
-    reference: Reference | None
-
-    @classmethod
-    def of(cls, run: Run) -> _RunBuffers:
-        """New memory."""
-        dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
-        local = torch.empty(run.stop - run.start, dtype=dtype)  # not zeros: whoever writes first takes the memory
-        residual = reference = None
-        if isinstance(codec, Differences):
-            reference = Reference(run.start, torch.zeros_like(local))
-        if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
-            kept = torch.zeros(local.numel(), dtype=_sum_dtype(dtype))
-            # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
-            residual = Residual(dtype, run.start, kept, limit=_LARGEST[kept.dtype] / 2)
-        return cls(run.start, dtype, codec, local, torch.empty_like(local), residual, reference)
-
-    @property
-    def codec(self) -> CompressionBase:
-        """Of this round: none at all without a reference that it needs."""
-        return self.named if self.reference is None or self.reference.agreed else _LOSSLESS
-
-    @property
-    def against(self) -> Reference | None:
-        """What this round codes against."""
-        return self.reference if self.reference is not None and self.reference.agreed else None
-
-    def mine(self, part: Part) -> torch.Tensor:
-        """My values of a part, as they are encoded and summed."""
-        values = _piece(self, self.local, part)
-        return values if self.against is None else self.against.difference(part, values)
-
-
 class Vector:
     """Flat copies of a list of tensors.
 
@@ -136,9 +85,9 @@ class Vector:
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
         self.tensors, self.layout = tuple(tensors), layout
-        self._runs: list[_RunBuffers] = []
+        self._runs: list[RunBuffers] = []
         for run in layout.runs:
-            self._runs.append(_RunBuffers.of(run))
+            self._runs.append(RunBuffers.of(run))
         self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
@@ -185,7 +134,7 @@ class Vector:
                     continue
                 before = self._view(index, result=False).view(tensor.shape)
                 average = self._view(index, result=True).view(tensor.shape)
-                target, wide = tensor.detach(), _sum_dtype(tensor.dtype)
+                target, wide = tensor.detach(), sum_dtype(tensor.dtype)
                 if alpha == 1.0 and _same_bits(target, before):
                     target.copy_(average)
                 else:
@@ -253,7 +202,7 @@ class Vector:
         if run.residual is not None and (averaged_here or counted):
             run.residual.settle(part, run.mine(part), run.codec, averaged_here=averaged_here)
         if run.reference is not None:
-            run.reference.keep(part, _piece(run, run.result, part))
+            run.reference.keep(part, run.piece(run.result, part))
 
     def name_reference(self, name: bytes) -> None:
         """After `settle` of all parts: the round. Before: empty."""
@@ -268,8 +217,8 @@ class Vector:
         What was summed before is forgotten.
         """
         run = self._runs[part.run]
-        mine, result = run.mine(part), _piece(run, run.result, part)
-        sums = result if result.dtype == _sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
+        mine, result = run.mine(part), run.piece(run.result, part)
+        sums = result if result.dtype == sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
         if not weight:
             sums.zero_()
         elif sums.dtype == mine.dtype:
@@ -298,7 +247,7 @@ class Vector:
     def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
         run = self._runs[part.run]
-        result = _piece(run, run.result, part)
+        result = run.piece(run.result, part)
         if run.residual is not None:
             wire = run.residual.average(part, self._sums.pop(part.number), total_weight, run.codec, result)
         elif run.codec.name == "none":
@@ -326,7 +275,7 @@ class Vector:
             run = self._runs[part.run]
             if run.against is not None:
                 return None
-            values = _piece(run, run.result, part)
+            values = run.piece(run.result, part)
             wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
             if digests.of(part.number, wire) != digest:
                 return None
@@ -337,7 +286,7 @@ class Vector:
     def landing(self, part: Part) -> memoryview | None:
         """Where the encoded average of a part may be received without a copy; None if it must be decoded."""
         run = self._runs[part.run]
-        return view_bytes(_piece(run, run.result, part)) if run.codec.name == "none" else None
+        return view_bytes(run.piece(run.result, part)) if run.codec.name == "none" else None
 
     def land(self, part: Part, data: memoryview) -> None:
         """Decode a received average into place.
@@ -346,7 +295,7 @@ class Vector:
             PeerProtocolError: it holds values that are not finite.
         """
         run = self._runs[part.run]
-        result = _piece(run, run.result, part)
+        result = run.piece(run.result, part)
         self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
         if run.codec.name != "none":
             run.codec.decode_into(data, run.dtype, result)
@@ -357,14 +306,6 @@ class Vector:
                 self._wire[part.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
-
-
-def _piece(run: _RunBuffers, values: torch.Tensor, part: Part) -> torch.Tensor:
-    return values[part.start - run.start : part.stop - run.start]
-
-
-def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
@@ -391,7 +332,7 @@ def _finite(values: torch.Tensor) -> bool:
 
 def _summable(values: torch.Tensor, weight: float, dtype: torch.dtype | None = None) -> bool:
     """Whether all are finite, and small enough for sums (of tensors of `dtype`, by default the values' own)."""
-    limit = _LARGEST[_sum_dtype(dtype or values.dtype)] / max(weight, 1.0)
+    limit = LARGEST[sum_dtype(dtype or values.dtype)] / max(weight, 1.0)
     if limit >= _SMALL and _surely_small(values):
         return True
     low, high = torch.aminmax(values)

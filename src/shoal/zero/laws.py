@@ -32,7 +32,18 @@ from typing import NamedTuple
 
 from shoal.errors import ConfigError
 
-__all__ = ["ENGINES", "OPTIMIZERS", "Cost", "Engine", "OptimizerKind", "Precision", "costs"]
+__all__ = [
+    "ENGINES",
+    "OPTIMIZERS",
+    "Cost",
+    "Engine",
+    "OptimizerKind",
+    "Precision",
+    "Sizes",
+    "costs",
+    "costs_of",
+    "optimizer_kind",
+]
 
 
 class Precision(Enum):
@@ -73,6 +84,13 @@ OPTIMIZERS = {
 }
 
 
+def optimizer_kind(name: str) -> OptimizerKind:
+    """The optimizer of this name. Raises `ConfigError` if there is none."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
+    return OPTIMIZERS[name]
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A way to carry a stage.
@@ -95,14 +113,14 @@ class Engine:
     reduces_each: int = 0
     own_scatter: bool = False
 
-    def moves(self, micro_batches: int, backend: str) -> int:
-        """How many times (N-1)/N of the parameters' bytes a rank sends in one step."""
-        scatter = 2 if backend == "gloo" and not self.own_scatter else 1
-        return (
-            self.gathers
-            + self.gathers_each * micro_batches
-            + scatter * (self.reduces + self.reduces_each * micro_batches)
-        )
+    def gathered(self, micro_batches: int) -> int:
+        """How many times a rank sends (N-1)/N of the parameters in one step."""
+        return self.gathers + self.gathers_each * micro_batches
+
+    def reduced(self, micro_batches: int, backend: str) -> int:
+        """How many times a rank sends (N-1)/N of the gradients in one step."""
+        times = self.reduces + self.reduces_each * micro_batches
+        return 2 * times if backend == "gloo" and not self.own_scatter else times
 
 
 ENGINES = (
@@ -121,6 +139,20 @@ ENGINES = (
     Engine("DeepSpeed", 3, gathers_each=2, reduces_each=1),
 )
 """Every engine that carries a stage, in the order of the stages."""
+
+
+class Sizes(NamedTuple):
+    """How large a model is, on one rank that partitions nothing. Bytes.
+
+    Attributes:
+        parameters: all of them, tied ones counted once.
+        gradients: of those that are trained; as much of the parameters changes in a step.
+        state: of the optimizer.
+    """
+
+    parameters: float
+    gradients: float
+    state: float
 
 
 class Cost(NamedTuple):
@@ -175,6 +207,17 @@ def costs(
     """
     if not 0 < parameters < math.inf:
         raise ConfigError(f"parameters must be a number above 0, got {parameters!r}")
+    try:
+        kind = Precision(precision)
+    except ValueError:
+        raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
+    state = optimizer_kind(optimizer).state_bytes(kind)
+    sizes = Sizes(kind.width * parameters, kind.width * parameters, state * parameters)
+    return costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+
+
+def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int, backend: str) -> list[Cost]:
+    """As `costs`, for a model whose sizes are known."""
     if ranks < 1:
         raise ConfigError(f"ranks must be at least 1, got {ranks}")
     if micro_batches < 1:
@@ -183,19 +226,15 @@ def costs(
         raise ConfigError(f"stage must be 0, 1, 2 or 3, got {stage}")
     if backend not in ("nccl", "gloo"):
         raise ConfigError(f"backend must be nccl or gloo, got {backend!r}")
-    if optimizer not in OPTIMIZERS:
-        raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
-    try:
-        width = Precision(precision).width
-    except ValueError:
-        raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
-    state = OPTIMIZERS[optimizer].state_bytes(Precision(precision))
 
     def cost(engine: Engine) -> Cost:
-        def kept(each: int, divided_from: int) -> float:
-            return each * parameters / (ranks if engine.stage >= divided_from else 1)
-
-        sent = engine.moves(micro_batches, backend) * width * parameters * (ranks - 1) / ranks
-        return Cost(engine, kept(width, 3), kept(width, 2), kept(state, 1), sent)
+        kept = [
+            size / ranks if engine.stage >= divided_from else size
+            for size, divided_from in zip(sizes, (3, 2, 1), strict=True)
+        ]
+        # What was not trained has not changed; but stage 3 has to gather that, too.
+        gathered = sizes.parameters if engine.stage == 3 else sizes.gradients
+        sent = engine.gathered(micro_batches) * gathered + engine.reduced(micro_batches, backend) * sizes.gradients
+        return Cost(engine, kept[0], kept[1], kept[2], sent * (ranks - 1) / ranks)
 
     return [cost(engine) for engine in ENGINES if stage in (None, engine.stage)]

@@ -1,0 +1,76 @@
+"""The memory of one run of a vector, and how this round codes it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from shoal.allreduce.partition import Part, Run
+from shoal.allreduce.reference import Reference
+from shoal.allreduce.residual import Residual
+from shoal.compression import (
+    CompressionBase,
+    Differences,
+    ErrorFeedback,
+    NoCompression,
+    codec_by_name,
+    dtype_by_name,
+)
+
+__all__ = ["LARGEST", "RunBuffers", "sum_dtype"]
+
+LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
+"""No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
+
+_LOSSLESS = NoCompression()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of tensors of `dtype` are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class RunBuffers(NamedTuple):
+    """Memory of one run. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
+
+    start: int
+    dtype: torch.dtype
+    named: CompressionBase
+    local: torch.Tensor
+    result: torch.Tensor
+    residual: Residual | None
+    reference: Reference | None
+
+    @classmethod
+    def of(cls, run: Run) -> RunBuffers:
+        """New memory."""
+        dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
+        local = torch.empty(run.stop - run.start, dtype=dtype)  # not zeros: whoever writes first takes the memory
+        residual = reference = None
+        if isinstance(codec, Differences):
+            reference = Reference(run.start, torch.zeros_like(local))
+        if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
+            kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype))
+            # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
+            residual = Residual(dtype, run.start, kept, limit=LARGEST[kept.dtype] / 2)
+        return cls(run.start, dtype, codec, local, torch.empty_like(local), residual, reference)
+
+    @property
+    def codec(self) -> CompressionBase:
+        """Of this round: none at all without a reference that it needs."""
+        return self.named if self.reference is None or self.reference.agreed else _LOSSLESS
+
+    @property
+    def against(self) -> Reference | None:
+        """What this round codes against."""
+        return self.reference if self.reference is not None and self.reference.agreed else None
+
+    def piece(self, values: torch.Tensor, part: Part) -> torch.Tensor:
+        """A part of `local` or `result`."""
+        return values[part.start - self.start : part.stop - self.start]
+
+    def mine(self, part: Part) -> torch.Tensor:
+        """My values of a part, as they are encoded and summed."""
+        values = self.piece(self.local, part)
+        return values if self.against is None else self.against.difference(part, values)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -26,6 +27,7 @@ from shoal.events import Event, GroupFormed, PeerConnected, PeerLost
 from shoal.optim.collaboration import Phase
 from shoal.peer import PeerID
 from shoal.runtime.pool import DaemonPool
+from shoal.runtime.promptness import SWITCH_INTERVAL_S
 from shoal.runtime.thread import LoopThread
 from tests.integration import scripts
 from tests.integration.workers import LONG_S, Worker, nobody, run_python, until
@@ -236,6 +238,27 @@ print(*counts)
     if before == 1:
         pytest.skip("torch uses one thread on this machine")
     assert (main, fresh) == (before, before)
+
+
+def test_the_programs_threads_give_way_sooner_while_a_round_goes_on() -> None:
+    """Shoal's thread asks for the interpreter after 0.1 ms; before, and afterwards, after what the program wants."""
+    usual, seen = sys.getswitchinterval(), []
+    with two_peers() as (first, second):
+
+        def note(event: Event) -> None:
+            if isinstance(event, GroupFormed):
+                seen.append(sys.getswitchinterval())
+
+        first.events.subscribe(note)
+        one, two = averager(first, torch.zeros(4)), averager(second, torch.ones(4))
+        assert sys.getswitchinterval() == usual
+        coming = one.step(timeout=LONG_S, wait=False)
+        two.step(timeout=LONG_S)
+        coming.result(LONG_S)
+        assert seen == [pytest.approx(SWITCH_INTERVAL_S)]
+        until(lambda: sys.getswitchinterval() == usual)
+        assert two.load_state_from_peers(timeout=LONG_S) is not None
+        until(lambda: sys.getswitchinterval() == usual)
 
 
 def test_threads_that_take_one_core_at_once_leave_the_users_alone() -> None:

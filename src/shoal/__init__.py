@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shoal.lazy import lazy
+
 if TYPE_CHECKING:
     from shoal import compression, sim, zero
     from shoal.clock import get_dht_time
@@ -38,18 +40,7 @@ else:
     }
 
     # Hidden from type checkers: with it they would take any misspelt name for an object.
-    def __getattr__(name):
-        from importlib import import_module
-
-        if name not in _HOMES:
-            raise AttributeError(f"module 'shoal' has no attribute {name!r}")
-        home = _HOMES[name]
-        value = import_module(f"shoal.{name}") if home == "shoal" else getattr(import_module(home), name)
-        globals()[name] = value
-        return value
-
-    def __dir__():
-        return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = lazy(__name__, _HOMES)
 
 
 __version__ = "0.1.0.dev0"

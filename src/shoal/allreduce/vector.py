@@ -85,9 +85,7 @@ class Vector:
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
         self.tensors, self.layout = tuple(tensors), layout
-        self._runs: list[RunBuffers] = []
-        for run in layout.runs:
-            self._runs.append(RunBuffers.of(run))
+        self._runs = [RunBuffers.of(run) for run in layout.runs]
         self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import click
 
-from shoal.errors import ConfigError
+from shoal.zero.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
-
-    from shoal.zero.laws import Cost
 
 __all__ = ["plan"]
 
@@ -22,17 +19,23 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 @click.command(short_help="Memory and traffic of each ZeRO stage.")
-@click.option("--params", required=True, metavar="N", help="Parameters of the model, such as 7.5e9.")
+@click.option(
+    "--params",
+    required=True,
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="N",
+    help="Parameters of the model, such as 7.5e9.",
+)
 @click.option("--peers", required=True, type=click.IntRange(min=1), metavar="N", help="Ranks that share them.")
 @click.option("--stage", type=click.IntRange(0, 3), help="Only this stage; default: all.")
-@click.option("--precision", type=click.Choice(["mixed", "float32"]), default="mixed", show_default=True)
-@click.option("--optimizer", type=click.Choice(["adam", "momentum", "sgd"]), default="adam", show_default=True)
+@click.option("--precision", type=click.Choice([each.value for each in Precision]), default="mixed", show_default=True)
+@click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adam", show_default=True)
 @click.option(
     "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True, help="In one optimizer step."
 )
-@click.option("--backend", type=click.Choice(["nccl", "gloo"]), default="nccl", show_default=True)
+@click.option("--backend", type=click.Choice(BACKENDS), default="nccl", show_default=True)
 def plan(
-    params: str, peers: int, stage: int | None, precision: str, optimizer: str, micro_batches: int, backend: str
+    params: float, peers: int, stage: int | None, precision: str, optimizer: str, micro_batches: int, backend: str
 ) -> None:
     """Print the memory per rank and the bytes that it sends per optimizer step, for each ZeRO stage and engine.
 
@@ -41,10 +44,8 @@ def plan(
     """
     from rich.console import Console
 
-    from shoal.zero.laws import costs
-
     found = costs(
-        _number(params),
+        params,
         peers,
         stage=stage,
         precision=precision,
@@ -53,16 +54,6 @@ def plan(
         backend=backend,
     )
     Console(highlight=False).print(_table(found))
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text.replace("_", ""))
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ConfigError(f"--params must be a number above 0, such as 125e6 or 7.5e9, got {text!r}")
-    return value
 
 
 def _table(found: Sequence[Cost]) -> Table:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from shoal.clock import Env
@@ -246,8 +246,7 @@ class Feed:
         loop, queue = asyncio.get_running_loop(), self._queue
         try:
             async with asyncio.timeout(self._stall_s) as limit:
-                patience = _Patience(stream, limit, self._stall_s)
-                try:
+                with closing(_Patience(stream, limit, self._stall_s)) as patience:
                     while queue:
                         chunk = queue[0]
                         await self._receive_chunk(stream, chunk, patience)
@@ -259,8 +258,6 @@ class Feed:
                         if chunks := self._choose():
                             queue.extend(chunks)
                             await stream.send(MoreChunks(chunks))
-                finally:
-                    patience.end()
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise
@@ -386,6 +383,6 @@ class _Patience:
             self.renew()
         self._timer = self._loop.call_later(self._stall_s / _LOOKS, self._look)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Look no more."""
         self._timer.cancel()

@@ -8,31 +8,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shoal.lazy import lazy
+
 if TYPE_CHECKING:
     from shoal.zero.estimate import estimate
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs
 else:
-    _HOMES = {
-        "ENGINES": "laws",
-        "Cost": "laws",
-        "Engine": "laws",
-        "Precision": "laws",
-        "costs": "laws",
-        "estimate": "estimate",
-    }
+    _HOMES = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs"), "shoal.zero.laws")
 
     # Hidden from type checkers: with it they would take any misspelt name for an object.
-    def __getattr__(name):
-        from importlib import import_module
-
-        if name not in _HOMES:
-            raise AttributeError(f"module 'shoal.zero' has no attribute {name!r}")
-        value = getattr(import_module(f"shoal.zero.{_HOMES[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__():
-        return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = lazy(__name__, {**_HOMES, "estimate": "shoal.zero.estimate"})
 
 
 __all__ = ["ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"]

@@ -33,6 +33,7 @@ from typing import NamedTuple
 from shoal.errors import ConfigError
 
 __all__ = [
+    "BACKENDS",
     "ENGINES",
     "OPTIMIZERS",
     "Cost",
@@ -44,6 +45,8 @@ __all__ = [
     "costs_of",
     "optimizer_kind",
 ]
+
+BACKENDS = ("nccl", "gloo")
 
 
 class Precision(Enum):
@@ -224,8 +227,8 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
         raise ConfigError(f"micro_batches must be at least 1, got {micro_batches}")
     if stage is not None and stage not in range(4):
         raise ConfigError(f"stage must be 0, 1, 2 or 3, got {stage}")
-    if backend not in ("nccl", "gloo"):
-        raise ConfigError(f"backend must be nccl or gloo, got {backend!r}")
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend must be {' or '.join(BACKENDS)}, got {backend!r}")
 
     def cost(engine: Engine) -> Cost:
         kept = [

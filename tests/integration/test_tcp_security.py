@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -594,6 +595,34 @@ def test_who_is_refused_leaves_nothing_behind() -> None:
             assert listener.getsockname()[1] == actors.address.port
 
     play(scenario)
+
+
+async def one_turn() -> None:
+    """Let the loop go round once."""
+    turned = asyncio.Event()
+    asyncio.get_running_loop().call_soon(turned.set)
+    await turned.wait()
+
+
+@pytest.mark.parametrize("steps", range(5))
+def test_closing_while_somebody_connects_loses_no_socket(steps: int) -> None:
+    """Wherever between its arrival and its handshake: who is accepted is closed with the transport."""
+
+    async def scenario() -> None:
+        transport = TcpTransport(SERVER)
+        await transport.listen(lambda _: None)
+        (address,) = transport.addresses
+        await one_turn()  # it waits for somebody
+        with socket.create_connection((address.host, address.port)):
+            for _ in range(steps):
+                await one_turn()
+            await transport.close()
+        gc.collect()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        play(scenario)
+    assert [str(each.message) for each in caught] == []
 
 
 def rss_bytes() -> int:

@@ -15,7 +15,7 @@ import socket
 import weakref
 from typing import Any
 
-__all__ = ["new_socket", "open_sockets", "outside_host", "resolve", "tune"]
+__all__ = ["accept", "new_socket", "open_sockets", "outside_host", "resolve", "tune"]
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Every socket of every transport of this process."""
@@ -47,6 +47,26 @@ def new_socket(family: int) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     tune(sock)
     return sock
+
+
+async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
+    """The next connection and where it comes from. Cancelled, it has accepted nothing.
+
+    `loop.sock_accept` accepts in one step of the loop and hands over in the next: who is cancelled in between loses a
+    socket that nobody closes. Raises `OSError`.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        readable = loop.create_future()
+        loop.add_reader(listener, lambda made=readable: made.done() or made.set_result(None))  # type: ignore[misc]
+        try:
+            await readable
+        finally:
+            loop.remove_reader(listener)
+        with contextlib.suppress(BlockingIOError):  # it hung up meanwhile
+            sock, sockaddr = listener.accept()
+            tune(sock)
+            return sock, sockaddr
 
 
 def tune(sock: socket.socket) -> None:

@@ -29,7 +29,7 @@ from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
 from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
 from shoal.transport.layers import Scratch
-from shoal.transport.sockets import new_socket, outside_host, resolve, tune
+from shoal.transport.sockets import accept, new_socket, outside_host, resolve
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
@@ -240,7 +240,7 @@ class TcpTransport:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                sock, sockaddr = await loop.sock_accept(listener)
+                sock, sockaddr = await accept(listener)
             except ConnectionError:
                 continue
             except OSError as error:  # out of descriptors or memory: others will end
@@ -251,7 +251,6 @@ class TcpTransport:
             self._make_room()
             self._pending[connection] = sockaddr[0]
             try:
-                tune(sock)
                 await loop.connect_accepted_socket(lambda made=connection: made, sock)  # type: ignore[misc]
             except OSError:  # it was closed while it waited
                 sock.close()
@@ -324,11 +323,9 @@ class TcpTransport:
         finally:
             task = None  # tasks hold their exceptions, whose tracebacks hold this frame
             del failure
-            for each in racing:
+            for each in racing:  # not awaited: who is cancelled while it waits would lose the winner
                 each.cancel()
-            for result in await asyncio.gather(*racing, return_exceptions=True):
-                if isinstance(result, TcpConnection):
-                    result.abort("another address was faster")
+                each.add_done_callback(_abort)
 
     async def _attempt(self, address: Address) -> TcpConnection:
         connection, limit_s = await self._connect(address), self._limits.auth_timeout_s
@@ -379,3 +376,9 @@ class TcpTransport:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _abort(attempt: asyncio.Task[TcpConnection]) -> None:
+    """Give up what came of an attempt to connect."""
+    if not attempt.cancelled() and attempt.exception() is None:
+        attempt.result().abort("another address was faster")

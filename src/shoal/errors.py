@@ -14,7 +14,8 @@
     │   └── PeerRefused        the peer answered, and said no (version, identity, limits, wrong run)
     ├── RoundFailed            an averaging round ended without a result; no tensor was touched
     │   └── SchemaMismatch     the peers' tensors differ; names the first that does
-    └── StateUnavailable       no donor gave a complete, verified state; nothing was applied
+    ├── StateUnavailable       no donor gave a complete, verified state; nothing was applied
+    └── RankLost               a process of our own torch.distributed group is gone (carries .ranks)
 
 Who is at fault decides what happens: a `PeerError` costs that peer its place, never the process its life; a
 `ConfigError` or `LocalError` is the caller's to mend. `assert` is kept for shoal's own invariants.
@@ -37,6 +38,7 @@ __all__ = [
     "PeerRefused",
     "PeerTimeout",
     "PeerUnreachable",
+    "RankLost",
     "RoundFailed",
     "SchemaMismatch",
     "ShoalError",
@@ -128,3 +130,16 @@ class SchemaMismatch(RoundFailed):
 
 class StateUnavailable(ShoalError):
     """No donor gave a complete and verified state before the deadline. Nothing was applied."""
+
+
+class RankLost(ShoalError):
+    """A collective of the `torch.distributed` group failed: a process is gone, or silent for the group's timeout.
+
+    Args:
+        message: what happened, and who is to blame.
+        ranks: of the processes that are gone, as far as is known.
+    """
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)

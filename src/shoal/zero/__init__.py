@@ -13,11 +13,30 @@ from shoal.lazy import lazy
 if TYPE_CHECKING:
     from shoal.zero.estimate import estimate
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs
+    from shoal.zero.optimizer import ShardedOptimizer
+    from shoal.zero.shard import shard
+    from shoal.zero.weights import full_state_dict
 else:
     _HOMES = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs"), "shoal.zero.laws")
 
     # Hidden from type checkers: with it they would take any misspelt name for an object.
-    __getattr__, __dir__ = lazy(__name__, {**_HOMES, "estimate": "shoal.zero.estimate"})
+    _OTHERS = {
+        "ShardedOptimizer": "shoal.zero.optimizer",
+        "estimate": "shoal.zero.estimate",
+        "full_state_dict": "shoal.zero.weights",
+        "shard": "shoal.zero.shard",
+    }
+    __getattr__, __dir__ = lazy(__name__, {**_HOMES, **_OTHERS})
 
 
-__all__ = ["ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"]
+__all__ = [
+    "ENGINES",
+    "Cost",
+    "Engine",
+    "Precision",
+    "ShardedOptimizer",
+    "costs",
+    "estimate",
+    "full_state_dict",
+    "shard",
+]

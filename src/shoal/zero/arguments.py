@@ -1,0 +1,75 @@
+"""What can be wrong with the arguments of `shard`, in words that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from shoal.zero.fsdp import is_sharded
+
+__all__ = ["problems"]
+
+
+def problems(model: object, factory: object, stage: object, dtype: object) -> Iterator[str]:
+    """Problems, each found only when it is asked for: behind the first, others may make no sense."""
+    if not isinstance(model, torch.nn.Module):
+        yield f"model must be a torch.nn.Module, got {type(model).__name__}"
+        return
+    if isinstance(factory, torch.optim.Optimizer):
+        yield (
+            "optimizer_factory is an optimizer that was built before sharding: give a function that builds it, such as "
+            "lambda params: torch.optim.AdamW(params, lr=1e-3)"
+        )
+    elif not callable(factory):
+        yield f"optimizer_factory must be a function of parameters, got {type(factory).__name__}"
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        yield f"stage must be 1, 2 or 3, got {stage!r}"
+    if dtype not in (None, torch.bfloat16):
+        yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
+    yield from _of_parameters(list(model.named_parameters()))
+    if is_sharded(model):
+        if stage == 1:
+            yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
+    elif stage == 3:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 0:
+                yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
+    else:
+        yield from _overlaps(model.named_parameters())
+
+
+def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        yield "model has no parameter that requires a gradient: there is nothing to train"
+    for name, parameter in parameters:
+        if parameter.is_meta:
+            yield f"{name} is on the meta device: give the model its values first"
+        if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
+            yield f"{name} is {parameter.dtype}: train in float32 or bfloat16"
+
+
+class _Extent(NamedTuple):
+    device: str
+    start: int
+    stop: int
+    name: str
+
+
+def _overlaps(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:
+    """Parameters that share memory without being one: to move them apart would change the model."""
+    extents = sorted(_extent(name, parameter) for name, parameter in parameters if parameter.numel())
+    for one, other in pairwise(extents):
+        if one.device == other.device and other.start < one.stop:
+            yield (
+                f"{one.name} and {other.name} share memory but are different parameters, which no stage can carry: tie "
+                "them by assigning the same parameter to both"
+            )
+
+
+def _extent(name: str, parameter: torch.nn.Parameter) -> _Extent:
+    steps = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+    start = parameter.data_ptr()
+    return _Extent(str(parameter.device), start, start + (steps + 1) * parameter.itemsize, name)

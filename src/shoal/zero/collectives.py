@@ -1,0 +1,161 @@
+"""Reduce-scatter and all-gather as direct sends between ranks, in which every piece may have its own size.
+
+Each rank sends each other rank the piece that it is to get, and nothing else. So a reduce-scatter moves (N-1)/N of the
+data, on gloo too, whose own one is an all-reduce of which a part is kept (PyTorch issue 118911); and what is received
+is added in the order of the ranks, so that the sum has the same bits whoever computes it, on every backend.
+
+Every byte that is sent is counted. When a rank is gone, or silent for the group's timeout, the error names it
+(`watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shoal.zero.watch import Watch
+
+__all__ = ["Collectives", "Pending", "Run", "Traffic", "sum_in_order"]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this rank has sent for one purpose or another, bytes.
+
+    Attributes:
+        reduced: pieces of gradients, for their owners.
+        gathered: parameters of this rank, for the others.
+        steps: how many optimizer steps were taken.
+    """
+
+    reduced: int = 0
+    gathered: int = 0
+    steps: int = 0
+
+    @property
+    def sent(self) -> int:
+        """All of it."""
+        return self.reduced + self.gathered
+
+
+class Run(NamedTuple):
+    """Consecutive values that have one owner.
+
+    Attributes:
+        owner: a rank.
+        data: one-dimensional and contiguous, not empty.
+    """
+
+    owner: int
+    data: torch.Tensor
+
+
+class Pending:
+    """Sends and receives under way.
+
+    Args:
+        works: what `torch.distributed` knows of them.
+        watch: names the rank that is at fault when they fail.
+        then: called when all have ended.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], watch: Watch, then: Callable[[], None] | None = None) -> None:
+        self._works, self._watch, self._then = works, watch, then
+
+    def wait(self) -> None:
+        """Wait until they are done. Raises `PeerUnreachable` that names a rank which is gone."""
+        with self._watch.named():
+            for work in self._works:
+                work.wait()
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+class Collectives:
+    """Among the ranks of one process group.
+
+    Args:
+        group: the ranks.
+        watch: of the same ranks.
+        device: where tensors are.
+
+    Attributes:
+        rank: ours in the group.
+        ranks: how many there are.
+        traffic: what was sent so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device) -> None:
+        self.group, self.watch, self.device = group, watch, device
+        self.rank, self.ranks = group.rank(), group.size()
+        self.traffic = Traffic()
+
+    def reduce_scatter(self, runs: Sequence[Run], finish: Callable[[int, Sequence[torch.Tensor]], None]) -> Pending:
+        """Send each run to its owner; what others have for ours is given to `finish`.
+
+        Args:
+            runs: they must not change until it is done. All ranks agree on owners and sizes.
+            finish: called by `Pending.wait` for each run of ours, with its index and what each rank has for it, our own
+                piece among them, in the order of the ranks.
+        """
+        operations: list[dist.P2POp] = []
+        ours: list[tuple[int, list[torch.Tensor]]] = []
+        for index, (owner, data) in enumerate(runs):
+            if owner != self.rank:
+                operations.append(self._send(data, owner))
+                self.traffic.reduced += data.nbytes
+                continue
+            pieces = [data if rank == self.rank else torch.empty_like(data) for rank in range(self.ranks)]
+            operations += [self._receive(pieces[rank], rank) for rank in self._others()]
+            ours.append((index, pieces))
+
+        def finish_all() -> None:
+            while ours:  # let go of what was received, one after another
+                finish(*ours.pop(0))
+
+        return self._start(operations, finish_all)
+
+    def all_gather(self, runs: Sequence[Run]) -> Pending:
+        """Send our runs to every other rank, and receive theirs in place."""
+        operations: list[dist.P2POp] = []
+        for owner, data in runs:
+            if owner != self.rank:
+                operations.append(self._receive(data, owner))
+                continue
+            operations += [self._send(data, rank) for rank in self._others()]
+            self.traffic.gathered += data.nbytes * (self.ranks - 1)
+        return self._start(operations)
+
+    def _others(self) -> list[int]:
+        """Beginning with the rank behind us, so that not all send to the same one at once."""
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+
+    def _send(self, data: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, data, group=self.group, group_peer=rank)
+
+    def _receive(self, data: torch.Tensor, rank: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, data, group=self.group, group_peer=rank)
+
+    def _start(self, operations: list[dist.P2POp], then: Callable[[], None] | None = None) -> Pending:
+        with self.watch.named():
+            works = dist.batch_isend_irecv(operations) if operations else []
+        return Pending(works, self.watch, then)
+
+
+def sum_in_order(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of pieces, first to last. Those of 16 bits are added in float32, and so is their sum.
+
+    The first piece is not changed.
+    """
+    wide = torch.float32 if pieces[0].itemsize < torch.float32.itemsize else pieces[0].dtype
+    if len(pieces) == 1:
+        return pieces[0].to(wide, copy=True)
+    total = torch.add(pieces[0].to(wide), pieces[1])
+    for piece in pieces[2:]:
+        total += piece
+    return total

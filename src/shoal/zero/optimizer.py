@@ -1,0 +1,282 @@
+"""`ShardedOptimizer`: an ordinary torch optimizer whose state, and more, is partitioned over ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import ConfigError, LocalError
+from shoal.zero.collectives import Collectives, Traffic
+
+__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "local", "unique_bytes"]
+
+
+class Piece(NamedTuple):
+    """A range of a parameter that this rank keeps.
+
+    Attributes:
+        name: of the parameter.
+        start: of its flat values.
+        stop: behind the last one.
+        parameter: what the optimizer steps; its state is `optimizer.state[parameter]`.
+        values: one-dimensional, `stop - start` of them, in memory that may be written.
+    """
+
+    name: str
+    start: int
+    stop: int
+    parameter: torch.Tensor
+    values: torch.Tensor
+
+
+class Memory(NamedTuple):
+    """What this rank holds, bytes of memory (padding included), each storage counted once.
+
+    Attributes:
+        parameters: of the model, frozen ones too.
+        gradients: of all kinds.
+        state: of the optimizer, and its float32 copies of the parameters.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self)
+
+
+class Carrier(Protocol):
+    """What partitions a model: `FlatEngine` for stages 1 and 2, FSDP2 for stage 3."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes in this block keep their gradients to this rank."""
+        ...
+
+    def zero_grad(self) -> None:
+        """Let go of all gradients."""
+        ...
+
+    def gradients(self) -> list[torch.Tensor]:
+        """What this rank keeps of the averaged gradients."""
+        ...
+
+    def absent(self) -> list[bool]:
+        """For each parameter whether it got no gradient on this rank."""
+        ...
+
+    def hand_over(self, absent: Sequence[bool]) -> None:
+        """Give the optimizer its gradients."""
+        ...
+
+    def publish(self) -> None:
+        """The optimizer has stepped."""
+        ...
+
+    def check(self) -> None:
+        """Raise `LocalError` if the model was changed in a way that cannot be carried."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """What this rank keeps of the parameters, in an order of its own."""
+        ...
+
+    def adopt(self) -> None:
+        """The parameters were changed from outside."""
+        ...
+
+    def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
+        ...
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Made by `shoal.zero.shard`. Call `step` and `zero_grad` as with any optimizer, on all ranks.
+
+    Its `param_groups` hold what this rank keeps; learning rates and all else in them are the user's, and schedulers
+    work on it. Gradients are clipped with `clip_grad_norm_` of this object: torch's own sees those of one rank.
+
+    Args:
+        model: that is trained.
+        inner: steps what this rank keeps.
+        carrier: partitions the model.
+        collectives: among the ranks.
+        skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
+
+    Attributes:
+        inner: the optimizer that was given.
+        carrier: see above.
+        skipped: how many steps were left out.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        inner: torch.optim.Optimizer,
+        carrier: Carrier,
+        collectives: Collectives,
+        *,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        # A rank may own nothing of a group, or of any.
+        self.inner, self.carrier, self.skipped = inner, carrier, 0
+        self._model, self._collectives, self._skip_nonfinite = model, collectives, skip_nonfinite
+        super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
+        # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    # ------------------------------------------------------------------------------------------------------- training
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backward passes within this block add up gradients on each rank alone, and send nothing.
+
+        For all micro-batches of a step but the last one. Until that, every rank holds all gradients.
+        """
+        return self.carrier.no_sync()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT002 (torch's signature)
+        """Let go of all gradients; `model.zero_grad()` does the same.
+
+        Args:
+            set_to_none: kept for compatibility: they always are.
+        """
+        self.carrier.zero_grad()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
+
+        Args:
+            max_norm: above 0.
+            norm_type: of the p-norm; may be infinite.
+
+        Returns:
+            The norm before, the same on all ranks.
+
+        Raises:
+            LocalError: nothing was reduced yet (`no_sync`).
+            ConfigError: an argument is out of its range.
+        """
+        if not max_norm > 0:
+            raise ConfigError(f"max_norm must be a number above 0, got {max_norm!r}")
+        if not norm_type > 0:
+            raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
+        gradients = self.carrier.gradients()
+        norm = self._norm(gradients, float(norm_type))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return norm
+
+    def _norm(self, gradients: Sequence[torch.Tensor], kind: float) -> torch.Tensor:
+        total = torch.zeros((), device=self._device)
+        if gradients:
+            wide = [each.float() if each.itemsize < torch.float32.itemsize else each for each in gradients]
+            total = torch.nn.utils.get_total_norm(wide, kind).to(self._device, torch.float32)
+        if math.isinf(kind):
+            self._all_reduce(total, dist.ReduceOp.MAX)
+            return total
+        total = total**kind
+        self._all_reduce(total)
+        return total ** (1.0 / kind)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step what this rank keeps; afterwards all ranks have all new parameters (stage 3: their shares).
+
+        Args:
+            closure: computes the loss again, and its gradients.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            LocalError: the last backward pass was within `no_sync`, or the model was moved.
+            RankLost: a rank is gone.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.carrier.check()
+        with torch.no_grad():
+            gradients = self.carrier.gradients()
+            finite, absent = self._agree(gradients)
+            if finite or not self._skip_nonfinite:
+                self.carrier.hand_over(absent)
+                self.inner.step()
+                self.carrier.publish()
+                self._collectives.traffic.steps += 1
+            else:
+                self.skipped += 1
+        return loss
+
+    def _agree(self, gradients: Sequence[torch.Tensor]) -> tuple[bool, list[bool]]:
+        """Whether the gradients of all ranks are finite; and which parameters got none on any rank."""
+        finite = all(bool(gradient.abs().amax().isfinite()) for gradient in gradients if gradient.numel())
+        flags = torch.tensor([not finite, *self.carrier.absent()], dtype=torch.int32, device=self._device)
+        self._all_reduce(flags)
+        counts = flags.tolist()
+        return not counts[0], [count == self._collectives.ranks for count in counts[1:]]
+
+    def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
+        with self._collectives.watch.named():
+            dist.all_reduce(tensor, operation, group=self._collectives.group)
+
+    @property
+    def _device(self) -> torch.device:
+        return self._collectives.device
+
+    # ------------------------------------------------------------------------------------------------------- counters
+
+    def memory(self) -> Memory:
+        """What this rank holds now. The laws of `shoal.zero.laws` say what it should be."""
+        parameters = list(self._model.parameters())
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        more_gradients, copies = self.carrier.kept()
+        state = [value for entry in self.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+        return Memory(
+            unique_bytes(parameters), unique_bytes([*gradients, *more_gradients]), unique_bytes([*copies, *state])
+        )
+
+    def traffic(self) -> Traffic:
+        """What this rank has sent since it was sharded: bytes of tensors, without the headers of messages."""
+        now = self._collectives.traffic
+        return Traffic(now.reduced, now.gathered, now.steps)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave. Raises `ValueError` if it does not fit."""
+        self.inner.load_state_dict(state_dict)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not possible any more: raises `LocalError`."""
+        if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:
+            raise LocalError("parameters cannot be added to an optimizer that is sharded: give all groups to shard()")
+        super().add_param_group(param_group)
+
+
+def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The memory behind some tensors, each storage counted once; bytes."""
+    storages = {}
+    for tensor in tensors:
+        storage = local(tensor).untyped_storage()
+        storages[storage.data_ptr(), tensor.device] = storage.nbytes()
+    return sum(storages.values())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, if it is sharded; not part of any graph."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

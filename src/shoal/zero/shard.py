@@ -1,0 +1,242 @@
+"""`shard`: from a model, and a function that makes its optimizer, to ZeRO."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from shoal.errors import ConfigError
+from shoal.zero.arguments import problems
+from shoal.zero.collectives import Collectives
+from shoal.zero.flat import FlatEngine
+from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
+from shoal.zero.optimizer import Carrier, ShardedOptimizer
+from shoal.zero.tiles import Tile
+from shoal.zero.watch import Watch
+
+__all__ = ["shard"]
+
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def shard(
+    model: ModuleT,
+    optimizer_factory: OptimizerFactory,
+    *,
+    stage: int,
+    group: dist.ProcessGroup | None = None,
+    dtype: torch.dtype | None = None,
+    skip_nonfinite: bool = True,
+) -> tuple[ModuleT, ShardedOptimizer]:
+    """Partition a model's training over the ranks of a process group; all of them call it.
+
+    The parameters of rank 0 are taken by all. Then train as on one rank, each rank on micro-batches of its own::
+
+        model, optimizer = shoal.zero.shard(model, lambda params: torch.optim.AdamW(params, lr=3e-4), stage=2)
+        for batch in loader:
+            model(batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Gradients are averaged over the ranks. Stages 1 and 2 need an optimizer that treats each value by itself (SGD, Adam,
+    AdamW, RMSprop, Adagrad, Lion); stage 3 one that works on DTensors.
+
+    Args:
+        model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
+            parameters move into common memory: do not move, convert or replace them later. A model to which
+            `fully_shard` was applied is taken as it is, for stage 2 or 3.
+        optimizer_factory: called with the trained parameters (stage 3: sharded ones); returns the optimizer of these or
+            of some of them, in any parameter groups. It may read the model instead of its argument.
+        stage: 1 partitions optimizer state, 2 gradients as well, 3 parameters as well.
+        group: the ranks; None for all.
+        dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
+            parameters' own. Buffers stay as they are. A model of bfloat16 parameters gets float32 copies in any case.
+        skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
+
+    Returns:
+        The same model, and its optimizer.
+
+    Raises:
+        ConfigError: an argument is wrong, on any rank, or ranks differ in what they give: raised on all ranks.
+        RankLost: a rank is gone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "there is no process group: start with torchrun, and call torch.distributed.init_process_group() first"
+        )
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
+        raise ConfigError(f"group must be a process group that this process belongs to, got {group!r}")
+    watch = Watch(found)
+    problem = next(problems(model, optimizer_factory, stage, dtype), None)
+    description = problem or _description(model, stage, dtype)
+    _agree(found, watch, problem, description)
+    device = next(model.parameters()).device
+    collectives = Collectives(found, watch, device)
+    if not is_sharded(model):
+        _take_over(model, collectives)
+    carried = None
+    try:
+        carried = _carry(model, optimizer_factory, stage, dtype, collectives)
+        problem = None
+    except ConfigError as error:
+        problem = str(error)
+    groups = "" if carried is None else _groups(carried[0])
+    _agree(found, watch, problem, problem or groups)
+    assert carried is not None
+    optimizer = ShardedOptimizer(model, *carried, collectives, skip_nonfinite=skip_nonfinite)
+    # Trainers clear gradients by the model; and what is loaded into it must reach the optimizer's copies.
+    model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
+    model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
+    return model, optimizer
+
+
+# ------------------------------------------------------------------------------------------------------------ agreement
+
+
+def _agree(group: dist.ProcessGroup, watch: Watch, problem: str | None, description: str) -> None:
+    """Raise `ConfigError` on all ranks if any has a problem, or describes something else than rank 0."""
+    said: list[tuple[str | None, str]] = [(None, "")] * group.size()
+    with watch.named():
+        dist.all_gather_object(said, (problem, description), group=group)
+    wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text]
+    if problem:
+        raise ConfigError(problem)
+    if wrong:
+        raise ConfigError("another rank cannot go on: " + "; ".join(wrong))
+    for rank, (_, other) in enumerate(said):
+        if other != said[0][1]:
+            raise ConfigError(
+                f"rank {rank} gave shard() something else than rank 0: {_difference(said[0][1], other)}; all ranks "
+                "must give the same model, stage and optimizer"
+            )
+
+
+def _difference(first: str, second: str) -> str:
+    """The first lines that differ."""
+    for here, there in zip(first.split("\n"), second.split("\n"), strict=False):
+        if here != there:
+            return f"{there!r} instead of {here!r}"
+    return "one has more than the other"
+
+
+def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:
+    """All that ranks must have in common."""
+    lines = [f"stage {stage}, dtype {dtype}"]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        trained = "trained" if parameter.requires_grad else "frozen"
+        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {trained}")
+    lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
+    return "\n".join(lines)
+
+
+def _groups(inner: torch.optim.Optimizer) -> str:
+    """The optimizer, as far as ranks must have it in common; tensors in its groups aside."""
+    settings = [
+        {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
+        for group in inner.param_groups
+    ]
+    return f"{type(inner).__name__} {settings}"
+
+
+# ------------------------------------------------------------------------------------------------------------- sharding
+
+
+def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
+    """All ranks begin with the parameters and buffers of rank 0."""
+    root = dist.get_global_rank(collectives.group, 0)
+    with torch.no_grad(), collectives.watch.named():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            whole = tensor.detach().contiguous()
+            dist.broadcast(whole, root, group=collectives.group)
+            if whole.data_ptr() != tensor.data_ptr():
+                tensor.copy_(whole)
+
+
+def _carry(
+    model: torch.nn.Module,
+    factory: OptimizerFactory,
+    stage: int,
+    dtype: torch.dtype | None,
+    collectives: Collectives,
+) -> tuple[torch.optim.Optimizer, Carrier]:
+    sharded = is_sharded(model)
+    if stage == 3 and not sharded:
+        partition(model, collectives.group, collectives.device, dtype)
+    if stage == 3 or sharded:
+        carrier = FsdpEngine(model, stage, collectives)
+        return _build(factory, dict(model.named_parameters())), carrier
+    parameters = dict(model.named_parameters())
+    inner = _build(factory, parameters)
+    listed = {id(each) for each in _listed(inner)}
+    trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
+    wide = {} if dtype is None else _narrow(model, trained, dtype)
+    engine = FlatEngine(trained, stage, collectives, wide)
+    _swap(inner, parameters, engine)
+    return inner, engine
+
+
+def _narrow(
+    model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Let the model compute in `dtype`, as FSDP2's policy does; returns the trained parameters' float32 values."""
+    wide = {name: each.detach() for name, each in trained.items() if each.dtype == torch.float32}
+    for each in model.parameters():
+        if each.dtype == torch.float32:
+            each.data = each.data.to(dtype)
+
+    def cast(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tree_map(narrowed, args), tree_map(narrowed, kwargs)
+
+    def narrowed(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
+
+    model.register_forward_pre_hook(cast, with_kwargs=True)
+    return wide
+
+
+def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """Call the factory, and look at what it built. Raises `ConfigError`."""
+    inner = factory([each for each in parameters.values() if each.requires_grad])
+    if not isinstance(inner, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer_factory must return a torch optimizer, got {type(inner).__name__}")
+    known = {id(each) for each in parameters.values()}
+    if any(id(each) not in known for each in _listed(inner)):
+        raise ConfigError(
+            "optimizer_factory built an optimizer of other tensors than the model's parameters, or of those from "
+            "before sharding: build it of the parameters that it is called with"
+        )
+    return inner
+
+
+def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [each for group in inner.param_groups for each in group["params"]]
+
+
+def _swap(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], engine: FlatEngine) -> None:
+    """In the optimizer's groups and state: each parameter's own tiles, in place of the parameter."""
+    names = {id(each): name for name, each in parameters.items()}
+    of: dict[str, list[tuple[Tile, torch.nn.Parameter]]] = {}
+    for tile, values in engine.own.items():
+        of.setdefault(tile.name, []).append((tile, values))
+    for group in inner.param_groups:
+        old, group["params"] = group["params"], []
+        for parameter in old:
+            state = inner.state.pop(parameter, {})  # some keep statistics from the beginning (Adagrad)
+            for tile, values in of.get(names[id(parameter)], ()):
+                group["params"].append(values)
+                if state:
+                    inner.state[values] = {
+                        key: _share(parameter, tile, value) if isinstance(value, torch.Tensor) else value
+                        for key, value in state.items()
+                    }
+
+
+def _share(parameter: torch.nn.Parameter, tile: Tile, value: torch.Tensor) -> torch.Tensor:
+    """A tile's share of a statistic."""
+    return value.reshape(-1)[tile.start : tile.stop].clone() if value.shape == parameter.shape else value.clone()

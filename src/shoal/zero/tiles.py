@@ -1,0 +1,135 @@
+"""Tiles: the coordinates that everything sharded is named by.
+
+A tile is a range of a parameter's values in their flat order, at most `tile_numel` of them. Where the cuts are depends
+on the model alone, not on how many ranks there are: so ranks of different groups can speak of the same tile, and one
+tile's values and optimizer state can be kept, moved and versioned on their own. Who owns a tile is looked up in the
+`Plan`, and computed nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+__all__ = ["Plan", "Tile", "assign", "cut", "tile_numel"]
+
+_TILES = 1024
+_LEAST_NUMEL, _MOST_NUMEL = 64, 1 << 20
+
+
+class Tile(NamedTuple):
+    """The values `start` to `stop` of one parameter.
+
+    Attributes:
+        name: of the parameter, as in `model.named_parameters()`.
+        start: of its flat values.
+        stop: behind the last one.
+    """
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """How many values."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.name}[{self.start}:{self.stop}]"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which tiles there are, and who owns which.
+
+    Attributes:
+        tiles: all, in the order of the parameters; those of a parameter cover it without a gap.
+        owners: the rank that owns each.
+        ranks: how many ranks there are.
+    """
+
+    tiles: tuple[Tile, ...]
+    owners: tuple[int, ...]
+    ranks: int
+
+    def __post_init__(self) -> None:
+        assert len(self.tiles) == len(self.owners)
+        assert all(0 <= owner < self.ranks for owner in self.owners)
+
+    @cached_property
+    def _owner(self) -> dict[Tile, int]:
+        return dict(zip(self.tiles, self.owners, strict=True))
+
+    @cached_property
+    def _of_parameter(self) -> dict[str, list[Tile]]:
+        found: dict[str, list[Tile]] = {}
+        for tile in self.tiles:
+            found.setdefault(tile.name, []).append(tile)
+        return found
+
+    def owner(self, tile: Tile) -> int:
+        """The rank that keeps and steps this tile."""
+        return self._owner[tile]
+
+    def of(self, name: str) -> Sequence[Tile]:
+        """The tiles of one parameter."""
+        return self._of_parameter[name]
+
+    def owned(self, rank: int) -> list[Tile]:
+        """The tiles of one rank."""
+        return [tile for tile, owner in zip(self.tiles, self.owners, strict=True) if owner == rank]
+
+    @property
+    def schema(self) -> str:
+        """A hash of the cuts, whoever owns them: equal where tiles mean the same."""
+        return hashlib.sha256("\n".join(map(str, self.tiles)).encode()).hexdigest()
+
+
+def tile_numel(numel: int) -> int:
+    """The largest size of a tile in a model of `numel` values: about a thousandth of it, a power of two, 64 to 2^20.
+
+    So ranks can be given equal shares to a thousandth, and no tile has more than 4 MiB of float32.
+    """
+    return min(max(1 << max(numel // _TILES - 1, 0).bit_length(), _LEAST_NUMEL), _MOST_NUMEL)
+
+
+def cut(numels: Mapping[str, int], numel: int) -> list[Tile]:
+    """Tiles of at most `numel` values that cover each parameter.
+
+    Args:
+        numels: how many values each parameter has; one without any has no tile.
+        numel: the largest size, above 0.
+    """
+    return [
+        Tile(name, start, min(start + numel, size)) for name, size in numels.items() for start in range(0, size, numel)
+    ]
+
+
+def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
+    """Give each rank an equal share of each bucket, to a tile, and of all buckets together.
+
+    In a bucket each rank has consecutive tiles, so that what it sends to another rank is one piece.
+
+    Args:
+        buckets: tiles that are sent together.
+        ranks: how many, above 0.
+    """
+    tiles: list[Tile] = []
+    owners: list[int] = []
+    load = [0] * ranks
+    before = 0
+    for bucket in buckets:
+        before += sum(tile.numel for tile in bucket)
+        share, rank = before / ranks, 0
+        for tile in bucket:
+            # To the next rank where this tile would take the present one further over its share than it is below.
+            while rank < ranks - 1 and load[rank] + tile.numel / 2 > share:
+                rank += 1
+            load[rank] += tile.numel
+            owners.append(rank)
+        tiles += bucket
+    return Plan(tuple(tiles), tuple(owners), ranks)

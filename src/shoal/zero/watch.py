@@ -1,0 +1,96 @@
+"""Who is gone, when a collective fails.
+
+`torch.distributed` says that a connection was closed or that time is up, not which rank is at fault: when one process
+dies, others fail because of each other. So each rank counts up a key of its own in the group's store, and when
+something fails, those whose count stands still are named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from shoal.errors import RankLost
+
+__all__ = ["Watch"]
+
+BEAT_S = 0.5
+VERDICT_S = 4 * BEAT_S
+"""How long a count may stand still once something has failed."""
+_VERDICT = "shoal.zero/lost"
+
+
+class Watch:
+    """The heartbeat of this rank, and an eye on the others'.
+
+    A daemon thread beats until the watch is dropped or closed, or the store is gone.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
+        store = group.get_group_store()
+        # A client of its own, where the store can: a long wait in one thread would keep the other waiting.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        self._closed = threading.Event()
+        self._store.add(_key(self._rank), 1)
+        threading.Thread(target=_beat, args=(self._store, self._rank, self._closed), daemon=True).start()
+        weakref.finalize(self, self._closed.set)
+
+    def close(self) -> None:
+        """Stop to beat."""
+        self._closed.set()
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Turn the failure of a collective into `RankLost`, which names the ranks that are gone."""
+        try:
+            yield
+        except RuntimeError as error:  # what all backends raise
+            raise self.verdict(error) from error
+
+    def verdict(self, error: RuntimeError) -> RankLost:
+        """Who is to blame for an error; takes up to `VERDICT_S`."""
+        said = str(error).strip().split("\n", 1)[0]
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        try:
+            before = [self._count(rank) for rank in others]
+            self._closed.wait(VERDICT_S)
+            still = [rank for rank, count in zip(others, before, strict=True) if self._count(rank) == count]
+            lost = self._agreed(still)
+        except RuntimeError:
+            reason = (
+                "the store of the process group is gone, and with it the process that held it (rank 0 or a launcher)"
+            )
+            return RankLost(f"{reason}; what failed: {said}")
+        if not lost:
+            return RankLost(f"a collective failed though all ranks are alive: {said}")
+        names = " and ".join(f"rank {rank}" for rank in lost)
+        return RankLost(f"{names} gone, without a sign of life for {VERDICT_S:g} s; what failed: {said}", lost)
+
+    def _agreed(self, still: list[int]) -> list[int]:
+        """The first verdict of all: whoever ends because of it stops to beat, and must not be blamed in its turn."""
+        if not still:
+            return []
+        verdict = self._store.compare_set(_VERDICT, "", " ".join(map(str, still)))
+        return [int(rank) for rank in verdict.split()]
+
+    def _count(self, rank: int) -> int:
+        return self._store.add(_key(rank), 0)
+
+
+def _beat(store: Store, rank: int, closed: threading.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # the store is gone: whoever asks will notice
+        while not closed.wait(BEAT_S):
+            store.add(_key(rank), 1)
+
+
+def _key(rank: int) -> str:
+    return f"shoal.zero/alive/{rank}"

@@ -1,0 +1,127 @@
+"""Processes that form `torch.distributed` groups: each runs functions that a test names, one after another.
+
+A process imports torch once and is used again by the next test, in a new group, unless it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import tempfile
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.workers import LONG_S
+
+TIMEOUT_S = 60.0
+"""Of the groups."""
+
+
+class Failed(Exception):
+    """What a function raised: the name of its type, and the message."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(kind, message)  # as it is made again from
+        self.kind, self.message = kind, message
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class Ranks:
+    """The processes."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._idle: list[tuple[Any, Connection]] = []
+
+    def play(self, ranks: int, function: Callable[..., Any], *args: object) -> list[Any]:
+        """Run `function(*args)` on each rank of a group; returns what each returned. Raises the first `Failed`."""
+        results = self.outcomes(ranks, function, *args)
+        for result in results:
+            if isinstance(result, Failed):
+                raise result
+        return results
+
+    def outcomes(self, ranks: int, function: Callable[..., Any], *args: object, killed: int | None = None) -> list[Any]:
+        """As `play`, but a rank's `Failed` is what it returned; None for `killed`, which is killed when it says so."""
+        while len(self._idle) < ranks:
+            here, there = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._idle.append((process, here))
+        crew, self._idle = self._idle[:ranks], self._idle[ranks:]
+        with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
+            for rank, (_, pipe) in enumerate(crew):
+                pipe.send((function, args, rank, ranks, str(Path(folder) / "store")))
+            results: list[Any] = []
+            for rank, (process, pipe) in enumerate(crew):
+                if rank == killed:
+                    assert pipe.poll(LONG_S)
+                    assert pipe.recv_bytes() == b"kill me"
+                    os.kill(process.pid, signal.SIGKILL)
+                    process.join()
+                    pipe.close()
+            for rank, (_, pipe) in enumerate(crew):
+                if rank == killed:
+                    results.append(None)
+                    continue
+                assert pipe.poll(LONG_S), f"rank {rank} does not answer"
+                results.append(pickle.loads(pipe.recv_bytes()))
+        self._idle += [each for rank, each in enumerate(crew) if rank != killed]
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, pipe in self._idle:
+            pipe.close()
+            process.join(LONG_S)
+
+
+@contextlib.contextmanager
+def ranks() -> Iterator[Ranks]:
+    """The processes, for as long as the block lasts."""
+    made = Ranks()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+_pipe: Connection | None = None
+
+
+def die_here() -> None:
+    """Have this rank's process killed, now."""
+    assert _pipe is not None
+    _pipe.send_bytes(b"kill me")
+    signal.pause()
+
+
+def _serve(pipe: Connection) -> None:
+    global _pipe  # noqa: PLW0603 (one for each process)
+    _pipe = pipe
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, args, rank, count, path = pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        store = dist.FileStore(path, count)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=TIMEOUT_S))
+        try:
+            result = function(*args)
+        except Exception as error:  # noqa: BLE001 (said to the test)
+            result = Failed(type(error).__name__, str(error))
+        dist.destroy_process_group()
+        pipe.send_bytes(pickle.dumps(result))  # tensors by value: the pipe's own pickling shares their memory

@@ -1,0 +1,210 @@
+"""Sharded training equals training on one process; it holds and sends what the laws say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shoal.zero
+from shoal.errors import ConfigError
+from shoal.zero.laws import ENGINES, Sizes, costs_of
+from shoal.zero.tiles import tile_numel
+from tests.integration import zero_cases as cases
+from tests.integration.ranks import Failed, Ranks, ranks
+
+TRAINED = sum(each.numel() for each in cases.Odd().parameters() if each.requires_grad)
+FROZEN = sum(each.numel() for each in cases.Odd().parameters() if not each.requires_grad)
+TENSORS = len(list(cases.Odd().parameters()))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+def distance(states: list[dict[str, torch.Tensor]], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any value of any rank."""
+    for state in states:
+        assert state.keys() == wanted.keys()
+    return max(float((state[name] - value).abs().max()) for state in states for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adagrad"])
+def test_equals_one_process_to_the_bit(pool: Ranks, kind: str, stage: int, count: int) -> None:
+    """Sums are in the order of the ranks, so seven steps give the same bits on any number of them."""
+    wanted, _, _ = cases.alone(count, kind)
+    found = pool.play(count, cases.sharded, stage, kind)
+    assert distance([state for state, *_ in found], wanted) == 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_without_sync_equals_one_process(pool: Ranks, stage: int) -> None:
+    """Four micro-batches, of which the last one is reduced: to the bit."""
+    wanted, _, _ = cases.alone(2, "adamw", micro=4)
+    found = pool.play(2, cases.sharded, stage, "adamw", 4)
+    assert distance([state for state, *_ in found], wanted) == 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulation_with_every_micro_batch_reduced(pool: Ranks, stage: int) -> None:
+    """Another order of the same sums."""
+    wanted, _, _ = cases.alone(3, "sgd", micro=3)
+    found = pool.play(3, cases.sharded, stage, "sgd", 3, None, True)
+    assert distance([state for state, *_ in found], wanted) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 4])
+def test_clipping_by_the_norm_of_all_shards(pool: Ranks, stage: int, count: int) -> None:
+    """Norms and weights, as of one process; every rank has the same norm."""
+    wanted, norms, _ = cases.alone(count, "sgd", clip=0.05)
+    assert min(norms) > 0.05, "the test clips"
+    found = pool.play(count, cases.sharded, stage, "sgd", 1, 0.05)
+    assert distance([state for state, *_ in found], wanted) < 1e-6
+    assert all(each[1] == found[0][1] for each in found)
+    assert found[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_memory_and_traffic_are_those_of_the_laws(pool: Ranks, stage: int, count: int) -> None:
+    """Bytes of unique storages to padding; bytes sent to a tile."""
+    found = pool.play(count, cases.sharded, stage, "adamw")
+    (law,) = (
+        each
+        for each in costs_of(
+            Sizes(4 * (TRAINED + FROZEN), 4 * TRAINED, 8 * TRAINED), count, stage=stage, micro_batches=1, backend="gloo"
+        )
+        if each.engine.name == "shoal.zero"
+    )
+    # FSDP2 fills up each parameter's rows; tiles are shared out to one. The state has a step counter for each.
+    padding = 4 * 23 * TENSORS if stage == 3 else 4 * tile_numel(TRAINED)
+    counters = 4 * (TENSORS if stage == 3 else TRAINED // tile_numel(TRAINED) + TENSORS)
+    for _, _, (parameters, gradients, state), _ in found:
+        assert abs(parameters - law.parameters) <= padding
+        assert abs(gradients - law.gradients) <= padding
+        assert abs(state - law.state) <= 2 * padding + counters
+    mean = sum(traffic.sent / traffic.steps for *_, traffic in found) / count
+    assert mean == pytest.approx(law.sent, rel=1e-9 if stage < 3 else 0.1)
+    assert all(traffic.steps == cases.STEPS for *_, traffic in found)
+
+
+def test_stages_partition_more_and_more(pool: Ranks) -> None:
+    """What the engines of the laws say, seen: each stage holds less than the one before."""
+    held = [sum(pool.play(4, cases.sharded, stage, "adamw")[0][2]) for stage in (1, 2, 3)]
+    assert held[0] > held[1] > held[2]
+    assert {engine.stage for engine in ENGINES if engine.name == "shoal.zero"} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_is_sent_within_no_sync(pool: Ranks, stage: int) -> None:
+    """Gradients stay where they are; a step without any that was reduced is refused."""
+    for reduced, message in pool.play(2, cases.without_sync, stage):
+        assert reduced == 0
+        assert "no_sync" in message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_with_an_infinite_gradient_is_left_out_by_all(pool: Ranks, stage: int) -> None:
+    """One rank's micro-batch is bad: no rank changes anything, and all go on."""
+    for changed, skipped, changed_after in pool.play(3, cases.bad_gradient, stage):
+        assert (changed, skipped, changed_after) == (False, 1, True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_computes_narrow_and_steps_wide(pool: Ranks, stage: int) -> None:
+    """Losses come near those of float32; the copies that are stepped are float32; a rank holds what the law says."""
+    for dtype, wide, losses, plain, memory in pool.play(2, cases.narrow, stage):
+        assert dtype == "torch.bfloat16"
+        assert wide == {"torch.float32"}
+        assert losses == pytest.approx(plain, abs=0.05)
+        assert losses[-1] < losses[0]
+        assert memory < 16 * (TRAINED + FROZEN) * 1.3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_schedulers_and_trainers_see_an_ordinary_optimizer(pool: Ranks, stage: int) -> None:
+    """A learning-rate schedule works; `model.zero_grad` clears; groups cannot be added; the state goes out and in."""
+    for rates, cleared, refused, same in pool.play(2, cases.ordinary, stage):
+        assert rates == pytest.approx([1e-2, 5e-3, 2.5e-3])
+        assert cleared
+        assert "cannot be added" in refused
+        assert same
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_no_rank_used_is_not_stepped(pool: Ranks, stage: int) -> None:
+    """A parameter without gradient keeps its value, though the optimizer decays; one that a single rank used counts."""
+    for unused, once in pool.play(2, cases.unused, stage):
+        assert unused == 0.0
+        assert once > 0.0
+
+
+def test_a_model_that_was_sharded_already(pool: Ranks) -> None:
+    """`fully_shard` by the user: taken as it is in stages 2 and 3, refused in 1."""
+    wanted, _, _ = cases.alone(2, "adamw")
+    for stage in (2, 3):
+        found = pool.play(2, cases.sharded_by_user, stage)
+        assert distance(found, wanted) == 0.0
+    for failed in pool.outcomes(2, cases.sharded_by_user, 1):
+        assert isinstance(failed, Failed)
+        assert "stage 2 or 3, not 1" in failed.message
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_full_state_dict_on_rank_0_alone(pool: Ranks, stage: int) -> None:
+    """The others hold nothing; tied parameters come under both names."""
+    first, second = pool.play(2, cases.full_on_rank_0, stage)
+    assert first.keys() == cases.Odd().state_dict().keys()
+    assert torch.equal(first["head.weight"], first["embedding.weight"])
+    assert second == {}
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "stage": (cases.bad_stage, "stage must be 1, 2 or 3"),
+    "built before": (cases.bad_built_before, "built before sharding"),
+    "other tensors": (cases.bad_other_tensors, "other tensors than the model's"),
+    "no optimizer": (cases.bad_no_optimizer, "must return a torch optimizer"),
+    "models differ": (cases.bad_models_differ, "rank 1 gave shard() something else than rank 0"),
+    "groups differ": (cases.bad_groups_differ, "rank 1 gave shard() something else than rank 0"),
+    "one rank alone": (cases.bad_on_one_rank, "stage must be 1, 2 or 3, got 7"),
+    "shared memory": (cases.bad_shared_memory, "share memory"),
+    "scalar": (cases.bad_scalar, "is a scalar"),
+    "nothing to train": (cases.bad_nothing, "nothing to train"),
+    "meta": (cases.bad_meta, "meta device"),
+    "moved": (cases.bad_moved, "was moved, converted or replaced"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_said_on_every_rank(pool: Ranks, name: str) -> None:
+    """Nobody hangs, whoever made the mistake; and the next test can use the processes."""
+    function, message = BAD[name]
+    for failed in pool.outcomes(2, function):
+        assert isinstance(failed, Failed), failed
+        assert failed.kind in ("ConfigError", "LocalError")
+        assert message in failed.message
+
+
+def test_without_a_process_group() -> None:
+    """Says what to do."""
+    with pytest.raises(ConfigError, match="torchrun"):
+        shoal.zero.shard(cases.Odd(), torch.optim.SGD, stage=1)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_is_killed_is_named_by_all_others(stage: int) -> None:
+    """In the middle of a step; nobody waits longer than the group's timeout."""
+    with ranks() as alone:
+        outcomes = alone.outcomes(3, cases.killed, stage, killed=1)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], Failed), outcomes[rank]
+        assert outcomes[rank].kind == "RankLost"
+        assert "rank 1 gone" in outcomes[rank].message

@@ -1,0 +1,361 @@
+"""What ranks do in the tests of `shoal.zero`, and the same on one process, to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import shoal.zero
+from shoal.errors import LocalError
+from shoal.zero.collectives import Traffic
+from shoal.zero.optimizer import ShardedOptimizer
+from tests.integration.ranks import die_here
+
+STEPS = 7
+BATCH = 3
+
+
+class Odd(torch.nn.Module):
+    """Odd shapes; the embedding is tied to the head; a layer is frozen; a buffer; a list of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = torch.nn.Embedding(37, 11)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.LayerNorm(11), torch.nn.Linear(11, 23), torch.nn.GELU(), torch.nn.Linear(23, 11)
+            )
+            for _ in range(3)
+        )
+        self.frozen = torch.nn.Linear(11, 11).requires_grad_(requires_grad=False)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.head = torch.nn.Linear(11, 37, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("shift", torch.full((11,), 0.1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits, shape (batch, 37)."""
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.shift.to(hidden.dtype)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        logits: torch.Tensor = self.head(self.frozen(hidden) * self.scale)
+        return logits
+
+
+def loss_of(model: torch.nn.Module, step: int, rank: int, micro: int = 0) -> torch.Tensor:
+    """Of a micro-batch that depends on these numbers alone."""
+    made = torch.Generator().manual_seed(1000 * step + 10 * rank + micro)
+    tokens, targets = torch.randint(0, 37, (2, BATCH), generator=made)
+    return torch.nn.functional.cross_entropy(model(tokens).float(), targets)
+
+
+def groups(model: torch.nn.Module, parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
+    """Two groups: no decay for vectors."""
+    flat = {id(each) for each in model.parameters() if each.ndim < 2}
+    listed = list(parameters)
+    return [
+        {"params": [each for each in listed if id(each) not in flat], "weight_decay": 0.1},
+        {"params": [each for each in listed if id(each) in flat], "weight_decay": 0.0, "lr": 2e-2},
+    ]
+
+
+def make(kind: str, model: torch.nn.Module) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """A factory for `shard`."""
+    if kind == "sgd":
+        return lambda parameters: torch.optim.SGD(groups(model, parameters), lr=1e-1, momentum=0.9)
+    if kind == "adagrad":
+        return lambda parameters: torch.optim.Adagrad(groups(model, parameters), lr=1e-1)
+    return lambda parameters: torch.optim.AdamW(groups(model, parameters), lr=1e-2)
+
+
+def alone(
+    ranks: int,
+    kind: str,
+    *,
+    micro: int = 1,
+    clip: float | None = None,
+    steps: int = STEPS,
+    first: int = 0,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> tuple[dict[str, torch.Tensor], list[float], torch.optim.Optimizer]:
+    """One process, the micro-batches of all ranks, in the order of the ranks.
+
+    Each rank's own are added up before they are added to those of others, as ranks must; then averaged.
+    """
+    model = model or Odd()
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = optimizer or make(kind, model)(trained)
+    norms = []
+    for step in range(first, first + steps):
+        totals: list[torch.Tensor] | None = None
+        for rank in range(ranks):
+            for number in range(micro):
+                torch.autograd.backward(loss_of(model, step, rank, number))
+            mine = [torch.zeros_like(each) if each.grad is None else each.grad for each in trained]
+            totals = mine if totals is None else [total + grad for total, grad in zip(totals, mine, strict=True)]
+            for each in trained:
+                each.grad = None
+        assert totals is not None
+        for each, total in zip(trained, totals, strict=True):
+            each.grad = total / ranks
+        if clip is not None:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(trained, clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in model.state_dict().items()}, norms, optimizer
+
+
+def train(
+    optimizer: ShardedOptimizer,
+    model: torch.nn.Module,
+    *,
+    micro: int = 1,
+    clip: float | None = None,
+    steps: int = STEPS,
+    first: int = 0,
+    sync: bool = False,
+) -> list[float]:
+    """The same on this rank; returns the norms. With `sync` every micro-batch is reduced."""
+    rank, norms = dist.get_rank(), []
+    for step in range(first, first + steps):
+        for number in range(micro):
+            if number < micro - 1 and not sync:
+                with optimizer.no_sync():
+                    torch.autograd.backward(loss_of(model, step, rank, number))
+            else:
+                torch.autograd.backward(loss_of(model, step, rank, number))
+        if clip is not None:
+            norms.append(float(optimizer.clip_grad_norm_(clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms
+
+
+def sharded(
+    stage: int, kind: str, micro: int = 1, clip: float | None = None, sync: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float], tuple[int, ...], Traffic]:
+    """Train sharded; returns the weights, the norms, memory after the last backward pass, and traffic."""
+    model, optimizer = _shard(stage, kind)
+    norms = train(optimizer, model, micro=micro, clip=clip, sync=sync)
+    traffic = optimizer.traffic()
+    state = {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    return state, norms, tuple(optimizer.memory()), traffic
+
+
+def _shard(stage: int, kind: str) -> tuple[Odd, ShardedOptimizer]:
+    model = Odd()
+    if dist.get_rank():  # rank 0's values count
+        with torch.no_grad():
+            for each in model.parameters():
+                each.add_(1.0)
+    return shoal.zero.shard(model, make(kind, model), stage=stage)
+
+
+def without_sync(stage: int) -> tuple[int, str]:
+    """Bytes that were reduced, and what a step says."""
+    model, optimizer = _shard(stage, "sgd")
+    with optimizer.no_sync():
+        torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    sent = optimizer.traffic().reduced
+    try:
+        optimizer.step()
+    except LocalError as error:
+        return sent, str(error)
+    return sent, ""
+
+
+def bad_gradient(stage: int) -> tuple[bool, int, bool]:
+    """Whether a step changed anything in which rank 1 has infinite gradients; steps left out; whether the next did."""
+    model, optimizer = _shard(stage, "adamw")
+
+    def changed(factor: float) -> bool:
+        before = shoal.zero.full_state_dict(model)
+        torch.autograd.backward(loss_of(model, 0, dist.get_rank()) * factor)
+        optimizer.step()
+        optimizer.zero_grad()
+        return any(not torch.equal(value, before[name]) for name, value in shoal.zero.full_state_dict(model).items())
+
+    first = changed(float("inf") if dist.get_rank() == 1 else 1.0)
+    return first, optimizer.skipped, changed(1.0)
+
+
+def narrow(stage: int) -> tuple[str, set[str], list[float], list[float], int]:
+    """Train in bfloat16 and in float32: dtype of the logits, of what is stepped, losses of both, bytes."""
+    losses: dict[torch.dtype | None, list[float]] = {}
+    for dtype in (None, torch.bfloat16):
+        model = Odd()
+        model, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=dtype)
+        losses[dtype] = []
+        for step in range(20):
+            loss = loss_of(model, step % 2, dist.get_rank())
+            losses[dtype].append(float(loss.detach()))
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    logits = model(torch.zeros(1, dtype=torch.long))
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    stepped = {str(each.dtype) for group in optimizer.param_groups for each in group["params"]}
+    return str(logits.dtype), stepped, losses[torch.bfloat16], losses[None], optimizer.memory().total
+
+
+def ordinary(stage: int) -> tuple[list[float], bool, str, bool]:
+    """What schedulers and trainers do with an optimizer."""
+    model, optimizer = _shard(stage, "adamw")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = []
+    for step in range(3):
+        rates.append(optimizer.param_groups[0]["lr"])
+        train(optimizer, model, steps=1, first=step)
+        scheduler.step()
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    held = optimizer.memory().gradients
+    model.zero_grad()
+    cleared = held > 0 and optimizer.memory().gradients == 0
+    refused = ""
+    try:
+        optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})
+    except LocalError as error:
+        refused = str(error)
+    before = optimizer.state_dict()
+    optimizer.load_state_dict(before)
+    same = optimizer.state_dict()["param_groups"] == before["param_groups"]
+    train(optimizer, model, steps=1)
+    return rates, cleared, refused, same
+
+
+class Parts(torch.nn.Module):
+    """A layer for everybody, one for rank 0, and one for nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.once, self.never = (torch.nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, inputs: torch.Tensor, *, first: bool) -> torch.Tensor:
+        """Shape (batch, 5)."""
+        hidden: torch.Tensor = self.all(inputs)
+        return self.once(hidden) if first else hidden
+
+
+def unused(stage: int) -> tuple[float, float]:
+    """How far the layer moved that nobody used, and the one that rank 0 used."""
+    model = Parts()
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.AdamW(each, lr=0.1, weight_decay=0.5), stage=stage
+    )
+    before = shoal.zero.full_state_dict(model)
+    torch.autograd.backward(model(torch.ones(2, 5), first=dist.get_rank() == 0).sum())
+    optimizer.step()
+    after = shoal.zero.full_state_dict(model)
+    never, once = (float((after[name] - before[name]).abs().max()) for name in ("never.weight", "once.weight"))
+    return never, once
+
+
+def sharded_by_user(stage: int) -> dict[str, torch.Tensor]:
+    """Apply `fully_shard` first."""
+    model = Odd()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage)
+    train(optimizer, model)
+    return shoal.zero.full_state_dict(model)
+
+
+def full_on_rank_0(stage: int) -> dict[str, torch.Tensor]:
+    """What the ranks get."""
+    model, _ = _shard(stage, "sgd")
+    return shoal.zero.full_state_dict(model, rank0_only=True)
+
+
+def killed(stage: int) -> None:
+    """Rank 1 dies between two layers of a backward pass."""
+    model, optimizer = _shard(stage, "adamw")
+    train(optimizer, model, steps=2)
+    if dist.get_rank() == 1:
+        model.layers[1].register_full_backward_hook(lambda *_: die_here())
+    train(optimizer, model, steps=2)
+
+
+def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def bad_stage() -> None:
+    """There is no stage 4."""
+    shoal.zero.shard(Odd(), _sgd, stage=4)
+
+
+def bad_built_before() -> None:
+    """An optimizer in place of a function."""
+    model = Odd()
+    shoal.zero.shard(model, _sgd(list(model.parameters())), stage=1)  # type: ignore[arg-type]
+
+
+def bad_other_tensors() -> None:
+    """A factory that knows the parameters from before."""
+    model = Odd()
+    before = [each for each in model.parameters() if each.requires_grad]
+    shoal.zero.shard(model, lambda _: _sgd(before), stage=3)
+
+
+def bad_no_optimizer() -> None:
+    """A factory of something else."""
+    shoal.zero.shard(Odd(), lambda _: None, stage=2)  # type: ignore[arg-type,return-value]
+
+
+def bad_models_differ() -> None:
+    """A layer more on rank 1."""
+    model = Odd()
+    if dist.get_rank() == 1:
+        model.extra = torch.nn.Linear(2, 2)
+    shoal.zero.shard(model, _sgd, stage=1)
+
+
+def bad_groups_differ() -> None:
+    """Another learning rate on rank 1."""
+    shoal.zero.shard(Odd(), lambda each: torch.optim.SGD(each, lr=0.1 + dist.get_rank()), stage=1)
+
+
+def bad_on_one_rank() -> None:
+    """Only rank 1 is wrong."""
+    shoal.zero.shard(Odd(), _sgd, stage=7 if dist.get_rank() == 1 else 2)
+
+
+def bad_shared_memory() -> None:
+    """Two parameters over the same values."""
+    model = Odd()
+    model.twin = torch.nn.Parameter(model.frozen.weight.data[:3])
+    shoal.zero.shard(model, _sgd, stage=2)
+
+
+def bad_scalar() -> None:
+    """FSDP2 shards rows, and a scalar has none."""
+    model = Odd()
+    model.scalar = torch.nn.Parameter(torch.ones(()))
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_nothing() -> None:
+    """All frozen."""
+    shoal.zero.shard(Odd().requires_grad_(requires_grad=False), _sgd, stage=1)
+
+
+def bad_meta() -> None:
+    """Without values."""
+    shoal.zero.shard(Odd().to("meta"), _sgd, stage=1)
+
+
+def bad_moved() -> None:
+    """Converted after sharding."""
+    model, optimizer = shoal.zero.shard(Odd(), _sgd, stage=1)
+    model.double()
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    optimizer.step()

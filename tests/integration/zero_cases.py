@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
-from shoal.errors import LocalError
+from shoal.errors import ConfigError, LocalError
+from shoal.zero import checkpoint
 from shoal.zero.collectives import Traffic
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.ranks import die_here
@@ -359,3 +360,101 @@ def bad_moved() -> None:
     model.double()
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
     optimizer.step()
+
+
+def train_and_save(stage: int, path: str, consolidated: bool = False) -> None:
+    """Four steps."""
+    model, optimizer = _shard(stage, "adamw")
+    train(optimizer, model, steps=4)
+    shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra={"epoch": 4, "note": ["any", "JSON"]})
+
+
+def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Begin with something else, load, and train three steps on the micro-batches of rank 0."""
+    torch.manual_seed(dist.get_rank())
+    model = Odd()
+    with torch.no_grad():
+        for each in [*model.parameters(), *model.buffers()]:
+            each.normal_()
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage)
+    train(optimizer, model, steps=1)
+    for group in optimizer.param_groups:
+        group["lr"] = 123.0
+    extra = shoal.zero.load(path, model, optimizer)
+    for step in range(4, 7):
+        torch.autograd.backward(loss_of(model, step, 0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return shoal.zero.full_state_dict(model), extra
+
+
+def save_narrow(stage: int, path: str) -> None:
+    """Train in bfloat16."""
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=torch.bfloat16)
+    train(optimizer, model, steps=3)
+    shoal.zero.save(path, model, optimizer)
+
+
+def load_narrow(stage: int, path: str) -> torch.Tensor:
+    """The float32 values of a layer, after loading."""
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=torch.bfloat16)
+    shoal.zero.load(path, model, optimizer)
+    train(optimizer, model, steps=1)
+    shoal.zero.load(path, model, optimizer)
+    mine = {
+        (each.start, each.stop): each.values.clone()
+        for each in optimizer.carrier.pieces()
+        if each.name == "layers.0.1.weight"
+    }
+    everything: list[dict[tuple[int, int], torch.Tensor]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everything, mine)
+    pieces = sorted((place, values) for each in everything for place, values in each.items())
+    return torch.cat([values for _, values in pieces]).reshape(23, 11)
+
+
+def load_damaged(path: str) -> tuple[str, bool]:
+    """What `load` says, and whether the model and the optimizer are as before."""
+    model, optimizer = _shard(2, "adamw")
+    train(optimizer, model, steps=2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = [value.clone() for entry in optimizer.state.values() for value in entry.values()]
+    said = ""
+    try:
+        shoal.zero.load(path, model, optimizer)
+    except ConfigError as error:
+        said = str(error)
+    same = all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    now = [value for entry in optimizer.state.values() for value in entry.values()]
+    return said, same and all(torch.equal(one, other) for one, other in zip(state, now, strict=True))
+
+
+def load_into_other_model(path: str) -> None:
+    """One with a frozen parameter that was trained."""
+    model = Odd()
+    model.layers[2][1].bias.requires_grad_(requires_grad=False)  # type: ignore[index]
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=1)
+    shoal.zero.load(path, model, optimizer)
+
+
+def load_into_other_groups(path: str) -> None:
+    """One group instead of two."""
+    model, optimizer = shoal.zero.shard(Odd(), lambda each: torch.optim.AdamW(each, lr=0.1), stage=1)
+    shoal.zero.load(path, model, optimizer)
+
+
+def load_into_other_optimizer(path: str) -> None:
+    """Another class."""
+    model, optimizer = _shard(1, "sgd")
+    shoal.zero.load(path, model, optimizer)
+
+
+def save_twice_and_die(folder: str) -> None:
+    """Save, then die in the middle of saving again: when this rank's file of the second is there."""
+    model, optimizer = _shard(2, "adamw")
+    train(optimizer, model, steps=1)
+    shoal.zero.save(f"{folder}/first", model, optimizer, extra={"epoch": 1})
+    if dist.get_rank() == 1:
+        checkpoint._flush = lambda path: die_here()
+    shoal.zero.save(f"{folder}/second", model, optimizer)

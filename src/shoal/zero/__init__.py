@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 from shoal.lazy import lazy
 
 if TYPE_CHECKING:
+    from shoal.zero.checkpoint import load, save
     from shoal.zero.estimate import estimate
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs
     from shoal.zero.optimizer import ShardedOptimizer
+    from shoal.zero.saved import consolidate
     from shoal.zero.shard import shard
     from shoal.zero.weights import full_state_dict
 else:
@@ -22,8 +24,11 @@ else:
     # Hidden from type checkers: with it they would take any misspelt name for an object.
     _OTHERS = {
         "ShardedOptimizer": "shoal.zero.optimizer",
+        "consolidate": "shoal.zero.saved",
         "estimate": "shoal.zero.estimate",
         "full_state_dict": "shoal.zero.weights",
+        "load": "shoal.zero.checkpoint",
+        "save": "shoal.zero.checkpoint",
         "shard": "shoal.zero.shard",
     }
     __getattr__, __dir__ = lazy(__name__, {**_HOMES, **_OTHERS})
@@ -35,8 +40,11 @@ __all__ = [
     "Engine",
     "Precision",
     "ShardedOptimizer",
+    "consolidate",
     "costs",
     "estimate",
     "full_state_dict",
+    "load",
+    "save",
     "shard",
 ]

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Run, sum_in_order
@@ -167,6 +166,7 @@ class FsdpEngine:
                     f"{name} is not sharded by rows over one dimension of ranks: apply fully_shard to the whole model, "
                     "on a mesh of one dimension"
                 )
+        self._starts = self._find_starts()
         own = dist.get_backend(collectives.group) == "gloo"
         for module in self._modules:
             module.set_reshard_after_forward(stage == 3, recurse=False)
@@ -174,6 +174,14 @@ class FsdpEngine:
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_reduce_scatter(_OwnReduceScatter(collectives))
                 module.set_custom_all_gather(_OwnAllGather(collectives))
+
+    def _find_starts(self) -> dict[str, int]:
+        """Where our rows of each parameter begin: behind those of the ranks before us. Values, not rows."""
+        mine = {name: local(parameter).numel() for name, parameter in self._model.named_parameters()}
+        sizes: list[dict[str, int]] = [{}] * self._collectives.ranks
+        with self._collectives.watch.named():
+            dist.all_gather_object(sizes, mine, group=self._collectives.group)
+        return {name: sum(each[name] for each in sizes[: self._collectives.rank]) for name in mine}
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -229,11 +237,7 @@ class FsdpEngine:
         for name, parameter in self._model.named_parameters():
             if not parameter.requires_grad or not isinstance(parameter, DTensor):
                 continue
-            values = local(parameter).reshape(-1)
-            _, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            start = offset[0] * (parameter.numel() // max(parameter.shape[0], 1)) if parameter.ndim else 0
+            values, start = local(parameter).reshape(-1), self._starts[name]
             if values.numel():
                 yield Piece(name, start, start + values.numel(), parameter, values)
 

@@ -109,11 +109,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: steps what this rank keeps.
         carrier: partitions the model.
         collectives: among the ranks.
+        names: of the parameters in each group, whoever keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
         inner: the optimizer that was given.
         carrier: see above.
+        collectives: see above.
+        names: see above.
         skipped: how many steps were left out.
     """
 
@@ -123,12 +126,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         carrier: Carrier,
         collectives: Collectives,
+        names: list[list[str]],
         *,
         skip_nonfinite: bool = True,
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
-        self._model, self._collectives, self._skip_nonfinite = model, collectives, skip_nonfinite
+        self.collectives, self.names = collectives, names
+        self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
         # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
         self.param_groups, self.state = inner.param_groups, inner.state
@@ -212,7 +217,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.carrier.hand_over(absent)
                 self.inner.step()
                 self.carrier.publish()
-                self._collectives.traffic.steps += 1
+                self.collectives.traffic.steps += 1
             else:
                 self.skipped += 1
         return loss
@@ -223,15 +228,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         flags = torch.tensor([not finite, *self.carrier.absent()], dtype=torch.int32, device=self._device)
         self._all_reduce(flags)
         counts = flags.tolist()
-        return not counts[0], [count == self._collectives.ranks for count in counts[1:]]
+        return not counts[0], [count == self.collectives.ranks for count in counts[1:]]
 
     def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        with self._collectives.watch.named():
-            dist.all_reduce(tensor, operation, group=self._collectives.group)
+        with self.collectives.watch.named():
+            dist.all_reduce(tensor, operation, group=self.collectives.group)
 
     @property
     def _device(self) -> torch.device:
-        return self._collectives.device
+        return self.collectives.device
 
     # ------------------------------------------------------------------------------------------------------- counters
 
@@ -247,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def traffic(self) -> Traffic:
         """What this rank has sent since it was sharded: bytes of tensors, without the headers of messages."""
-        now = self._collectives.traffic
+        now = self.collectives.traffic
         return Traffic(now.reduced, now.gathered, now.steps)
 
     # ---------------------------------------------------------------------------------------------------------- state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
+from shoal.zero.agreement import Agreement
 from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
@@ -73,56 +74,22 @@ def shard(
     if not isinstance(found, dist.ProcessGroup):
         raise ConfigError(f"group must be a process group that this process belongs to, got {group!r}")
     watch = Watch(found)
-    problem = next(problems(model, optimizer_factory, stage, dtype), None)
-    description = problem or _description(model, stage, dtype)
-    _agree(found, watch, problem, description)
-    device = next(model.parameters()).device
-    collectives = Collectives(found, watch, device)
+    agreement = Agreement(found, watch)
+    with agreement.together():
+        for problem in problems(model, optimizer_factory, stage, dtype):
+            raise ConfigError(problem)
+    agreement.alike(_description(model, stage, dtype), "model, stage and dtype")
+    collectives = Collectives(found, watch, next(model.parameters()).device)
     if not is_sharded(model):
         _take_over(model, collectives)
-    carried = None
-    try:
-        carried = _carry(model, optimizer_factory, stage, dtype, collectives)
-        problem = None
-    except ConfigError as error:
-        problem = str(error)
-    groups = "" if carried is None else _groups(carried[0])
-    _agree(found, watch, problem, problem or groups)
-    assert carried is not None
-    optimizer = ShardedOptimizer(model, *carried, collectives, skip_nonfinite=skip_nonfinite)
+    with agreement.together():
+        inner, carrier, names = _carry(model, optimizer_factory, stage, dtype, collectives)
+    agreement.alike(_groups(inner, names), "optimizer")
+    optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
     # Trainers clear gradients by the model; and what is loaded into it must reach the optimizer's copies.
     model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
     model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
     return model, optimizer
-
-
-# ------------------------------------------------------------------------------------------------------------ agreement
-
-
-def _agree(group: dist.ProcessGroup, watch: Watch, problem: str | None, description: str) -> None:
-    """Raise `ConfigError` on all ranks if any has a problem, or describes something else than rank 0."""
-    said: list[tuple[str | None, str]] = [(None, "")] * group.size()
-    with watch.named():
-        dist.all_gather_object(said, (problem, description), group=group)
-    wrong = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text]
-    if problem:
-        raise ConfigError(problem)
-    if wrong:
-        raise ConfigError("another rank cannot go on: " + "; ".join(wrong))
-    for rank, (_, other) in enumerate(said):
-        if other != said[0][1]:
-            raise ConfigError(
-                f"rank {rank} gave shard() something else than rank 0: {_difference(said[0][1], other)}; all ranks "
-                "must give the same model, stage and optimizer"
-            )
-
-
-def _difference(first: str, second: str) -> str:
-    """The first lines that differ."""
-    for here, there in zip(first.split("\n"), second.split("\n"), strict=False):
-        if here != there:
-            return f"{there!r} instead of {here!r}"
-    return "one has more than the other"
 
 
 def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:
@@ -135,13 +102,17 @@ def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) 
     return "\n".join(lines)
 
 
-def _groups(inner: torch.optim.Optimizer) -> str:
+def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str:
     """The optimizer, as far as ranks must have it in common; tensors in its groups aside."""
-    settings = [
-        {key: value for key, value in group.items() if key != "params" and not isinstance(value, torch.Tensor)}
-        for group in inner.param_groups
-    ]
-    return f"{type(inner).__name__} {settings}"
+    lines = [type(inner).__name__]
+    for number, (group, listed) in enumerate(zip(inner.param_groups, names, strict=True)):
+        lines.append(f"group {number} has {len(listed)} parameters: {' '.join(listed)}")
+        lines += [
+            f"group {number} {key}={value}"
+            for key, value in group.items()
+            if key != "params" and not isinstance(value, torch.Tensor)
+        ]
+    return "\n".join(lines)
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -164,21 +135,25 @@ def _carry(
     stage: int,
     dtype: torch.dtype | None,
     collectives: Collectives,
-) -> tuple[torch.optim.Optimizer, Carrier]:
+) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
+    """Partition; returns the optimizer of what this rank keeps, and the parameters' names in each of its groups."""
     sharded = is_sharded(model)
     if stage == 3 and not sharded:
         partition(model, collectives.group, collectives.device, dtype)
     if stage == 3 or sharded:
         carrier = FsdpEngine(model, stage, collectives)
-        return _build(factory, dict(model.named_parameters())), carrier
+        parameters = dict(model.named_parameters())
+        inner = _build(factory, parameters)
+        return inner, carrier, _names(inner, parameters)
     parameters = dict(model.named_parameters())
     inner = _build(factory, parameters)
     listed = {id(each) for each in _listed(inner)}
     trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
     wide = {} if dtype is None else _narrow(model, trained, dtype)
     engine = FlatEngine(trained, stage, collectives, wide)
-    _swap(inner, parameters, engine)
-    return inner, engine
+    names = _names(inner, parameters)
+    _swap(inner, names, trained, engine)
+    return inner, engine, names
 
 
 def _narrow(
@@ -218,23 +193,31 @@ def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [each for group in inner.param_groups for each in group["params"]]
 
 
-def _swap(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], engine: FlatEngine) -> None:
+def _names(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:
+    """Those of the trained parameters in each group."""
+    of = {id(each): name for name, each in parameters.items() if each.requires_grad}
+    return [[of[id(each)] for each in group["params"] if id(each) in of] for group in inner.param_groups]
+
+
+def _swap(
+    inner: torch.optim.Optimizer,
+    names: Sequence[Sequence[str]],
+    parameters: Mapping[str, torch.nn.Parameter],
+    engine: FlatEngine,
+) -> None:
     """In the optimizer's groups and state: each parameter's own tiles, in place of the parameter."""
-    names = {id(each): name for name, each in parameters.items()}
-    of: dict[str, list[tuple[Tile, torch.nn.Parameter]]] = {}
-    for tile, values in engine.own.items():
-        of.setdefault(tile.name, []).append((tile, values))
-    for group in inner.param_groups:
-        old, group["params"] = group["params"], []
-        for parameter in old:
-            state = inner.state.pop(parameter, {})  # some keep statistics from the beginning (Adagrad)
-            for tile, values in of.get(names[id(parameter)], ()):
-                group["params"].append(values)
-                if state:
-                    inner.state[values] = {
-                        key: _share(parameter, tile, value) if isinstance(value, torch.Tensor) else value
-                        for key, value in state.items()
-                    }
+    own: dict[str, list[Tile]] = {}
+    for tile in engine.own:
+        own.setdefault(tile.name, []).append(tile)
+    for group, listed in zip(inner.param_groups, names, strict=True):
+        group["params"] = [engine.own[tile] for name in listed for tile in own.get(name, ())]
+        for name in listed:
+            state = inner.state.pop(parameters[name], {})  # some keep statistics from the beginning (Adagrad)
+            for tile in own.get(name, ()) if state else ():
+                inner.state[engine.own[tile]] = {
+                    key: _share(parameters[name], tile, value) if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
 
 
 def _share(parameter: torch.nn.Parameter, tile: Tile, value: torch.Tensor) -> torch.Tensor:

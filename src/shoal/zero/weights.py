@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -9,7 +11,9 @@ from torch.distributed.tensor import DTensor
 __all__ = ["full_state_dict"]
 
 
-def full_state_dict(model: torch.nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+def full_state_dict(
+    model: torch.nn.Module, *, rank0_only: bool = False, but: Collection[int] = ()
+) -> dict[str, torch.Tensor]:
     """The unsharded weights and buffers, as `model.state_dict()` of the model before sharding would have them.
 
     All ranks call it. One parameter at a time is gathered; tied ones come under each of their names.
@@ -17,6 +21,7 @@ def full_state_dict(model: torch.nn.Module, *, rank0_only: bool = False) -> dict
     Args:
         model: sharded or not.
         rank0_only: only rank 0 keeps them.
+        but: the `id` of parameters to leave out.
 
     Returns:
         Tensors on the CPU, copies; without any on other ranks if `rank0_only`.
@@ -25,6 +30,8 @@ def full_state_dict(model: torch.nn.Module, *, rank0_only: bool = False) -> dict
     found: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in but:
+            continue
         if id(value) not in seen:
             whole = value.detach()
             if isinstance(whole, DTensor):

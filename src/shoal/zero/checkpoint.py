@@ -1,0 +1,250 @@
+"""Checkpoints of sharded training: written by all ranks, to go on from with any number of them.
+
+All ranks write one folder together, on a file system that they share (`shoal.zero.saved` has its format). It gets its
+name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes nothing before
+every rank has read all it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from shoal.errors import ConfigError
+from shoal.zero.agreement import Agreement
+from shoal.zero.optimizer import Piece, ShardedOptimizer, local
+from shoal.zero.saved import FORMAT, INDEX, Saved, consolidate, state_key, value_key
+from shoal.zero.weights import full_state_dict
+
+__all__ = ["load", "save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: ShardedOptimizer,
+    *,
+    consolidated: bool = False,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of the model and its optimizer. All ranks call it, between steps.
+
+    Args:
+        path: of the folder, which must not exist yet; the same on all ranks, on a file system that they share.
+        model: as `shoal.zero.shard` returned it.
+        optimizer: as `shoal.zero.shard` returned it.
+        consolidated: one file in place of a folder, for plain torch: `torch.load(path)` is a dictionary of two state
+            dictionaries, ``model`` and ``optimizer``, and ``extra``.
+        extra: anything that JSON can hold, such as a scheduler's state; that of rank 0 is kept.
+
+    Raises:
+        ConfigError: the path exists, or cannot be written, or the optimizer keeps what cannot be cut into pieces: on
+            all ranks; there is no checkpoint then.
+        RankLost: a rank is gone; there is no checkpoint then.
+    """
+    target, collectives = Path(path), optimizer.collectives
+    agreement = Agreement(collectives.group, collectives.watch)
+    folder = target.with_name(f".{target.name}.{agreement.gather(secrets.token_hex(4))[0]}")
+    others = _others(model, optimizer)
+    try:
+        with agreement.together():
+            if target.exists():
+                raise ConfigError(f"path exists already: choose another one, or remove {target}")
+            folder.mkdir(parents=True, exist_ok=True)
+            entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
+        entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
+        with agreement.together():
+            if collectives.rank == 0:
+                index = _index(model, optimizer, others, entries) | {"extra": dict(extra or {})}
+                _finish(folder, target, index, consolidated=consolidated)
+    finally:
+        if collectives.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
+    """Whatever is not trained, whole: the same on all ranks."""
+    names = {name for group in optimizer.names for name in group}
+    trained = {id(each) for name, each in model.named_parameters() if name in names}
+    return full_state_dict(model, but=trained)
+
+
+def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Write this rank's file; returns what the index says of it."""
+    tensors = {f"other|{name}": value for name, value in others.items()}
+    pieces = []
+    for piece in optimizer.carrier.pieces():
+        pieces.append([piece.name, piece.start, piece.stop])
+        tensors[value_key(piece)] = piece.values.cpu()
+        for key, value in _statistics(optimizer, piece).items():
+            tensors[state_key(piece, key)] = value.cpu()
+    collectives = optimizer.collectives
+    name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
+    # Views of one storage, such as tiles side by side, are written each for itself.
+    save_file({key: value.clone() for key, value in tensors.items()}, folder / name)
+    _flush(folder / name)
+    return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces}
+
+
+def _statistics(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps for a piece: one value for each of its values, or a single one."""
+    found = {}
+    for key, value in optimizer.state.get(piece.parameter, {}).items():
+        tensor = local(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if tensor.ndim and tensor.numel() != piece.stop - piece.start:
+            raise ConfigError(
+                f"the optimizer keeps {key!r} of {piece.name}, which has not one value for each of its values: it "
+                "cannot be saved in pieces"
+            )
+        found[key] = tensor.reshape(-1) if tensor.ndim else tensor
+    return found
+
+
+def _index(
+    model: torch.nn.Module,
+    optimizer: ShardedOptimizer,
+    others: Mapping[str, torch.Tensor],
+    entries: list[dict[str, Any]],
+) -> dict[str, Any]:
+    names = [name for group in optimizer.names for name in group]
+    parameters = dict(model.named_parameters())
+    of = {id(each): name for name, each in parameters.items()}
+    everything = model.named_parameters(remove_duplicate=False)
+    return {
+        "format": FORMAT,
+        "optimizer": type(optimizer.inner).__name__,
+        "parameters": {name: {"shape": list(parameters[name].shape)} for name in names},
+        "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
+        "others": list(others),
+        "groups": [
+            {"parameters": listed, "settings": {key: _plain(value) for key, value in group.items() if key != "params"}}
+            for listed, group in zip(optimizer.names, optimizer.param_groups, strict=True)
+        ],
+        "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """For JSON: a learning rate may be a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidated: bool) -> None:
+    """Everything is written but the index: give the checkpoint its name."""
+    (folder / INDEX).write_text(json.dumps(index))
+    _flush(folder / INDEX)
+    if consolidated:
+        whole = target.with_name(f"{folder.name}.pt")
+        try:
+            torch.save(consolidate(folder), whole)
+            _flush(whole)
+            whole.rename(target)
+        finally:
+            whole.unlink(missing_ok=True)
+    else:
+        _flush(folder)
+        folder.rename(target)
+    _flush(target.parent)
+
+
+def _flush(path: Path) -> None:
+    """What was written survives a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """Take over a checkpoint, of any number of ranks and any stage. All ranks call it.
+
+    Args:
+        path: of the folder that `save` wrote.
+        model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
+        optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
+            learning rates among them, are overwritten.
+
+    Returns:
+        `extra`, as it was given to `save`.
+
+    Raises:
+        ConfigError: there is no whole checkpoint, or it is of another model or other groups: on all ranks; nothing was
+            changed then.
+        RankLost: a rank is gone.
+    """
+    agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
+    with agreement.together():
+        saved = Saved(Path(path))
+        _check(saved.index, model, optimizer)
+        with saved.opened():
+            pieces = list(optimizer.carrier.pieces())
+            found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
+            others = {name: saved.other(name) for name in saved.index["others"]}
+    with torch.no_grad():
+        for piece, values, statistics in found:
+            piece.values.copy_(values)
+            _restore(optimizer, piece, statistics)
+        _overwrite(model, others)
+    for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
+        for key, value in entry["settings"].items():
+            group[key] = _like(group.get(key), value)
+    optimizer.carrier.publish()
+    extra: dict[str, Any] = saved.index["extra"]
+    return extra
+
+
+def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+    """Raise `ConfigError` unless a checkpoint is of this model and these groups."""
+    parameters = dict(model.named_parameters())
+    here = {name: list(parameters[name].shape) for group in optimizer.names for name in group}
+    there = {name: entry["shape"] for name, entry in index["parameters"].items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ConfigError(
+                f"the checkpoint is of another model: it has {name} with shape {there.get(name)}, and the model has "
+                f"{here.get(name)} (None: it is not trained there)"
+            )
+    if [entry["parameters"] for entry in index["groups"]] != optimizer.names:
+        raise ConfigError("the checkpoint has other parameter groups: give shard() those that it was saved with")
+    if index["optimizer"] != (kind := type(optimizer.inner).__name__):
+        raise ConfigError(f"the checkpoint is of the optimizer {index['optimizer']}, and this is {kind}")
+
+
+def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str, torch.Tensor]) -> None:
+    """Give the optimizer its statistics of a piece."""
+    state = optimizer.state[piece.parameter] = {}
+    for key, value in statistics.items():
+        if value.ndim:
+            state[key] = torch.zeros_like(piece.parameter, dtype=value.dtype, requires_grad=False)
+            local(state[key]).reshape(-1).copy_(value)
+        else:
+            state[key] = value
+
+
+def _overwrite(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> None:
+    """Frozen parameters and buffers."""
+    for name, target in model.state_dict(keep_vars=True).items():
+        if name not in others:
+            continue
+        if isinstance(target, DTensor):
+            whole = others[name].to(target.device, target.dtype)
+            target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
+        else:
+            target.copy_(others[name])
+
+
+def _like(old: Any, new: Any) -> Any:
+    """A setting from JSON, of the kind that it replaces."""
+    if isinstance(old, tuple):
+        return tuple(new)
+    return torch.as_tensor(new, dtype=old.dtype, device=old.device) if isinstance(old, torch.Tensor) else new

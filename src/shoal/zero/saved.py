@@ -1,0 +1,192 @@
+"""A checkpoint as it lies on disk, and how values are found in it.
+
+A checkpoint is a folder that all ranks write together, on a file system that they share::
+
+    step-1000/
+        index.json                        what there is, and where
+        rank-00000-of-00004.safetensors   what rank 0 kept: its pieces of the parameters, and their optimizer state
+
+A piece is a range of a parameter's values in their flat order. Whoever loads looks up which saved pieces overlap with
+its own, so the number of ranks, the stage and the owners may all be others than before. A piece has its state and its
+step counter with it: it can be moved or replaced on its own.
+
+The folder gets its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes
+nothing before every rank has read all it needs.
+
+===================  ==============================================================================================
+``index.json``       meaning
+===================  ==============================================================================================
+``format``           1
+``parameters``       of each trained parameter: ``shape``
+``aliases``          other names of tied parameters: the name that they are under
+``others``           names of frozen parameters and buffers, whole, in the file of rank 0 as ``other|NAME``
+``groups``           the optimizer's groups: ``parameters`` by name, and ``settings``
+``optimizer``        its class, for people to read
+``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
+``extra``            what the user gave
+===================  ==============================================================================================
+
+In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from shoal.errors import ConfigError
+from shoal.zero.optimizer import Piece
+
+__all__ = ["FORMAT", "INDEX", "Range", "Saved", "consolidate", "state_key", "value_key"]
+
+FORMAT = 1
+INDEX = "index.json"
+
+
+def _place(piece: Piece | Range) -> str:
+    return f"{piece.name}|{piece.start}:{piece.stop}"
+
+
+def value_key(piece: Piece | Range) -> str:
+    """What a piece's values are under."""
+    return f"{_place(piece)}|value"
+
+
+def state_key(piece: Piece | Range, key: str) -> str:
+    """What one of a piece's statistics is under."""
+    return f"{_place(piece)}|state|{key}"
+
+
+class Range(NamedTuple):
+    """Some values of one parameter, wherever they are saved."""
+
+    name: str
+    start: int
+    stop: int
+
+
+class Saved:
+    """A checkpoint on disk.
+
+    Args:
+        folder: where.
+
+    Raises:
+        ConfigError: it is none, or not whole.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        self._keys: dict[str, list[str]] = {}
+        try:
+            self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+            if self.index["format"] != FORMAT:
+                raise ConfigError(
+                    f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMAT}"
+                )
+            for name, entry in self.index["files"].items():
+                if (size := (folder / name).stat().st_size) != entry["bytes"]:
+                    raise ConfigError(f"{folder / name} has {size} bytes instead of {entry['bytes']}: it is damaged")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{folder} is no whole checkpoint: {error}") from error
+        self._places: dict[str, list[tuple[int, int, str]]] = {}
+        for file, entry in self.index["files"].items():
+            for name, start, stop in entry["pieces"]:
+                self._places.setdefault(name, []).append((start, stop, file))
+        for places in self._places.values():
+            places.sort()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """In this block values can be read. Raises `ConfigError` if a file is damaged."""
+        with contextlib.ExitStack() as stack:
+            try:
+                for file in self.index["files"]:
+                    self._files[file] = opened = stack.enter_context(safe_open(self._folder / file, "pt"))
+                    for name in opened.keys():  # noqa: SIM118 (no mapping)
+                        place, _, key = name.rpartition("|state|")
+                        self._keys.setdefault(place, []).append(key)
+                yield
+            except SafetensorError as error:
+                raise ConfigError(f"{self._folder} is damaged: {error}") from error
+            finally:
+                self._files.clear()
+                self._keys.clear()
+
+    def other(self, name: str) -> torch.Tensor:
+        """A frozen parameter or a buffer."""
+        tensor: torch.Tensor = self._files[next(iter(self.index["files"]))].get_tensor(f"other|{name}")
+        return tensor
+
+    def values(self, wanted: Piece | Range) -> torch.Tensor:
+        """The parameter's values of a range."""
+        parts = []
+        for piece, file, part in self._overlaps(wanted):
+            parts.append(self._files[file].get_slice(value_key(piece))[part])
+        return torch.cat(parts) if parts else torch.empty(0)
+
+    def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
+        """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins."""
+        parts: dict[str, list[torch.Tensor]] = {}
+        for piece, file, part in self._overlaps(wanted):
+            opened = self._files[file]
+            for key in self._keys.get(_place(piece), ()):
+                there = opened.get_slice(state_key(piece, key))
+                found = there[part] if there.get_shape() else opened.get_tensor(state_key(piece, key))
+                parts.setdefault(key, []).append(found)
+        return {key: torch.cat(found) if found[0].ndim else found[0] for key, found in parts.items()}
+
+    def _overlaps(self, wanted: Piece | Range) -> Iterator[tuple[Range, str, slice]]:
+        """The saved pieces that a range needs, the file of each, and what of it."""
+        at = wanted.start
+        for start, stop, file in self._places.get(wanted.name, ()):
+            if start <= at < min(stop, wanted.stop):
+                end = min(stop, wanted.stop)
+                yield Range(wanted.name, start, stop), file, slice(at - start, end - start)
+                at = end
+        if at != wanted.stop:
+            raise ConfigError(f"{self._folder} lacks the values {at} to {wanted.stop} of {wanted.name}")
+
+
+def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The checkpoint in `path` as plain torch has it; needs no process group.
+
+    Args:
+        path: of the folder that `save` wrote.
+
+    Returns:
+        ``model`` and ``optimizer``, state dictionaries for `load_state_dict` of the model and its optimizer before
+        sharding; and ``extra``. Tensors are on the CPU, those of 16-bit parameters in float32.
+
+    Raises:
+        ConfigError: there is no whole checkpoint.
+    """
+    saved = Saved(Path(path))
+    index = saved.index
+    numbers = {name: number for number, name in enumerate(index["parameters"])}
+    weights: dict[str, torch.Tensor] = {}
+    state: dict[int, dict[str, torch.Tensor]] = {}
+    with saved.opened():
+        for name, number in numbers.items():
+            shape = index["parameters"][name]["shape"]
+            whole = Range(name, 0, torch.Size(shape).numel())
+            weights[name] = saved.values(whole).reshape(shape)
+            statistics = saved.statistics(whole)
+            if statistics:
+                state[number] = {key: each.reshape(shape) if each.ndim else each for key, each in statistics.items()}
+        weights.update({name: saved.other(name) for name in index["others"]})
+    weights.update({alias: weights[name] for alias, name in index["aliases"].items()})
+    groups = [
+        {**entry["settings"], "params": [numbers[name] for name in entry["parameters"]]} for entry in index["groups"]
+    ]
+    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "extra": index["extra"]}

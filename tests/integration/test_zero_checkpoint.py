@@ -1,0 +1,169 @@
+"""Checkpoints: whole or not there, for any number of ranks and any stage, and for plain torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shoal.zero
+from shoal.errors import ConfigError
+from tests.integration import zero_cases as cases
+from tests.integration.ranks import Failed, Ranks, ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def saved(pool: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of stage 2 on 4 ranks, after four steps; nothing else lies beside it."""
+    path = tmp_path_factory.mktemp("saved") / "step-4"
+    pool.play(4, cases.train_and_save, 2, str(path))
+    assert [each.name for each in path.parent.iterdir()] == ["step-4"]
+    return path
+
+
+def uninterrupted() -> dict[str, torch.Tensor]:
+    """Four steps on the data of 4 ranks, then three on that of 1."""
+    model = cases.Odd()
+    _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
+    return cases.alone(1, "adamw", steps=3, first=4, model=model, optimizer=optimizer)[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [4, 3, 2, 1])
+def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count: int) -> None:
+    """All ranks get the same three micro-batches, so that the result does not depend on how many they are: to the bit.
+
+    Means of equal values are exact for 1, 2 and 4 ranks.
+    """
+    wanted = uninterrupted()
+    for state, extra in pool.play(count, cases.load_and_train, stage, str(saved)):
+        assert extra == {"epoch": 4, "note": ["any", "JSON"]}
+        assert state.keys() == wanted.keys()
+        for name, value in wanted.items():
+            if count == 3:
+                assert torch.allclose(state[name], value, rtol=0, atol=1e-6), name
+            else:
+                assert torch.equal(state[name], value), name
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """One file of two state dictionaries, that of the optimizer among them; training goes on as if nothing had been."""
+    path = tmp_path / "whole.pt"
+    pool.play(3, cases.train_and_save, stage, str(path), True)
+    found = torch.load(path)
+    torch.manual_seed(9)
+    model = cases.Odd()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    model.load_state_dict(found["model"])
+    optimizer = cases.make("adamw", model)([each for each in model.parameters() if each.requires_grad])
+    optimizer.load_state_dict(found["optimizer"])
+    state, _, _ = cases.alone(1, "adamw", steps=3, first=4, model=model, optimizer=optimizer)
+    reference = cases.Odd()
+    _, _, stepped = cases.alone(3, "adamw", steps=4, model=reference)
+    wanted, _, _ = cases.alone(1, "adamw", steps=3, first=4, model=reference, optimizer=stepped)
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+    assert [each.name for each in tmp_path.iterdir()] == ["whole.pt"]
+
+
+def test_bfloat16_is_saved_wide(pool: Ranks, tmp_path: Path) -> None:
+    """The float32 copies are what goes on, in another stage too."""
+    path = tmp_path / "narrow"
+    pool.play(2, cases.save_narrow, 2, str(path))
+    weights = shoal.zero.consolidate(path)["model"]
+    assert weights["layers.0.1.weight"].dtype == torch.float32
+    for stage in (1, 3):
+        for found in pool.play(2, cases.load_narrow, stage, str(path)):
+            assert torch.equal(found, weights["layers.0.1.weight"])
+
+
+def damaged(path: Path, saved: Path, how: str) -> str:
+    """A checkpoint with something wrong; returns what `load` must say."""
+    shutil.copytree(saved, path)
+    index = json.loads((path / "index.json").read_text())
+    file = path / sorted(index["files"])[1]
+    if how == "truncated":
+        file.write_bytes(file.read_bytes()[:-5])
+        return "is damaged"
+    if how == "a file gone":
+        file.unlink()
+        return "no whole checkpoint"
+    if how == "no index":
+        (path / "index.json").unlink()
+        return "no whole checkpoint"
+    if how == "rubbish":
+        file.write_bytes(b"\xff" * file.stat().st_size)
+        return "is damaged"
+    if how == "a piece gone":
+        index["files"][file.name]["pieces"].pop()
+        (path / "index.json").write_text(json.dumps(index))
+        return "lacks the values"
+    index["format"] = 2
+    (path / "index.json").write_text(json.dumps(index))
+    return "of a later version"
+
+
+@pytest.mark.parametrize("how", ["truncated", "a file gone", "no index", "rubbish", "a piece gone", "a later format"])
+def test_a_damaged_checkpoint_changes_nothing(pool: Ranks, saved: Path, tmp_path: Path, how: str) -> None:
+    """Every rank says so, whichever of them needed what is missing."""
+    message = damaged(tmp_path / "copy", saved, how)
+    for said, same in pool.play(3, cases.load_damaged, str(tmp_path / "copy")):
+        assert message in said
+        assert same
+
+
+OTHERS: dict[str, tuple[Any, str]] = {
+    "model": (cases.load_into_other_model, "of another model: it has layers.2.1.bias"),
+    "groups": (cases.load_into_other_groups, "other parameter groups"),
+    "optimizer": (cases.load_into_other_optimizer, "of the optimizer AdamW, and this is SGD"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_it_is_not_a_checkpoint_of(pool: Ranks, saved: Path, name: str) -> None:
+    """Another model, other groups, another optimizer: named."""
+    function, message = OTHERS[name]
+    for failed in pool.outcomes(2, function, str(saved)):
+        assert isinstance(failed, Failed)
+        assert failed.kind == "ConfigError"
+        assert message in failed.message
+
+
+def test_nothing_is_overwritten(pool: Ranks, saved: Path) -> None:
+    """A path that exists is refused on all ranks, and left alone."""
+    before = sorted((each.name, each.stat().st_mtime_ns) for each in saved.iterdir())
+    for failed in pool.outcomes(2, cases.train_and_save, 1, str(saved)):
+        assert isinstance(failed, Failed)
+        assert "exists already" in failed.message
+    assert sorted((each.name, each.stat().st_mtime_ns) for each in saved.iterdir()) == before
+    assert [each.name for each in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_rank_that_is_killed_while_it_saves_leaves_no_checkpoint(pool: Ranks, tmp_path: Path) -> None:
+    """The one from before stays whole; under the new name there is nothing."""
+    outcomes = pool.outcomes(3, cases.save_twice_and_die, str(tmp_path), killed=1)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank], Failed), outcomes[rank]
+        assert outcomes[rank].kind == "RankLost"
+    assert [each.name for each in tmp_path.iterdir()] == ["first"]
+    assert shoal.zero.consolidate(tmp_path / "first")["extra"] == {"epoch": 1}
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    """Says so."""
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        shoal.zero.consolidate(tmp_path / "nothing")

@@ -1,0 +1,245 @@
+"""The ranks of one engine of `benchmarks.zero`: trains a small GPT, prints what each rank measured as JSON.
+
+Bytes are what the loopback device has sent, headers and all, so nothing else may use it: run it in a network namespace
+of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal.zero
+from shoal.zero.optimizer import unique_bytes
+
+BATCH, TOKENS = 2, 64
+LEARNING_RATE = 1e-3
+
+
+class Shape(NamedTuple):
+    """Of a model.
+
+    Attributes:
+        vocabulary: tokens.
+        width: of the hidden states.
+        layers: blocks.
+    """
+
+    vocabulary: int
+    width: int
+    layers: int
+
+    @classmethod
+    def of(cls, parameters: float) -> Shape:
+        """About as large as asked for."""
+        vocabulary, width = (8192, 512) if parameters < 60e6 else (30522, 768)
+        if parameters < 8e6:
+            vocabulary, width = 1024, 128
+        return cls(vocabulary, width, max(1, round((parameters - vocabulary * width) / (12 * width * width))))
+
+
+class Block(torch.nn.Module):
+    """Attention and a feed-forward layer, each behind its norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.heads = width // 64
+        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, tokens, width)."""
+        batch, tokens, width = hidden.shape
+        heads = self.qkv(self.norm1(hidden)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        result: torch.Tensor = hidden + self.down(torch.nn.functional.gelu(self.up(self.norm2(hidden))))
+        return result
+
+
+class Gpt(torch.nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(shape.vocabulary, shape.width)
+        torch.nn.init.normal_(self.embedding.weight, std=0.02)
+        self.blocks = torch.nn.ModuleList(Block(shape.width) for _ in range(shape.layers))
+        self.norm = torch.nn.LayerNorm(shape.width)
+        self.head = torch.nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits, shape (batch, tokens, vocabulary)."""
+        hidden = self.embedding(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: torch.Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+Made = tuple[torch.nn.Module, torch.optim.Optimizer]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """The optimizer of all engines."""
+    return torch.optim.Adam(parameters, lr=LEARNING_RATE)
+
+
+def ddp(model: Gpt) -> Made:
+    """Everything on every rank."""
+    return DistributedDataParallel(model, gradient_as_bucket_view=True), adam(model.parameters())
+
+
+def zero_redundancy(model: Gpt) -> Made:
+    """Stage 1 of PyTorch."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=LEARNING_RATE)
+
+
+def fsdp2(stage: int) -> Callable[[Gpt], Made]:
+    """Stage 2 or 3 of PyTorch."""
+
+    def make(model: Gpt) -> Made:
+        for block in [*model.blocks, model]:
+            fully_shard(block, reshard_after_forward=stage == 3)
+        return model, adam(model.parameters())
+
+    return make
+
+
+def ours(stage: int) -> Callable[[Gpt], Made]:
+    """shoal.zero."""
+    return lambda model: shoal.zero.shard(model, adam, stage=stage)
+
+
+ENGINES: Mapping[str, Callable[[Gpt], Made]] = {
+    "DDP": ddp,
+    "ZeroRedundancyOptimizer": zero_redundancy,
+    "FSDP2-2": fsdp2(2),
+    "FSDP2-3": fsdp2(3),
+    "shoal-1": ours(1),
+    "shoal-2": ours(2),
+    "shoal-3": ours(3),
+}
+
+
+def status(field: str) -> int:
+    """A figure of /proc/self/status, bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def sent() -> int:
+    """What the loopback device has sent, bytes."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, figures = line.partition(":")
+        if name.strip() == "lo":
+            return int(figures.split()[8])
+    return 0
+
+
+def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of unique storages between backward pass and step."""
+    if isinstance(optimizer, shoal.zero.ShardedOptimizer):
+        found = optimizer.memory()
+        return {"parameters": found.parameters, "gradients": found.gradients, "state": found.state}
+    inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+    parameters = list(model.parameters())
+    state = [value for entry in inner.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+    return {
+        "parameters": unique_bytes(parameters),
+        "gradients": unique_bytes(each.grad for each in parameters if each.grad is not None),
+        "state": unique_bytes(state),
+    }
+
+
+def train(rank: int, args: argparse.Namespace, results: Any) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(args.port))
+    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
+    torch.manual_seed(1)
+    base = status("VmRSS")
+    shape = Shape.of(args.params)
+    model = Gpt(shape)
+    count = sum(each.numel() for each in model.parameters())
+    wrapped, optimizer = ENGINES[args.engine](model)
+    made = torch.Generator().manual_seed(rank)
+    memory: dict[str, int] = {}
+
+    def step() -> None:
+        tokens = torch.randint(0, shape.vocabulary, (BATCH, TOKENS + 1), generator=made)
+        logits = wrapped(tokens[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        torch.autograd.backward(loss)
+        memory.update(held(wrapped, optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(args.warm_up):
+        step()
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak from here on
+    before, seconds = sent(), []
+    dist.barrier()
+    for _ in range(args.steps):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - began)
+    dist.barrier()
+    total, peak = sent() - before, status("VmHWM")
+    weights = shoal.zero.full_state_dict(model)
+    digest = hashlib.sha256(b"".join(weights[name].numpy().tobytes() for name in sorted(weights))).hexdigest()
+    results[rank] = json.dumps(
+        {
+            "parameters": count,
+            "seconds": seconds,
+            "sent": total / args.ranks / args.steps,
+            "peak": peak - base,
+            "held": memory,
+            "weights": digest,
+        }
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Start the ranks."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--params", type=float, required=True)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--warm-up", type=int, default=2)
+    args = parser.parse_args()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        args.port = probe.getsockname()[1]
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(train, (args, results), nprocs=args.ranks)
+        print(json.dumps([json.loads(results[rank]) for rank in range(args.ranks)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""ZeRO's stages and engines side by side: ``python -m benchmarks.zero --params 30e6 --ranks 2,4``. Linux only.
+
+A small GPT (pre-norm, head tied to the embedding, 2 x 64 tokens per rank and step, float32, Adam) is trained by each
+engine on the same data, one engine after another in ``--turns`` turns, each time in new processes with one thread each:
+
+- ``DDP``: PyTorch's, all on every rank (gradients as views of its buckets);
+- ``ZeroRedundancyOptimizer``, ``FSDP2-2``, ``FSDP2-3``: PyTorch's for stages 1, 2 (``reshard_after_forward=False``), 3;
+- ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`.
+
+Printed for each: seconds per step, the median of all turns with the range; bytes that a rank sends in a step, counted at
+the loopback device of a network namespace of its own (headers included), in units of the parameters' bytes, and what the
+law says; what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond that of
+before the model was made; and whether the weights after all steps are DDP's to the bit. ``x best`` is time and peak over
+those of the best engine that sends as many bytes.
+
+Namespaces need the right to make them (root). Without, bytes are those of the whole machine's loopback device, and it
+says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.allreduce import ROOT, aligned, processor, spread, write
+from shoal.zero.laws import ENGINES, Sizes, costs_of
+
+NAMES = ("DDP", "ZeroRedundancyOptimizer", "FSDP2-2", "FSDP2-3", "shoal-1", "shoal-2", "shoal-3")
+MIB = 1 << 20
+SAME_BYTES = 0.02
+"""Engines whose bytes differ by less are compared."""
+
+
+def own_namespace() -> list[str]:
+    """A command before a command, that runs it in a network namespace with a loopback device; empty if that is not allowed."""
+    command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
+    if shutil.which("unshare") and shutil.which("ip"):
+        tried = subprocess.run([*command, "true"], capture_output=True, check=False)
+        if tried.returncode == 0:
+            return command
+    return []
+
+
+def run(name: str, ranks: int, args: argparse.Namespace, prefix: Sequence[str]) -> list[dict[str, Any]]:
+    """One turn of one engine; what its ranks measured."""
+    module = [sys.executable, "-m", "benchmarks.contenders.zero_ranks", "--engine", name]
+    options = [f"--ranks={ranks}", f"--params={args.params}", f"--steps={args.steps}", f"--warm-up={args.warm_up}"]
+    done = subprocess.run(
+        [*prefix, *module, *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stderr}")
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def law(name: str, ranks: int, nbytes: float) -> float:
+    """Bytes that a rank sends in a step."""
+    title, _, stage = name.partition("-")
+    title = {"shoal": "shoal.zero"}.get(title, title)
+    number = {"DDP": 0, "ZeroRedundancyOptimizer": 1}.get(title) if not stage else int(stage)
+    sizes = Sizes(nbytes, nbytes, 2 * nbytes)
+    (found,) = (
+        each
+        for each in costs_of(sizes, ranks, stage=number, micro_batches=1, backend="gloo")
+        if each.engine.name == title
+    )
+    return found.sent
+
+
+def summary(name: str, ranks: int, turns: Sequence[list[dict[str, Any]]], weights: str) -> dict[str, Any]:
+    """The figures of one engine."""
+    first = turns[0][0]
+    nbytes = 4 * first["parameters"]
+    everyone = [rank for turn in turns for rank in turn]
+    return {
+        "engine": name,
+        "ranks": ranks,
+        "parameters": first["parameters"],
+        "seconds": spread(second for rank in everyone for second in rank["seconds"]),
+        "sent": statistics.median(rank["sent"] for rank in everyone) / nbytes,
+        "law": law(name, ranks, nbytes) / nbytes,
+        "held": {key: max(rank["held"][key] for rank in turns[-1]) / nbytes for key in first["held"]},
+        "peak": statistics.median(max(rank["peak"] for rank in turn) for turn in turns),
+        "equal": all(rank["weights"] == weights for rank in everyone),
+    }
+
+
+def compare(results: list[dict[str, Any]]) -> None:
+    """Add what each takes in units of the best engine that sends as much."""
+    for each in results:
+        alike = [other for other in results if abs(other["law"] - each["law"]) <= SAME_BYTES * each["law"]]
+        each["time_ratio"] = each["seconds"]["median"] / min(other["seconds"]["median"] for other in alike)
+        each["peak_ratio"] = each["peak"] / min(other["peak"] for other in alike)
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """For the terminal."""
+    rows = [
+        (
+            "engine",
+            "sent",
+            "law",
+            "holds: params",
+            "grads",
+            "state",
+            "s per step",
+            "x best",
+            "peak MiB",
+            "x best",
+            "equal",
+        )
+    ]
+    for each in results:
+        held, seconds = each["held"], each["seconds"]
+        rows.append(
+            (
+                each["engine"],
+                f"{each['sent']:.3f}",
+                f"{each['law']:.3f}",
+                *(f"{held[key]:.2f}" for key in ("parameters", "gradients", "state")),
+                f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})",
+                f"{each['time_ratio']:.2f}",
+                f"{each['peak'] / MIB:.0f}",
+                f"{each['peak_ratio']:.2f}",
+                "yes" if each["equal"] else "no",
+            )
+        )
+    return aligned(rows)
+
+
+def measure(ranks: int, args: argparse.Namespace, prefix: Sequence[str]) -> list[dict[str, Any]]:
+    """All engines, in turns."""
+    turns: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in args.engines}
+    for number in range(args.turns):
+        shift = number % len(args.engines)
+        for name in args.engines[shift:] + args.engines[:shift]:
+            turns[name].append(run(name, ranks, args, prefix))
+    reference = turns[args.engines[0]][0][0]["weights"]
+    results = [summary(name, ranks, found, reference) for name, found in turns.items()]
+    compare(results)
+    return results
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--params", type=float, default=30e6, help="about how many (default 30e6)")
+    parser.add_argument("--ranks", default="2,4", help="how many, with commas (default 2,4)")
+    parser.add_argument(
+        "--engines", default=",".join(NAMES), help="with commas; weights are compared to the first one's"
+    )
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=5, help="in a turn (default 5)")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before them (default 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    args = parser.parse_args()
+    args.engines = args.engines.split(",")
+    if unknown := set(args.engines) - set(NAMES):
+        parser.error(f"--engines: there is no {', '.join(sorted(unknown))}")
+    return args
+
+
+def main() -> int:
+    args = parse()
+    prefix = own_namespace()
+    if not prefix:
+        print("no namespace could be made: bytes are those of the whole machine's loopback device")
+    everything = []
+    for ranks in (int(text) for text in args.ranks.split(",")):
+        results = measure(ranks, args, prefix)
+        print(
+            f"\n{results[0]['parameters'] / 1e6:.1f} M parameters, {ranks} ranks; in units of the parameters' bytes\n"
+        )
+        print(table(results), flush=True)
+        everything += results
+    if args.json:
+        write(args.json, {"processor": processor(), "cores": os.cpu_count(), "engines": everything})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

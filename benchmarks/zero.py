@@ -7,11 +7,11 @@ engine on the same data, one engine after another in ``--turns`` turns, each tim
 - ``ZeroRedundancyOptimizer``, ``FSDP2-2``, ``FSDP2-3``: PyTorch's for stages 1, 2 (``reshard_after_forward=False``), 3;
 - ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`.
 
-Printed for each: seconds per step, the median of all turns with the range; bytes that a rank sends in a step, counted at
-the loopback device of a network namespace of its own (headers included), in units of the parameters' bytes, and what the
-law says; what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond that of
-before the model was made; and whether the weights after all steps are DDP's to the bit. ``x best`` is time and peak over
-those of the best engine that sends as many bytes.
+Printed for each: seconds per step, the median of all turns with the range; bytes that a rank sends in a step, counted
+at the loopback device of a network namespace of its own (headers included), in units of the parameters' bytes, and what
+the law says; what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond
+that of before the model was made; and whether the weights after all steps are DDP's to the bit. ``x best`` is time and
+peak over those of the best of PyTorch's engines that sends as many bytes, and of the best that has the same stage.
 
 Namespaces need the right to make them (root). Without, bytes are those of the whole machine's loopback device, and it
 says so.
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import ROOT, aligned, processor, spread, write
-from shoal.zero.laws import ENGINES, Sizes, costs_of
+from shoal.zero.laws import Sizes, costs_of
 
 NAMES = ("DDP", "ZeroRedundancyOptimizer", "FSDP2-2", "FSDP2-3", "shoal-1", "shoal-2", "shoal-3")
 MIB = 1 << 20
@@ -40,7 +40,7 @@ SAME_BYTES = 0.02
 
 
 def own_namespace() -> list[str]:
-    """A command before a command, that runs it in a network namespace with a loopback device; empty if that is not allowed."""
+    """What, before a command, runs it in a network namespace with a loopback device; empty if that is not allowed."""
     command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']
     if shutil.which("unshare") and shutil.which("ip"):
         tried = subprocess.run([*command, "true"], capture_output=True, check=False)
@@ -57,8 +57,7 @@ def run(name: str, ranks: int, args: argparse.Namespace, prefix: Sequence[str]) 
         [*prefix, *module, *options],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
@@ -70,13 +69,11 @@ def run(name: str, ranks: int, args: argparse.Namespace, prefix: Sequence[str]) 
 
 def law(name: str, ranks: int, nbytes: float) -> float:
     """Bytes that a rank sends in a step."""
-    title, _, stage = name.partition("-")
-    title = {"shoal": "shoal.zero"}.get(title, title)
-    number = {"DDP": 0, "ZeroRedundancyOptimizer": 1}.get(title) if not stage else int(stage)
+    title = name.partition("-")[0].replace("shoal", "shoal.zero")
     sizes = Sizes(nbytes, nbytes, 2 * nbytes)
     (found,) = (
         each
-        for each in costs_of(sizes, ranks, stage=number, micro_batches=1, backend="gloo")
+        for each in costs_of(sizes, ranks, stage=stage(name), micro_batches=1, backend="gloo")
         if each.engine.name == title
     )
     return found.sent
@@ -100,31 +97,47 @@ def summary(name: str, ranks: int, turns: Sequence[list[dict[str, Any]]], weight
     }
 
 
+def stage(name: str) -> int:
+    """Which stage of ZeRO an engine carries."""
+    return {"DDP": 0, "ZeroRedundancyOptimizer": 1}[name] if "-" not in name else int(name[-1])
+
+
 def compare(results: list[dict[str, Any]]) -> None:
-    """Add what each takes in units of the best engine that sends as much."""
+    """Add what each takes in units of the best of the others: of those that send as much, and of those of its stage."""
     for each in results:
-        alike = [other for other in results if abs(other["law"] - each["law"]) <= SAME_BYTES * each["law"]]
-        each["time_ratio"] = each["seconds"]["median"] / min(other["seconds"]["median"] for other in alike)
-        each["peak_ratio"] = each["peak"] / min(other["peak"] for other in alike)
+        others = [other for other in results if not other["engine"].startswith("shoal")]
+        alike = {
+            "bytes": [other for other in others if abs(other["law"] - each["law"]) <= SAME_BYTES * each["law"]],
+            "stage": [other for other in others if stage(other["engine"]) == stage(each["engine"])],
+        }
+        for kind, found in alike.items():
+            times, peaks = [other["seconds"]["median"] for other in found], [other["peak"] for other in found]
+            each[f"time_to_best_of_{kind}"] = each["seconds"]["median"] / min(times) if times else None
+            each[f"peak_to_best_of_{kind}"] = each["peak"] / min(peaks) if peaks else None
+
+
+def ratios(result: dict[str, Any], what: str) -> str:
+    """To the best of the same bytes, and of the same stage."""
+    found = [result[f"{what}_to_best_of_{kind}"] for kind in ("bytes", "stage")]
+    return " / ".join("-" if each is None else f"{each:.2f}" for each in found)
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """For the terminal."""
-    rows = [
-        (
-            "engine",
-            "sent",
-            "law",
-            "holds: params",
-            "grads",
-            "state",
-            "s per step",
-            "x best",
-            "peak MiB",
-            "x best",
-            "equal",
-        )
-    ]
+    headings = (
+        "engine",
+        "sent",
+        "law",
+        "params",
+        "grads",
+        "state",
+        "s per step",
+        "x best",
+        "peak MiB",
+        "x best",
+        "equal",
+    )
+    rows = [headings]
     for each in results:
         held, seconds = each["held"], each["seconds"]
         rows.append(
@@ -134,9 +147,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 f"{each['law']:.3f}",
                 *(f"{held[key]:.2f}" for key in ("parameters", "gradients", "state")),
                 f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})",
-                f"{each['time_ratio']:.2f}",
+                ratios(each, "time"),
                 f"{each['peak'] / MIB:.0f}",
-                f"{each['peak_ratio']:.2f}",
+                ratios(each, "peak"),
                 "yes" if each["equal"] else "no",
             )
         )

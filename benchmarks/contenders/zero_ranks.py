@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import socket
 import time
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.zero
@@ -65,8 +66,8 @@ class Block(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Shape (batch, tokens, width)."""
         batch, tokens, width = hidden.shape
-        heads = self.qkv(self.norm1(hidden)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        query, key, value = self.qkv(self.norm1(hidden)).view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         hidden = hidden + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
         result: torch.Tensor = hidden + self.down(torch.nn.functional.gelu(self.up(self.norm2(hidden))))
         return result
@@ -235,9 +236,9 @@ def main() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         args.port = probe.getsockname()[1]
-    with mp.Manager() as manager:
+    with multiprocessing.Manager() as manager:
         results = manager.dict()
-        mp.spawn(train, (args, results), nprocs=args.ranks)
+        spawn(train, (args, results), nprocs=args.ranks)
         print(json.dumps([json.loads(results[rank]) for rank in range(args.ranks)]))
 
 

@@ -217,9 +217,9 @@ def ordinary(stage: int) -> tuple[list[float], bool, str, bool]:
         train(optimizer, model, steps=1, first=step)
         scheduler.step()
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
-    held = optimizer.memory().gradients
+    held = optimizer.carrier.gradients()
     model.zero_grad()
-    cleared = held > 0 and optimizer.memory().gradients == 0
+    cleared = bool(held) and not optimizer.carrier.gradients() and all(each.grad is None for each in model.parameters())
     refused = ""
     try:
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shoal.zero.watch import Watch
 
-__all__ = ["Collectives", "Pending", "Run", "Traffic", "sum_in_order"]
+__all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"]
 
 
 @dataclass(slots=True)
@@ -52,6 +52,30 @@ class Run(NamedTuple):
 
     owner: int
     data: torch.Tensor
+
+
+class Scratch:
+    """Memory for what is on its way, lent and taken back: to touch fresh memory takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor, times: int = 1) -> torch.Tensor:
+        """One-dimensional, at least `times` as large as `like`, of its dtype and device. Anything may be in it."""
+        numel = times * like.numel()
+        free = self._free.setdefault((like.dtype, like.device), [])
+        fitting = [buffer for buffer in free if buffer.numel() >= numel]
+        if fitting:
+            found = min(fitting, key=torch.Tensor.numel)
+            free[:] = [buffer for buffer in free if buffer is not found]
+            return found
+        if free:  # a larger one in place of one that was too small
+            free.pop()
+        return torch.empty(numel, dtype=like.dtype, device=like.device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        self._free.setdefault((buffer.dtype, buffer.device), []).append(buffer)
 
 
 class Pending:
@@ -88,12 +112,13 @@ class Collectives:
         rank: ours in the group.
         ranks: how many there are.
         traffic: what was sent so far.
+        scratch: memory for what is on its way.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device) -> None:
         self.group, self.watch, self.device = group, watch, device
         self.rank, self.ranks = group.rank(), group.size()
-        self.traffic = Traffic()
+        self.traffic, self.scratch = Traffic(), Scratch()
 
     def reduce_scatter(self, runs: Sequence[Run], finish: Callable[[int, Sequence[torch.Tensor]], None]) -> Pending:
         """Send each run to its owner; what others have for ours is given to `finish`.
@@ -101,22 +126,28 @@ class Collectives:
         Args:
             runs: they must not change until it is done. All ranks agree on owners and sizes.
             finish: called by `Pending.wait` for each run of ours, with its index and what each rank has for it, our own
-                piece among them, in the order of the ranks.
+                piece among them, in the order of the ranks; theirs may be written over, and are gone when it returns.
         """
         operations: list[dist.P2POp] = []
         ours: list[tuple[int, list[torch.Tensor]]] = []
+        rooms: list[torch.Tensor] = []
         for index, (owner, data) in enumerate(runs):
             if owner != self.rank:
                 operations.append(self._send(data, owner))
                 self.traffic.reduced += data.nbytes
                 continue
-            pieces = [data if rank == self.rank else torch.empty_like(data) for rank in range(self.ranks)]
+            room = self.scratch.take(data, self.ranks - 1)
+            rooms.append(room)
+            parts = iter(room[: data.numel() * (self.ranks - 1)].chunk(self.ranks - 1) if self.ranks > 1 else ())
+            pieces = [data if rank == self.rank else next(parts) for rank in range(self.ranks)]
             operations += [self._receive(pieces[rank], rank) for rank in self._others()]
             ours.append((index, pieces))
 
         def finish_all() -> None:
-            while ours:  # let go of what was received, one after another
-                finish(*ours.pop(0))
+            for index, pieces in ours:
+                finish(index, pieces)
+            for room in rooms:
+                self.scratch.give(room)
 
         return self._start(operations, finish_all)
 
@@ -147,15 +178,21 @@ class Collectives:
         return Pending(works, self.watch, then)
 
 
-def sum_in_order(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_order(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:
     """The sum of pieces, first to last. Those of 16 bits are added in float32, and so is their sum.
 
-    The first piece is not changed.
+    Args:
+        pieces: one-dimensional, of one size. All but `mine` may be written over.
+        mine: the index of the one that is not to be changed.
     """
-    wide = torch.float32 if pieces[0].itemsize < torch.float32.itemsize else pieces[0].dtype
+    if pieces[0].itemsize < torch.float32.itemsize:
+        total = pieces[0].float()
+        for piece in pieces[1:]:
+            total += piece
+        return total
     if len(pieces) == 1:
-        return pieces[0].to(wide, copy=True)
-    total = torch.add(pieces[0].to(wide), pieces[1])
+        return pieces[0].clone()
+    total = torch.add(pieces[0], pieces[1], out=pieces[1 if mine == 0 else 0])
     for piece in pieces[2:]:
         total += piece
     return total

@@ -5,15 +5,15 @@ their order, about `BUCKET_BYTES`; its values lie in one flat tensor, of which t
 values of other ranks are received in place. When all gradients of a bucket are there, each rank sends every tile's
 owner what it has for it; the owner adds up in the order of the ranks.
 
-- Stage 1 keeps all gradients: those of the own tiles are where the sum goes.
-- Stage 2 frees them as soon as they are sent; what it keeps is a sum for each own tile.
+- Stage 1 keeps all gradients, each bucket's in one tensor; those of the own tiles are where the mean goes.
+- Stage 2 frees them as soon as they are sent; what it keeps is the mean for each own tile.
 
 Gradients travel and are kept in the parameters' dtype. With 16-bit parameters sums are taken in float32, and the
 optimizer works on float32 copies of the own tiles. `backward` outside `no_sync` ends with everything reduced. Ranks
 must call `backward` equally often; a parameter that got no gradient on a rank counts as zero there.
 
-Invariant: between passes a tile's gradient is the sum over ranks of all that was reduced since `zero_grad`, divided by
-their number once `ready` was called.
+Invariant: between passes `_kept` has, for each own tile, the mean over the ranks of all that was reduced since
+`zero_grad`.
 
 Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
 """
@@ -21,78 +21,22 @@ Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 
 from shoal.errors import LocalError
-from shoal.zero.collectives import Collectives, Pending, Run, sum_in_order
+from shoal.zero.buckets import Bucket, grouped
+from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.optimizer import Piece
-from shoal.zero.tiles import Plan, Tile, assign, cut, tile_numel
+from shoal.zero.tiles import Tile, assign, cut, tile_numel
 
-__all__ = ["BUCKET_BYTES", "FlatEngine"]
+__all__ = ["FlatEngine"]
 
-BUCKET_BYTES = 25 << 20
 _IN_FLIGHT = 2
 """So many buckets are sent at once: what is received for them is the only memory that a reduction takes."""
-
-
-class Bucket:
-    """Parameters whose values lie in one flat tensor, and are reduced and gathered together.
-
-    Args:
-        parameters: by name, all of one dtype and device. Their values move into the flat tensor.
-        plan: who owns which tile.
-    """
-
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], plan: Plan) -> None:
-        self.parameters = dict(parameters)
-        self.flat = torch.cat([each.detach().reshape(-1) for each in parameters.values()])
-        self.offsets: dict[str, int] = {}
-        offset = 0
-        for name, parameter in parameters.items():
-            self.offsets[name] = offset
-            parameter.data = self.flat[offset : offset + parameter.numel()].view(parameter.shape)
-            offset += parameter.numel()
-        self.missing = set(parameters)
-        self.runs = self._find_runs(plan)
-
-    def _find_runs(self, plan: Plan) -> list[tuple[int, list[Tile]]]:
-        """Tiles side by side that have one owner."""
-        runs: list[tuple[int, list[Tile]]] = []
-        for name in self.parameters:
-            for tile in plan.of(name):
-                owner = plan.owner(tile)
-                if not runs or runs[-1][0] != owner:
-                    runs.append((owner, []))
-                runs[-1][1].append(tile)
-        return runs
-
-    def cut(self, flat: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """A tile's part of a tensor that is laid out as `flat`."""
-        return flat[self.offsets[tile.name] + tile.start : self.offsets[tile.name] + tile.stop]
-
-    def pieces(self, flat: torch.Tensor) -> list[Run]:
-        """The runs in a tensor that is laid out as `flat`."""
-        return [
-            Run(
-                owner,
-                flat[self.offsets[tiles[0].name] + tiles[0].start : self.offsets[tiles[-1].name] + tiles[-1].stop],
-            )
-            for owner, tiles in self.runs
-        ]
-
-    def gradients(self) -> torch.Tensor:
-        """All gradients, laid out as `flat`; zero where there is none."""
-        return torch.cat(
-            [
-                torch.zeros(each.numel(), dtype=each.dtype, device=each.device)
-                if each.grad is None
-                else each.grad.reshape(-1)
-                for each in self.parameters.values()
-            ]
-        )
 
 
 class FlatEngine:
@@ -119,22 +63,22 @@ class FlatEngine:
     ) -> None:
         assert stage in (1, 2)
         self._stage, self._collectives = stage, collectives
-        groups = list(_grouped(parameters))
+        groups = list(grouped(parameters))
         numels = {name: each.numel() for name, each in parameters.items()}
         size = tile_numel(sum(numels.values()))
         self.plan = assign([cut({name: numels[name] for name in group}, size) for group in groups], collectives.ranks)
         self._buckets = [Bucket(group, self.plan) for group in groups]
         self._bucket_of = {name: bucket for bucket in self._buckets for name in bucket.parameters}
         self.own = {tile: self._own(tile, wide or {}) for tile in self.plan.owned(collectives.rank)}
-        self._sums: dict[Tile, torch.Tensor] = {}
+        self._kept: dict[Tile, torch.Tensor] = {}  # gradients of the own tiles, averaged
+        self._totals: list[torch.Tensor] = []  # to see whether all is finite
         self._arrivals: set[str] = set()  # since zero_grad
         self._syncing = True
         self._running = False  # a backward pass that reduces
         self._unreduced = False  # there are gradients of passes within no_sync
-        self._spent = False  # stage 1: what is there for other ranks' tiles was sent
-        self._divided = False
+        self._spent = False  # stage 1: what is there was sent, and the own tiles' part of it is the mean
         self._launched = 0
-        self._flying: list[Pending] = []
+        self._flying: deque[tuple[Bucket, Pending]] = deque()
         for name, parameter in parameters.items():
             parameter.register_hook(lambda _: self._before())  # type: ignore[no-untyped-call]
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))  # type: ignore[no-untyped-call]
@@ -149,7 +93,7 @@ class FlatEngine:
 
     def _values(self, tile: Tile) -> torch.Tensor:
         bucket = self._bucket_of[tile.name]
-        return bucket.cut(bucket.flat, tile)
+        return bucket.part(bucket.flat, tile)
 
     # ----------------------------------------------------------------------------------------------- the backward pass
 
@@ -163,16 +107,18 @@ class FlatEngine:
             self._syncing = before
 
     def _before(self) -> None:
-        """A gradient is about to be added to what is there."""
-        if self._running:
+        """A gradient is about to be added to what is there. Stage 1: to sums, and to nothing that was sent already."""
+        if self._running or not self._spent:
             return
-        if self._divided:
-            for gradient in self._kept_gradients().values():
-                gradient.mul_(self._collectives.ranks)
-            self._divided = False
-        if self._spent and self._stage == 1:
-            self._forget_spent()
         self._spent = False
+        for gradient in self._kept.values():
+            gradient.mul_(self._collectives.ranks)
+        self._kept.clear()
+        for bucket in self._buckets:
+            assert bucket.gradients is not None
+            for owner, part in bucket.pieces(bucket.gradients):
+                if owner != self._collectives.rank:
+                    part.zero_()
 
     def _arrived(self, name: str, parameter: torch.Tensor) -> None:
         """A parameter has its gradient of this pass."""
@@ -183,84 +129,83 @@ class FlatEngine:
             self._unreduced = True
             return
         if not self._running:
+            self.check()
             self._running, self._launched = True, 0
             for bucket in self._buckets:
                 bucket.missing = set(bucket.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001 (as FSDP2 does)
-        self._bucket_of[name].missing.discard(name)
+        self._collect(self._bucket_of[name], name)
         # In the same order on all ranks, whatever the order in which gradients come.
         while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
             self._launch()
+
+    def _collect(self, bucket: Bucket, name: str) -> None:
+        if bucket.gradients is None:
+            scratch = self._collectives.scratch
+            bucket.gradients = torch.empty_like(bucket.flat) if self._stage == 1 else scratch.take(bucket.flat)
+        place = bucket.collect(name)
+        bucket.parameters[name].grad = place if self._stage == 1 else None
+
+    def _launch(self) -> None:
+        """Send the gradients of the next bucket to their owners."""
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        for name in sorted(bucket.missing):  # not used in this pass
+            self._collect(bucket, name)
+        while len(self._flying) >= _IN_FLIGHT:
+            self._land()
+        assert bucket.gradients is not None
+        runs = bucket.pieces(bucket.gradients)
+        pending = self._collectives.reduce_scatter(
+            runs, lambda index, pieces: self._add(bucket, bucket.runs[index][1], pieces)
+        )
+        self._flying.append((bucket, pending))
+
+    def _land(self) -> None:
+        """Wait for the bucket that was sent first."""
+        bucket, pending = self._flying.popleft()
+        pending.wait()
+        if self._stage == 2 and bucket.gradients is not None:
+            self._collectives.scratch.give(bucket.gradients)
+            bucket.gradients = None
+
+    def _add(self, bucket: Bucket, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]) -> None:
+        """Take in what all ranks have for some of our tiles, which lie side by side."""
+        total = sum_in_order(pieces, self._collectives.rank).div_(self._collectives.ranks)
+        self._totals.append(total.sum())
+        offset = 0
+        for tile in tiles:
+            mean = total[offset : offset + tile.numel]
+            offset += tile.numel
+            if self._stage == 1:
+                assert bucket.gradients is not None
+                self._kept[tile] = bucket.part(bucket.gradients, tile).copy_(mean)  # our own piece holds what was there
+            elif tile in self._kept:
+                self._kept[tile] += mean
+            else:
+                self._kept[tile] = mean.to(bucket.flat.dtype, copy=True)
 
     def _end(self) -> None:
         """The pass is over: reduce what got no gradient in it, and wait for everything."""
         while self._launched < len(self._buckets):
             self._launch()
         while self._flying:
-            self._flying.pop(0).wait()
+            self._land()
         self._running = self._unreduced = False
-        self._spent = True
-
-    def _launch(self) -> None:
-        bucket = self._buckets[self._launched]
-        self._launched += 1
-        runs = bucket.pieces(bucket.gradients())
-        if self._stage == 2:
-            for parameter in bucket.parameters.values():
-                parameter.grad = None
-        while len(self._flying) >= _IN_FLIGHT:
-            self._flying.pop(0).wait()
-        self._flying.append(
-            self._collectives.reduce_scatter(runs, lambda index, pieces: self._add(bucket.runs[index][1], pieces))
-        )
-
-    def _add(self, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]) -> None:
-        """Take in what all ranks have for some of our tiles, which lie side by side."""
-        total, offset = sum_in_order(pieces), 0
-        for tile in tiles:
-            part = total[offset : offset + tile.numel]
-            offset += tile.numel
-            if self._stage == 1:
-                self._kept(tile).copy_(part)  # our own piece holds what was there
-            elif tile in self._sums:
-                self._sums[tile].copy_(part.add_(self._sums[tile]))
-            else:
-                self._sums[tile] = part.to(self._values(tile).dtype)
-
-    def _kept(self, tile: Tile) -> torch.Tensor:
-        """Stage 1: the gradient of one of our tiles."""
-        parameter = self._bucket_of[tile.name].parameters[tile.name]
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        return parameter.grad.view(-1)[tile.start : tile.stop]
-
-    def _forget_spent(self) -> None:
-        for bucket in self._buckets:
-            for name, parameter in bucket.parameters.items():
-                for tile in self.plan.of(name) if parameter.grad is not None else ():
-                    if self.plan.owner(tile) != self._collectives.rank:
-                        parameter.grad.view(-1)[tile.start : tile.stop].zero_()  # type: ignore[union-attr]
-
-    def _kept_gradients(self) -> dict[Tile, torch.Tensor]:
-        if self._stage == 2:
-            return self._sums
-        return {
-            tile: self._kept(tile)
-            for tile in self.own
-            if self._bucket_of[tile.name].parameters[tile.name].grad is not None
-        }
+        self._spent = self._stage == 1
 
     def zero_grad(self) -> None:
         """Let go of all gradients."""
         for bucket in self._buckets:
             for parameter in bucket.parameters.values():
                 parameter.grad = None
+            if self._stage == 2:
+                bucket.gradients = None
         for values in self.own.values():
             values.grad = None
-        self._sums.clear()
-        self._arrivals.clear()
-        self._flying.clear()  # of a pass that broke off
-        self._running = self._unreduced = self._spent = self._divided = False
+        for forgotten in (self._kept, self._totals, self._arrivals, self._flying):
+            forgotten.clear()
+        self._running = self._unreduced = self._spent = False  # of a pass that broke off, too
 
     # ------------------------------------------------------------------------------------------------------- the step
 
@@ -274,12 +219,12 @@ class FlatEngine:
             raise LocalError(
                 "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
             )
-        kept = self._kept_gradients()
-        if not self._divided:
-            for gradient in kept.values():
-                gradient.div_(self._collectives.ranks)
-            self._divided = True
-        return list(kept.values())
+        return list(self._kept.values())
+
+    def finite(self) -> bool:
+        """Whether they hold nothing infinite, and only numbers."""
+        self.gradients()
+        return not self._totals or bool(torch.stack(self._totals).isfinite().all())
 
     def absent(self) -> list[bool]:
         """For each parameter whether it got no gradient on this rank since `zero_grad`."""
@@ -292,9 +237,8 @@ class FlatEngine:
             absent: for each parameter whether it was absent on all ranks.
         """
         nowhere = {name for name, gone in zip(self._bucket_of, absent, strict=True) if gone}
-        kept = self._kept_gradients()
         for tile, values in self.own.items():
-            gradient = None if tile.name in nowhere else kept.get(tile)
+            gradient = None if tile.name in nowhere else self._kept.get(tile)
             values.grad = None if gradient is None else gradient.to(values.dtype)
 
     def publish(self) -> None:
@@ -318,31 +262,15 @@ class FlatEngine:
             yield Piece(tile.name, tile.start, tile.stop, values, values.data)
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Stage 2: the sums of gradients. And the float32 copies of 16-bit parameters."""
+        """All gradients. And the float32 copies of 16-bit parameters."""
         copies = [values for tile, values in self.own.items() if values.dtype != self._values(tile).dtype]
-        return list(self._sums.values()), copies
+        gradients = [bucket.gradients for bucket in self._buckets if bucket.gradients is not None]
+        return [*gradients, *self._kept.values()], copies
 
     def check(self) -> None:
         """Raise `LocalError` if the parameters are no longer where they were."""
         for bucket in self._buckets:
-            for name, parameter in bucket.parameters.items():
-                place = bucket.flat[bucket.offsets[name] :]
-                if parameter.numel() and parameter.data_ptr() != place.data_ptr():
-                    raise LocalError(
-                        f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
-                    )
-
-
-def _grouped(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[str, torch.nn.Parameter]]:
-    """Parameters for one bucket each: backwards, as their gradients come; of one dtype and device."""
-    group: dict[str, torch.nn.Parameter] = {}
-    size, kind = 0, None
-    for name, parameter in reversed(list(parameters.items())):
-        if group and (kind != (parameter.dtype, parameter.device) or size + parameter.nbytes > BUCKET_BYTES):
-            yield group
-            group, size = {}, 0
-        kind = (parameter.dtype, parameter.device)
-        group[name] = parameter
-        size += parameter.nbytes
-    if group:
-        yield group
+            if name := bucket.moved():
+                raise LocalError(
+                    f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
+                )

@@ -48,8 +48,10 @@ class _OwnReduceScatter(ReduceScatter):
     ) -> None:
         assert op == dist.ReduceOp.SUM  # as was asked for, by set_force_sum_reduction_for_comms
         runs = [Run(rank, part) for rank, part in enumerate(input_tensor.chunk(group.size()))]
-        pending = self._collectives.reduce_scatter(runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces)))
-        pending.wait()
+        mine = group.rank()
+        self._collectives.reduce_scatter(
+            runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces, mine))
+        ).wait()
 
 
 class _OwnAllGather(AllGather):
@@ -215,6 +217,10 @@ class FsdpEngine:
                 "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
             )
         return found
+
+    def finite(self) -> bool:
+        """Whether all of them are."""
+        return all(bool(gradient.sum().isfinite()) for gradient in self.gradients())
 
     def absent(self) -> list[bool]:
         """FSDP2 leaves the gradient of what was not used alone."""

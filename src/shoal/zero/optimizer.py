@@ -69,6 +69,10 @@ class Carrier(Protocol):
         """What this rank keeps of the averaged gradients."""
         ...
 
+    def finite(self) -> bool:
+        """Whether they hold nothing infinite, and only numbers."""
+        ...
+
     def absent(self) -> list[bool]:
         """For each parameter whether it got no gradient on this rank."""
         ...
@@ -211,8 +215,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.carrier.check()
         with torch.no_grad():
-            gradients = self.carrier.gradients()
-            finite, absent = self._agree(gradients)
+            finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
                 self.carrier.hand_over(absent)
                 self.inner.step()
@@ -222,9 +225,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.skipped += 1
         return loss
 
-    def _agree(self, gradients: Sequence[torch.Tensor]) -> tuple[bool, list[bool]]:
+    def _agree(self) -> tuple[bool, list[bool]]:
         """Whether the gradients of all ranks are finite; and which parameters got none on any rank."""
-        finite = all(bool(gradient.abs().amax().isfinite()) for gradient in gradients if gradient.numel())
+        finite = self.carrier.finite()
         flags = torch.tensor([not finite, *self.carrier.absent()], dtype=torch.int32, device=self._device)
         self._all_reduce(flags)
         counts = flags.tolist()

@@ -12,18 +12,22 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 DEMO_READY := $(VENV)/.ready-demo
 DEV_READY := $(VENV)/.ready-dev
+EXAMPLES_READY := $(VENV)/.ready-examples
 # Every run shuffles sets and dictionaries of strings another way; the seed is in the first lines of the output.
 PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-long test-long-sample lint format bench clean
+.PHONY: help demo zero-demo test test-long test-long-sample lint format bench clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 22
 
 demo: $(DEMO_READY)  ## a swarm trains a model, loses a peer, takes in another (ARGS="--headless --seconds 60")
 	@$(BIN)/shoal demo $(ARGS)
+
+zero-demo: $(EXAMPLES_READY)  ## a BERT under each stage of ZeRO on 2 ranks, and what each takes (ARGS="--steps 20")
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc-per-node 2 examples/zero_bert.py $(ARGS)
 
 test: $(DEV_READY)  ## all tests but the long ones (ARGS="tests/unit -k peer"; JOBS=0: one after another)
 	@$(PYTEST) -n $(JOBS) --dist loadgroup $(ARGS)
@@ -62,8 +66,13 @@ $(DEMO_READY): pyproject.toml constraints.txt | $(BIN)/python
 	@$(PIP) install -c constraints.txt -e '.[demo]'
 	@touch $@
 
-# [dev] contains [demo].
+$(EXAMPLES_READY): pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing shoal and what its examples need into $(VENV) (torch is large: the first time takes minutes) …'
+	@$(PIP) install -c constraints.txt -e '.[examples]'
+	@touch $@
+
+# [dev] contains [demo] and [examples].
 $(DEV_READY): pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing shoal and its tools into $(VENV) (torch is large: the first time takes minutes) …'
 	@$(PIP) install -c constraints.txt -e '.[dev]'
-	@touch $(DEMO_READY) $@
+	@touch $(DEMO_READY) $(EXAMPLES_READY) $@

@@ -206,6 +206,24 @@ def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def zero(content: Mapping[str, Any]) -> list[Row]:
+    """`shoal.zero` beside the best of PyTorch's engines that send as many bytes, and of those of the same stage."""
+    rows = []
+    engines = [each for each in content["engines"] if each["engine"].startswith("shoal")]
+    for each in engines:
+        line = f"ZeRO stage {each['engine'][-1]}, {each['ranks']} ranks"
+        rows.append(Row(f"{line}: bytes sent to the law", each["sent"] / each["law"], bar=at_most(1.01)))
+        for what, field, unit in (("a step", "time", "s"), ("peak memory", "peak", "MiB")):
+            mine = each["seconds"]["median"] if field == "time" else each["peak"] / (1 << 20)
+            for kind, bar in (("bytes", at_least(1 / 1.1)), ("stage", None)):
+                ratio = each[f"{field}_to_best_of_{kind}"]
+                if ratio is not None:
+                    beside = f"best of the same {kind}"
+                    spread = Spread(1 / ratio, 1 / ratio, 1 / ratio)
+                    rows.append(Row(f"{line}: {what}", mine, unit, beside, mine / ratio, spread, bar))
+    return rows
+
+
 def transport(content: Mapping[str, Any]) -> list[Row]:
     """One connection."""
     return [Row("one connection, one way", content["median"]["mb_per_s"], "MB/s")]

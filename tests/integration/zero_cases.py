@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import random
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
-from shoal.zero import checkpoint
+from shoal.zero import checkpoint, flat
 from shoal.zero.collectives import Traffic
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.tiles import Plan, Tile
 from tests.integration.ranks import die_here
 
 STEPS = 7
@@ -354,6 +356,12 @@ def bad_meta() -> None:
     shoal.zero.shard(Odd().to("meta"), _sgd, stage=1)
 
 
+def bad_twice() -> None:
+    """Sharded two times."""
+    model, _ = shoal.zero.shard(Odd(), _sgd, stage=2)
+    shoal.zero.shard(model, _sgd, stage=2)
+
+
 def bad_moved() -> None:
     """Converted after sharding."""
     model, optimizer = shoal.zero.shard(Odd(), _sgd, stage=1)
@@ -458,3 +466,22 @@ def save_twice_and_die(folder: str) -> None:
     if dist.get_rank() == 1:
         checkpoint._flush = lambda path: die_here()
     shoal.zero.save(f"{folder}/second", model, optimizer)
+
+
+def any_owners(stage: int) -> tuple[dict[str, torch.Tensor], int]:
+    """Train with a table of owners that follows no order; returns how many runs there were, too."""
+
+    def scattered(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
+        tiles = [tile for bucket in buckets for tile in bucket]
+        made = random.Random(5)
+        return Plan(tuple(tiles), tuple(made.randrange(ranks) for _ in tiles), ranks)
+
+    original, flat.assign = flat.assign, scattered  # type: ignore[attr-defined]
+    try:
+        model, optimizer = _shard(stage, "adamw")
+    finally:
+        flat.assign = original  # type: ignore[attr-defined]
+    train(optimizer, model, micro=2, sync=True, clip=10.0)
+    assert isinstance(optimizer.carrier, flat.FlatEngine)
+    runs = sum(len(bucket.runs) for bucket in optimizer.carrier._buckets)
+    return shoal.zero.full_state_dict(model), runs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from shoal.zero.watch import Watch
 __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -78,6 +80,8 @@ def shard(
     with agreement.together():
         for problem in problems(model, optimizer_factory, stage, dtype):
             raise ConfigError(problem)
+        if model in _sharded:
+            raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
     agreement.alike(_description(model, stage, dtype), "model, stage and dtype")
     collectives = Collectives(found, watch, next(model.parameters()).device)
     if not is_sharded(model):
@@ -88,6 +92,7 @@ def shard(
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
     # Trainers clear gradients by the model; and what is loaded into it must reach the optimizer's copies.
     model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
+    _sharded.add(model)
     model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
     return model, optimizer
 

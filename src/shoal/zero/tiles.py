@@ -9,9 +9,11 @@ tile's values and optimizer state can be kept, moved and versioned on their own.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 __all__ = ["Plan", "Tile", "assign", "cut", "tile_numel"]
@@ -122,15 +124,17 @@ def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
     tiles: list[Tile] = []
     owners: list[int] = []
     load = [0] * ranks
-    before = 0
     for bucket in buckets:
-        before += sum(tile.numel for tile in bucket)
-        share, rank = before / ranks, 0
+        size = sum(tile.numel for tile in bucket)
+        share = (sum(load) + size) / ranks
+        # What each rank lacks is cut off the bucket, one after another; a tile goes to whom its middle belongs to.
+        lacks = [max(share - each, 0.0) for each in load]
+        edges = [edge * size / sum(lacks) for edge in accumulate(lacks)] if size else []
+        place = 0
         for tile in bucket:
-            # To the next rank where this tile would take the present one further over its share than it is below.
-            while rank < ranks - 1 and load[rank] + tile.numel / 2 > share:
-                rank += 1
-            load[rank] += tile.numel
-            owners.append(rank)
+            owner = min(bisect_right(edges, place + tile.numel / 2), ranks - 1)
+            place += tile.numel
+            load[owner] += tile.numel
+            owners.append(owner)
         tiles += bucket
     return Plan(tuple(tiles), tuple(owners), ranks)

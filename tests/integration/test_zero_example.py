@@ -1,0 +1,50 @@
+"""examples/zero_bert.py: one script for every stage, by plain python and by torchrun."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.workers import LONG_S, environment
+
+pytest.importorskip("transformers")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "zero_bert.py"
+SMALL = ["--steps", "3", "--layers", "1", "--width", "64"]
+
+
+def lines(*command: str) -> list[list[str]]:
+    """The table's lines, in words."""
+    done = subprocess.run(
+        [sys.executable, *command, str(EXAMPLE), *SMALL],
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=2 * LONG_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [line.replace("(DDP)", "").split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+
+
+def test_all_stages_on_two_ranks_end_with_the_same_loss() -> None:
+    """Each stage holds less than the one before, and stage 3 sends half as much again."""
+    table = lines("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    assert [line[0] for line in table] == ["0", "1", "2", "3"]
+    held = [float(line[4]) for line in table]
+    assert held == sorted(held, reverse=True)
+    assert held[3] < 0.6 * held[0]
+    sent = [float(line[6]) for line in table]
+    assert sent[0] == sent[1] == sent[2]
+    assert sent[3] == pytest.approx(1.5 * sent[0], rel=0.1)
+    assert len({line[-1] for line in table}) == 1
+
+
+def test_one_process_without_a_launcher() -> None:
+    """The same script."""
+    table = lines()
+    assert [line[0] for line in table] == ["0", "1", "2", "3"]
+    assert {line[6] for line in table} == {"0.0"}
+    assert len({line[-1] for line in table}) == 1

@@ -219,7 +219,8 @@ def zero(content: Mapping[str, Any]) -> list[Row]:
                 ratio = each[f"{field}_to_best_of_{kind}"]
                 if ratio is not None:
                     beside = f"best of the same {kind}"
-                    spread = Spread(1 / ratio, 1 / ratio, 1 / ratio)
+                    turns = each.get(f"{field}s_to_best_of_{kind}", [ratio])
+                    spread = Spread(1 / ratio, 1 / max(turns), 1 / min(turns))
                     rows.append(Row(f"{line}: {what}", mine, unit, beside, mine / ratio, spread, bar))
     return rows
 

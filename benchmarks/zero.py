@@ -84,11 +84,13 @@ def summary(name: str, ranks: int, turns: Sequence[list[dict[str, Any]]], weight
     first = turns[0][0]
     nbytes = 4 * first["parameters"]
     everyone = [rank for turn in turns for rank in turn]
+    medians = [statistics.median(second for rank in turn for second in rank["seconds"]) for turn in turns]
     return {
         "engine": name,
         "ranks": ranks,
         "parameters": first["parameters"],
         "seconds": spread(second for rank in everyone for second in rank["seconds"]),
+        "turns": medians,
         "sent": statistics.median(rank["sent"] for rank in everyone) / nbytes,
         "law": law(name, ranks, nbytes) / nbytes,
         "held": {key: max(rank["held"][key] for rank in turns[-1]) / nbytes for key in first["held"]},
@@ -113,6 +115,10 @@ def compare(results: list[dict[str, Any]]) -> None:
         for kind, found in alike.items():
             times, peaks = [other["seconds"]["median"] for other in found], [other["peak"] for other in found]
             each[f"time_to_best_of_{kind}"] = each["seconds"]["median"] / min(times) if times else None
+            # Of one turn each: they ran close to each other.
+            each[f"times_to_best_of_{kind}"] = [
+                mine / min(other["turns"][turn] for other in found) for turn, mine in enumerate(each["turns"]) if found
+            ]
             each[f"peak_to_best_of_{kind}"] = each["peak"] / min(peaks) if peaks else None
 
 

@@ -51,6 +51,8 @@ from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinR
 
 __all__ = ["Owner", "Search"]
 
+_WITHDRAW_AFTER_S = 0.1
+
 
 class Owner(Protocol):
     """What a search asks of its matchmaker, which outlives it."""
@@ -242,6 +244,11 @@ class Search:
             self.feed(Declared(_declarations(entries)))
 
     async def _withdraw(self) -> None:
+        """Take our declaration back, in a moment: others may wait for their `Begin`, and a new declaration replaces it.
+
+        Until then whoever asks us is refused, which costs it one answer.
+        """
+        await asyncio.sleep(_WITHDRAW_AFTER_S)
         async with asyncio.timeout(self._terms.request_timeout_s):
             await self._directory.withdraw(self._terms.group_key)
 

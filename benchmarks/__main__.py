@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, aligned, processor, write
+from benchmarks.allreduce import ROOT, aligned, exit_on_sigterm, processor, write
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
 from benchmarks.rows import HEADINGS, Row, cells, markdown, verdict
@@ -191,6 +191,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    exit_on_sigterm()
     entries = [entry for entry in ENTRIES if entry.name in args.only]
     if args.list:
         print(aligned([(each.name, " ".join([each.module, *each.call.split()[1:]])) for each in entries]))

@@ -349,6 +349,11 @@ def report(contenders: list[Contender], args: argparse.Namespace) -> dict[str, A
     }
 
 
+def exit_on_sigterm() -> None:
+    """Let SIGTERM end this program as Ctrl+C does: what it started is stopped, what it wrote for itself removed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -389,6 +394,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> int:
     args, names = parse()
+    exit_on_sigterm()
     print(
         f"{args.peers} peers, {args.numel:,} float32 ({args.numel * 4 / 1e6:.1f} MB), compression {args.compression}, "
         f"{args.rounds} rounds; {processor()}, {os.cpu_count()} cores",

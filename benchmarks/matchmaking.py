@@ -10,8 +10,8 @@ sizes in ``--peers``,
 - every failure with its reason, and the sizes of groups that were not full.
 
 With ``--against hivemind --hivemind-python PATH`` (see `benchmarks.allreduce`) peers of hivemind 1.1.12 take turns with
-shoal's, round by round; groups that are not full are failures there. Links are warm: rounds before ``--warm-up`` do not
-count.
+shoal's, round by round; groups that are not full are failures there, and after three in a row it is left out. Links are
+warm: rounds before ``--warm-up`` do not count.
 """
 
 from __future__ import annotations
@@ -28,31 +28,51 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, processor, write
+from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, exit_on_sigterm, processor, write
 
 Round = list[dict[str, Any]]
 
+FAILURES_IN_A_ROW = 3
 
-async def play(args: argparse.Namespace, names: Sequence[str]) -> dict[str, list[Round]]:
-    """All rounds of each contender: what each peer answered. A round that failed as a whole is empty."""
-    rounds: dict[str, list[Round]] = {name: [] for name in names}
-    swarms: list[Contender] = []
+
+class Turns:
+    """The rounds of one contender: what each peer answered. A round that failed as a whole is empty."""
+
+    def __init__(self, name: str, swarm: Contender) -> None:
+        self.name, self.swarm = name, swarm
+        self.rounds: list[Round] = []
+        self.failed_in_a_row = 0
+        self.left_out: str | None = None
+
+    async def play(self, number: int, *, counts: bool) -> None:
+        """One round. A contender that fails again and again is stopped: each failure takes its whole time limit."""
+        if self.left_out is not None:
+            return
+        answers = await one_round(self.swarm, number)
+        if counts:
+            self.rounds.append(answers)
+        self.failed_in_a_row = 0 if answers else self.failed_in_a_row + 1
+        if self.failed_in_a_row == FAILURES_IN_A_ROW:
+            self.left_out = f"left out after round {number}: {FAILURES_IN_A_ROW} failures in a row"
+            await self.swarm.stop()
+
+
+async def play(args: argparse.Namespace, names: Sequence[str]) -> list[Turns]:
+    """All rounds of each contender."""
+    turns: list[Turns] = []
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as logs:
         try:
             for name in names:
                 swarm = await Contender.start("matchmaking" if name == "shoal" else name, args, Path(logs))
-                swarms.append(swarm)
+                turns.append(Turns(name, swarm))
                 if swarm.failure is not None:
                     raise SystemExit(f"the peers of {name} did not start: {swarm.failure}")
             for number in range(args.warm_up + args.rounds):
-                turns = list(zip(names, swarms, strict=True))
-                for name, swarm in turns[number % len(turns) :] + turns[: number % len(turns)]:
-                    answers = await one_round(swarm, number)
-                    if number >= args.warm_up:
-                        rounds[name].append(answers)
+                for each in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                    await each.play(number, counts=number >= args.warm_up)
         finally:
-            await asyncio.gather(*(swarm.stop() for swarm in swarms))
-    return rounds
+            await asyncio.gather(*(each.swarm.stop() for each in turns if each.left_out is None))
+    return turns
 
 
 async def one_round(swarm: Contender, number: int) -> Round:
@@ -119,6 +139,8 @@ def show(name: str, result: dict[str, Any]) -> None:
         print(f"failed {count} times: {reason}")
     for size, count in sorted(result["smaller"].items()):
         print(f"joins in a group of {size}: {count}")
+    if result["left_out"]:
+        print(f"{name} was {result['left_out']}")
 
 
 def main() -> int:
@@ -136,23 +158,24 @@ def main() -> int:
         parser.error("at least 2 peers and 1 round")
     if args.against and not args.hivemind_python:
         parser.error("--against hivemind needs --hivemind-python PATH (benchmarks.allreduce says how to make one)")
+    exit_on_sigterm()
     names = ["shoal", *([args.against] if args.against else [])]
     content: dict[str, Any] = {}
     for args.peers in sizes:
         print(f"{args.peers} peers, {args.rounds} rounds; {processor()}, {os.cpu_count()} cores", flush=True)
         began = time.monotonic()
         try:
-            rounds = asyncio.run(play(args, names))
+            turns = asyncio.run(play(args, names))
         except ContenderFailed as error:
             raise SystemExit(f"a peer could not go on: {error}") from None
-        results = {name: report(each, args.peers) for name, each in rounds.items()}
+        results = {each.name: report(each.rounds, args.peers) | {"left_out": each.left_out} for each in turns}
         for name, result in results.items():
             show(name, result)
         if args.against and results[args.against]["last_s"] and results["shoal"]["last_s"]:
             times = results[args.against]["last_s"]["p50"] / results["shoal"]["last_s"]["p50"]
             print(f"the last peer of a round, p50: {args.against} takes {times:.1f} times as long")
         print(f"{time.monotonic() - began:.0f} s in all", flush=True)
-        content[str(args.peers)] = {"results": results, "answers": rounds}
+        content[str(args.peers)] = {"results": results, "answers": {each.name: each.rounds for each in turns}}
     if args.json:
         write(args.json, content)
     return 0 if all(each["results"]["shoal"]["full_part"] >= 0.99 for each in content.values()) else 1

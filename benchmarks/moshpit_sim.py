@@ -72,7 +72,7 @@ class MemoryView:
         self.directory, self.peer = directory, peer
         self.serial = 0
 
-    async def write(self, group_key: str, entry: tuple[Contact, float] | None) -> None:
+    async def write(self, group_key: str, entry: tuple[Contact, float] | None) -> list[tuple[Contact, float]]:
         self.serial += 1
         serial = self.serial
         await self.directory.pause(6)
@@ -81,10 +81,12 @@ class MemoryView:
             entries.pop(self.peer, None)
             if entry is not None:
                 entries[self.peer] = entry
+        found = list(self.directory.entries.get(group_key, {}).values())
         await self.directory.pause(6)
+        return found
 
-    async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
-        await self.write(group_key, (contact, expiration))
+    async def declare(self, group_key: str, expiration: float, contact: Contact) -> list[tuple[Contact, float]]:
+        return await self.write(group_key, (contact, expiration))
 
     async def withdraw(self, group_key: str) -> None:
         await self.write(group_key, None)

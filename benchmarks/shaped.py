@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -30,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.allreduce import Contender, Place, Round, processor, spread, write
+from benchmarks.allreduce import Contender, Place, Round, exit_on_sigterm, processor, spread, write
 from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
@@ -181,7 +180,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left
+    exit_on_sigterm()
     print(
         f"{args.peers} hosts, {args.rate:g} Mbit/s each way, round trip {args.round_trip_ms:g} ms, queues of "
         f"{args.queue_ms:g} ms; {args.numel:,} float32 ({args.numel * 4 / 1e6:.1f} MB), {args.rounds} rounds; "

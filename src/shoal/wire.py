@@ -273,15 +273,17 @@ class DhtFind(Request[DhtFindReply], frozen=True):
 
 
 class DhtStoreReply(Message, frozen=True):
-    """For each record: empty if it is held now, else why not."""
+    """For each record: empty if it is held now, else why not. `records`: all that is held for `DhtStore.find`."""
 
     refused: Annotated[list[str], msgspec.Meta(max_length=256)]
+    records: list[Record] = []
 
 
 class DhtStore(Request[DhtStoreReply], frozen=True):
-    """Hold these records until they expire."""
+    """Hold these records until they expire; then, if `find` names a key, say what is held for it."""
 
     records: Annotated[list[Record], msgspec.Meta(max_length=256)]
+    find: Key | None = None
 
 
 # --------------------------------------------------------------------------------------------------------- matchmaking

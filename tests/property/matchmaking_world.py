@@ -27,6 +27,7 @@ from shoal.matchmaking.signals import (
     Declaration,
     Declare,
     Declared,
+    DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
     Event,
@@ -300,6 +301,7 @@ class World:
         node.directory_write += 1
         serial = node.directory_write
         took_s = self.weather.store_s * self.rng.uniform(0.5, 1.5)
+        seen: list[Declaration] = []
 
         def visible() -> None:
             if serial == node.directory_write:
@@ -310,9 +312,12 @@ class World:
 
         def done() -> None:
             if serial == node.directory_write and declaration is not None:
-                self.feed(node, Declared())
+                fails = self.rng.random() < 0.02
+                self.feed(node, DeclareFailed("lost") if fails else Declared(tuple(seen)))
 
-        self.later(took_s * self.rng.random() + self.weather.visible_after_s * self.rng.random(), visible)
+        stored_s = took_s * self.rng.random()
+        self.later(stored_s + self.weather.visible_after_s * self.rng.random(), visible)
+        self.later(stored_s, lambda: seen.extend(self.directory.values()))
         self.later(took_s, done)
 
     def read(self, node: Node) -> None:

@@ -40,8 +40,10 @@ class SlowDirectory:
         self.reads = 0
         self.broken = False
 
-    async def write(self, group_key: str, peer: PeerID, entry: tuple[Contact, float] | None) -> None:
-        """Store the entry, unless the peer has begun to store a later one."""
+    async def write(
+        self, group_key: str, peer: PeerID, entry: tuple[Contact, float] | None
+    ) -> list[tuple[Contact, float]]:
+        """Store the entry, unless the peer has begun to store a later one; all that are there then."""
         serial = self.writes[group_key, peer] = self.writes.get((group_key, peer), 0) + 1
         took_s = 6 * self.latency_s * self.rng.uniform(0.5, 1.5)
         share = self.rng.random()
@@ -54,8 +56,16 @@ class SlowDirectory:
                 if entry is not None:
                     entries[peer] = entry
 
-        asyncio.get_running_loop().call_later(self.visible_after_s * self.rng.random(), store)
+        if self.broken and entry is not None:
+            raise PeerTimeout("the directory does not answer")
+        late_s = self.visible_after_s * self.rng.random()
+        if late_s:
+            asyncio.get_running_loop().call_later(late_s, store)
+        else:
+            store()
+        found = list(self.entries.get(group_key, {}).values())
         await sleep(took_s * (1 - share))
+        return found
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """All entries, as they are somewhere in the middle of the read."""
@@ -76,8 +86,8 @@ class View:
     def __init__(self, directory: SlowDirectory, peer: PeerID) -> None:
         self.directory, self.peer = directory, peer
 
-    async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
-        await self.directory.write(group_key, self.peer, (contact, expiration))
+    async def declare(self, group_key: str, expiration: float, contact: Contact) -> list[tuple[Contact, float]]:
+        return await self.directory.write(group_key, self.peer, (contact, expiration))
 
     async def withdraw(self, group_key: str) -> None:
         await self.directory.write(group_key, self.peer, None)

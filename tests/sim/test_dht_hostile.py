@@ -238,6 +238,14 @@ def test_large_answers_use_up_the_rate_faster_than_small_ones() -> None:
             await flood()
         assert set(sizes) == {12}
         assert len(sizes) < 20
+        storing = await evil(swarm, "evil2", [])
+
+        async def exchanges() -> None:
+            for _ in range(20):
+                await storing.endpoint.call(victim.endpoint.contact, DhtStore([], KEY), timeout_s=5.0)
+
+        with pytest.raises(PeerRefused, match="too many keys"):
+            await exchanges()
 
     run(main)
 
@@ -307,6 +315,49 @@ def test_liar_is_dropped_and_the_truth_is_found(lie: FindHandler) -> None:
         assert not any(reader.dht._neighbours.avoids(each.dht.peer_id, 0.0) for each in nodes)
         assert not any(name in reader.dht._neighbours.table for name in dropped)
         assert reader.seen(Warned) == []
+
+    run(main)
+
+
+def test_exchange_drops_a_liar_and_believes_the_others() -> None:
+    """A forged record in the answer to a store costs its sender its place; what honest holders show counts."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 4)
+        liar = await evil(swarm, "evil", nodes)
+
+        async def answer(peer: PeerID, request: DhtStore) -> DhtStoreReply:
+            forged = liar.record(subkey=encode_subkey(ALICE.peer_id.raw), value=encode_value("forged"))
+            return DhtStoreReply(["" for _ in request.records], [forged])
+
+        liar.endpoint.serve(DhtStore, answer)
+        for number, each in enumerate(nodes[:2]):
+            item = Item("key", number, each.in_s(60), each.dht.peer_id.raw)
+            stored, found = await swarm.run_on(each.name, each.dht.exchange, item)
+            assert stored
+            assert as_dict(found) == {nodes[k].dht.peer_id.raw: k for k in range(number + 1)}
+            assert [event.peer for event in each.seen(PeerDropped)] == [liar.host.peer_id]
+
+    run(main)
+
+
+def test_one_honest_holder_is_enough_for_an_exchange() -> None:
+    """Nine of ten holders take everything and show nothing: two peers still find each other."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 3)
+        names = sorted((f"evil{number}" for number in range(200)), key=lambda name: distance(swarm, name))[:9]
+        for name in names:
+            await evil(swarm, name, nodes)
+        order = nearest(nodes, "key")
+        assert max(distance(swarm, name) for name in names) < distance(swarm, order[0].name)
+        for number, each in enumerate(order[1:]):
+            item = Item("key", number, each.in_s(60), each.dht.peer_id.raw)
+            stored, found = await swarm.run_on(each.name, each.dht.exchange, item)
+            assert stored
+        assert as_dict(found) == {order[1].dht.peer_id.raw: 0, order[2].dht.peer_id.raw: 1}
 
     run(main)
 

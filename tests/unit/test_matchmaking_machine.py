@@ -24,6 +24,7 @@ from shoal.matchmaking.signals import (
     Declaration,
     Declare,
     Declared,
+    DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
     Event,
@@ -69,6 +70,7 @@ class Play:
         self.now = 0.0
         self.others: tuple[Declaration, ...] = ()
         self.read_at: float | None = None
+        self.declaring = False
         self.memory = memory or Memory()
         self.machine = GroupMachine(
             peer_id(ME),
@@ -83,6 +85,7 @@ class Play:
     def _note(self, said: list[Action]) -> list[Action]:
         if ReadDirectory() in said:
             self.read_at = self.now + READ_S
+        self.declaring |= any(isinstance(action, Declare) for action in said)
         return said
 
     def hear(self, event: Event, *, at: float | None = None) -> list[Action]:
@@ -90,16 +93,17 @@ class Play:
         self.now = self.now if at is None else at
         if isinstance(event, DirectoryRead | DirectoryFailed):
             self.read_at = None
+        if isinstance(event, Declared | DeclareFailed):
+            self.declaring = False
         return self._note(self.machine.handle(event, self.now))
 
     def read(self, *others: Declaration, at: float | None = None) -> list[Action]:
-        """The directory says this, and that we are there."""
-        return self.hear(DirectoryRead((*others, Declaration(contact_of(ME), MINE))), at=at)
+        """The directory says this, and that we are there: in answer to our declaration, or to a read."""
+        found = (*others, Declaration(contact_of(ME), MINE))
+        return self.hear(Declared(found) if self.declaring else DirectoryRead(found), at=at)
 
     def settle(self, *others: Declaration) -> list[Action]:
-        """Declared, and what the directory says is read; nothing is on its way any more."""
-        self.hear(Declared(), at=self.now + 0.01)
-        self.read(at=self.now + 0.01)  # what was read before we were declared
+        """Declared; nothing is on its way any more."""
         self.others = others
         return self.read(*others, at=self.now + 0.01)
 
@@ -152,12 +156,25 @@ def following(number: int = 1) -> Play:
 # ---------------------------------------------------------------------------------------------------- declare and look
 
 
-def test_declares_and_looks_at_once_then_looks_again_when_declared() -> None:
-    """What is read after our own declaration is stored shows whoever declared before us."""
+def test_declares_and_is_told_at_once_who_is_there() -> None:
+    """To declare is to look: nothing is read before that is answered, and not at once after it."""
     play = Play()
-    assert play.first == [Declare(MINE), ReadDirectory()]
-    assert play.hear(DirectoryRead(()), at=0.01) == []
-    assert play.hear(Declared(), at=0.02) == [ReadDirectory()]
+    assert play.first == [Declare(MINE)]
+    assert play.hear(Tick(), at=1.0) == []
+    assert play.read(declared(60), at=1.01) == [Nudge(contact_of(60), MINE)]
+    assert ReadDirectory() in play.wait(1.1)
+
+
+def test_follower_keeps_its_declaration_until_the_group_begins() -> None:
+    """Whoever asks it is sent to its leader, and if the leader is lost it stands there already."""
+    play = Play()
+    play.read(declared(1))
+    assert play.hear(AskAccepted(peer_id(1))) == []
+    play.hear(AskLost(peer_id(1), "silent"), at=0.1)
+    assert play.machine.phase is Phase.LOOKING
+    play.read(declared(2), at=0.11)
+    play.hear(AskAccepted(peer_id(2)))
+    assert play.hear(BeginReceived(peer_id(2))) == [Withdraw()]
 
 
 def test_asks_the_earliest_declared_peer_before_itself() -> None:
@@ -203,22 +220,22 @@ def test_client_in_a_crowd_never_waits_for_followers() -> None:
     assert Ask(contact_of(8), MINE) in Play(rules=rules).read(*before(8), at=0.01)
 
 
-def test_early_look_may_find_a_leader_but_never_proves_absence() -> None:
-    """A group is not started on what was read before our own declaration was stored."""
+def test_first_look_may_find_a_leader_but_never_proves_absence() -> None:
+    """A group is not started on what was said to our own declaration: who came meanwhile may be missing there."""
     play = Play()
     play.joins(60)
-    play.read(at=0.01)
     assert play.wait(2.0) == []
-    assert play.hear(Declared(), at=2.0) == [ReadDirectory()]
+    assert Start not in kinds(play.read(at=2.0))
+    said = play.wait(3.0)
+    assert kinds(said)[0] is ReadDirectory
+    assert Start in kinds(said)
 
 
 def test_looks_again_ever_more_rarely_while_alone() -> None:
     """A lonely peer does not burden the directory."""
     play = Play(rules=Rules(window_s=60.0))
     play.hear(Declared())
-    play.hear(DirectoryRead(()))
     reads = []
-    play.hear(DirectoryRead(()))
     while (due := play.machine.deadline()) is not None and due < 20.0:
         if ReadDirectory() in play.hear(Tick(), at=due):
             reads.append(due)
@@ -250,9 +267,7 @@ def test_failed_read_is_repeated_and_said_in_the_end() -> None:
 def test_failed_declaration_is_repeated() -> None:
     """A peer that could not declare itself tries again within the window."""
     play = Play()
-    play.read()
-    play.hear(Declared("no route"), at=0.1)
-    play.read()
+    assert play.hear(DeclareFailed("no route"), at=0.1) == [ReadDirectory()]
     assert Declare(MINE) in play.wait(1.0)
 
 
@@ -298,7 +313,7 @@ def test_accepts_while_it_asks_itself_and_redirects_once_it_follows() -> None:
     play.read(declared(1))
     assert play.joins(60) == [Accept(peer_id(60))]
     said = play.hear(AskAccepted(peer_id(1)))
-    assert said == [Redirect(peer_id(60), contact_of(1)), Withdraw()]
+    assert said == [Redirect(peer_id(60), contact_of(1))]
     assert play.machine.followers == ()
     assert play.joins(61) == [Redirect(peer_id(61), contact_of(1))]
 
@@ -403,16 +418,24 @@ def test_full_leader_is_asked_again_soon() -> None:
     assert Ask(contact_of(1), MINE) in said
 
 
+def test_follower_of_a_leader_without_a_place_does_not_send_us_back_to_it() -> None:
+    """Else we would go to and fro between the two, as fast as messages travel."""
+    play = Play()
+    play.settle(declared(1), declared(2))
+    assert play.hear(AskRefused(peer_id(1), "full", "")) == [Ask(contact_of(2), MINE)]
+    said = play.hear(AskRedirected(peer_id(2), contact_of(1)))
+    assert Ask not in kinds(said + play.wait(play.now + Rules().settle_s))
+    assert Ask in kinds(play.wait(play.now + 0.3))
+
+
 @pytest.mark.parametrize("lost", [AskLost(peer_id(1), "silent"), PeerGone(peer_id(1))])
 def test_lost_leader_is_replaced_at_once(lost: Event) -> None:
-    """A follower whose leader dies looks again: declares with its old place, asks the next."""
+    """A follower whose leader dies looks again, in its old place, and asks the next."""
     play = following(1)
     play.memory.lose(peer_id(1), MINE)
-    said = play.hear(lost, at=0.1)
-    assert Declare(MINE) in said
-    assert play.machine.phase is Phase.LOOKING or Ask in kinds(said)
-    assert not any(isinstance(action, Ask) and action.contact == contact_of(1) for action in said)
-    play.hear(Declared(), at=0.12)
+    said = play.hear(lost, at=0.12)
+    assert ReadDirectory() in said
+    assert play.machine.phase is Phase.LOOKING
     said = play.read(declared(1), declared(2), at=0.15)
     assert said == [Ask(contact_of(2), MINE)]
 
@@ -476,7 +499,7 @@ def test_silent_leader_is_left_after_the_window() -> None:
 def test_begin_ends_the_search() -> None:
     """Begin is taken from the leader that is followed."""
     play = following(1)
-    assert play.hear(BeginReceived(peer_id(1))) == []
+    assert play.hear(BeginReceived(peer_id(1))) == [Withdraw()]
     assert play.machine.phase is Phase.OVER
     assert play.machine.deadline() is None
 
@@ -542,12 +565,13 @@ def test_starts_after_a_read_begun_after_the_quiet_time() -> None:
 def test_does_not_start_before_its_own_declaration_is_stored() -> None:
     """Whoever declares at the same time must be able to find us, or we it."""
     play = Play(memory=Memory(companions=frozenset({peer_id(60)})))
+    play.joins(3, expiration=MINE - 1, at=0.01)
     play.joins(60, at=0.01)
-    play.read(declared(1), at=0.02)
-    assert play.hear(AskRefused(peer_id(1), "started", ""), at=1.0) == [ReadDirectory()]
-    assert play.read(at=1.01) == []
-    assert play.hear(Declared(), at=1.02) == [ReadDirectory()]
-    assert Start in kinds(play.wait(1.2))
+    play.hear(AskRefused(peer_id(3), "started", ""), at=1.0)
+    play.hear(DirectoryRead(()), at=1.01)
+    assert play.wait(1.5) == []
+    play.read(at=1.5)
+    assert Start in kinds(play.wait(1.7))
 
 
 def test_join_during_the_read_asks_for_another() -> None:
@@ -798,7 +822,7 @@ def test_cancel_tells_everybody() -> None:
     assert kinds(said) == [Refuse, Withdraw]
     assert play.hear(Tick(), at=10.0) == []
     play = following(1)
-    assert play.hear(Cancel()) == [StopAsking(peer_id(1))]
+    assert play.hear(Cancel()) == [StopAsking(peer_id(1)), Withdraw()]
 
 
 # -------------------------------------------------------------------------------------------------------------- clients

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.dht import DhtNode
+from shoal.dht import DhtNode, Item, ValueWithExpiration
 from shoal.errors import ConfigError, PeerUnreachable, ShoalError
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
@@ -50,37 +50,32 @@ class DhtDirectory:
         self._node, self._endpoint, self._timeout_s = node, endpoint, timeout_s
         self._last: dict[str, float] = {}
 
-    async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
-        """Say that this peer looks for a group until `expiration` (wall clock, seconds)."""
-        await self._write(group_key, [[str(address) for address in contact.addresses], expiration], expiration)
+    async def declare(self, group_key: str, expiration: float, contact: Contact) -> list[tuple[Contact, float]]:
+        """Say that this peer looks for a group until `expiration` (wall clock, seconds); returns who else does."""
+        entry = [[str(address) for address in contact.addresses], expiration]
+        stored, found = await self._node.exchange(self._item(group_key, entry, expiration), timeout_s=self._timeout_s)
+        if not stored:
+            raise PeerUnreachable("no DHT node took the declaration")
+        return _declared(found)
 
     async def withdraw(self, group_key: str) -> None:
         """Take it back, by an entry that says nothing."""
         if (last := self._last.get(group_key)) is not None:
-            await self._write(group_key, None, last - _KEEP_S)
+            item = self._item(group_key, None, last - _KEEP_S)
+            if not (await self._node.store_many([item], timeout_s=self._timeout_s))[0]:
+                raise PeerUnreachable("no DHT node took the withdrawal")
 
-    async def _write(self, group_key: str, value: object, expiration: float) -> None:
+    def _item(self, group_key: str, value: object, expiration: float) -> Item:
         record_expiration = max(expiration + _KEEP_S, self._last.get(group_key, 0.0) + 0.001)
         self._last.pop(group_key, None)
         self._last[group_key] = record_expiration
         while len(self._last) > 64:
             self._last.pop(next(iter(self._last)))
-        own = self._endpoint.peer_id.raw
-        if not await self._node.store(group_key, value, record_expiration, own, timeout_s=self._timeout_s):
-            raise PeerUnreachable("no DHT node took the declaration")
+        return Item(group_key, value, record_expiration, self._endpoint.peer_id.raw)
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """Who looks for a group under this key now, and until when."""
-        found = await self._node.get(group_key, latest=True, timeout_s=self._timeout_s)
-        declared = []
-        for peer, value in _entries(found.value if found else None):
-            if value is not None:
-                try:
-                    addresses, expiration = msgspec.convert(value, tuple[_Addresses, float])
-                except msgspec.ValidationError:
-                    continue  # another peer's malformed entry hides that peer only
-                declared.append((Contact(peer, _addresses(addresses, peer)), expiration))
-        return declared
+        return _declared(await self._node.get(group_key, latest=True, timeout_s=self._timeout_s))
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
@@ -102,6 +97,19 @@ async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[t
         if peer != node.peer_id:
             donors.append((Contact(peer, _addresses(addresses, peer)), priority))
     return donors
+
+
+def _declared(found: ValueWithExpiration | None) -> list[tuple[Contact, float]]:
+    """The declarations under a group key."""
+    declared = []
+    for peer, value in _entries(found.value if found else None):
+        if value is not None:
+            try:
+                addresses, expiration = msgspec.convert(value, tuple[_Addresses, float])
+            except msgspec.ValidationError:
+                continue  # another peer's malformed entry hides that peer only
+            declared.append((Contact(peer, _addresses(addresses, peer)), expiration))
+    return declared
 
 
 def _entries(value: object) -> Iterator[tuple[PeerID, object]]:

@@ -20,7 +20,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
-__all__ = ["Caller", "Crawler", "Search", "report"]
+__all__ = ["Caller", "Crawler", "Findings", "Search", "report"]
 
 R = TypeVar("R")
 
@@ -138,7 +138,24 @@ class Caller:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Search:
+class Findings:
+    """The records of one key that were found so far.
+
+    Args:
+        key: the wire key.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.records: dict[bytes | None, Record] = {}
+
+    def improves(self, record: Record) -> bool:
+        """Whether the record would replace what was found so far."""
+        held = self.records.get(record.subkey)
+        return held is None or wins(record, held)
+
+
+class Search(Findings):
     """One key that is looked for: its lookup, and the records found so far.
 
     Args:
@@ -148,18 +165,13 @@ class Search:
     """
 
     def __init__(self, key: bytes, lookup: Lookup, *, first: bool = False) -> None:
-        self.key, self.lookup, self.first = key, lookup, first
-        self.records: dict[bytes | None, Record] = {}
+        super().__init__(key)
+        self.lookup, self.first = lookup, first
 
     @property
     def done(self) -> bool:
         """Whether no further call is needed."""
         return bool(self.first and self.records) or self.lookup.done
-
-    def improves(self, record: Record) -> bool:
-        """Whether the record would replace what was found so far."""
-        held = self.records.get(record.subkey)
-        return held is None or wins(record, held)
 
 
 class _Queue:
@@ -307,20 +319,28 @@ class Crawler:
 
     async def _take(self, peer: PeerID, search: Search, found: DhtFound, *, values: bool) -> None:
         """Check the answer for one key, and use it."""
+        await self.take_records(peer, search, found.records if values else ())
+        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())
+        search.lookup.reply(peer, nearest)
+
+    async def take_records(self, peer: PeerID, findings: Findings, records: Sequence[Record]) -> None:
+        """Check the records that a node gave for one key, and add them to what was found.
+
+        Raises:
+            PeerProtocolError: the node gave what no honest node holds.
+        """
         now = self._env.clock.time()
-        for number, record in enumerate(found.records if values else ()):
-            if record.key != search.key:
+        for number, record in enumerate(records):
+            if record.key != findings.key:
                 raise self._lie(peer, "a record of another key")
-            if not self._vault.timely(record, now) or not search.improves(record):
+            if not self._vault.timely(record, now) or not findings.improves(record):
                 continue
             if forged := self._vault.forged(record):
                 raise self._lie(peer, f"holds a record that nobody may hold: {forged}")
             if not self._vault.unwanted(record):
-                search.records[record.subkey] = record
+                findings.records[record.subkey] = record
             if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
                 await asyncio.sleep(0)  # signatures take a while: others go first
-        nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())
-        search.lookup.reply(peer, nearest)
 
     def _lie(self, peer: PeerID, what: str) -> PeerProtocolError:
         self._neighbours.lied(peer, asyncio.get_running_loop().time())

@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shoal.clock import Env
-from shoal.dht.crawl import Caller, Crawler, Search
+from shoal.dht.crawl import Caller, Crawler, Findings, Search
 from shoal.dht.joining import Knocking, contacts_of
 from shoal.dht.local import Local
 from shoal.dht.neighbours import Neighbours
-from shoal.dht.publish import Publisher
+from shoal.dht.publish import Exchange, Publisher
 from shoal.dht.routing import key_of
 from shoal.dht.service import Service
 from shoal.dht.settings import DhtSettings
@@ -241,6 +241,33 @@ class DhtNode:
                 self._vault.wrote(records[number], self._env.clock.time())
         return [count > 0 for count in copies]
 
+    async def exchange(self, item: Item, *, timeout_s: float | None = None) -> tuple[bool, ValueWithExpiration | None]:
+        """Store one thing, and get what the nodes that take it hold under its key: `store` and `get`, in one call each.
+
+        Each node takes the record before it answers. So of two peers that exchange under one key, and reach one honest
+        node both, at least one is shown the other's record. Once a node has answered, silent ones are waited for no
+        longer than `settings.slow_s`.
+
+        Args:
+            item: what is stored; see `store`.
+            timeout_s: longest time; default `settings.timeout_s`.
+
+        Returns:
+            What `store` returns, and what `get(latest=True)` returns.
+
+        Raises:
+            ConfigError: as `store`.
+            ClosedError: the node was closed.
+        """
+        self._check_open()
+        exchange = Exchange(self._record(item))
+        async with self._operation(timeout_s):
+            await self._publisher.exchange(exchange)
+        now = self._env.clock.time()
+        if stored := exchange.copies[0] > 0:
+            self._vault.wrote(exchange.record, now)
+        return stored, view(self._all_known(exchange, now), now)
+
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
         expiration = item.expiration_time
@@ -303,12 +330,17 @@ class DhtNode:
         if searches:
             async with self._operation(timeout_s):
                 await self._crawler.find_values(list(searches.values()))
-        now, at = self._env.clock.time(), asyncio.get_running_loop().time()
+        now = self._env.clock.time()
         for name, search in searches.items():
-            if search.records:
-                self._vault.found(name, list(search.records.values()), now, at)
-            records[name] = [*search.records.values(), *self._vault.known(name, now)]
+            records[name] = self._all_known(search, now)
         return {key: view(records[name], now) for key, name in names.items()}
+
+    def _all_known(self, findings: Findings, now: float) -> list[Record]:
+        """What was found under a key, which is kept for a while, and what lies here."""
+        found = list(findings.records.values())
+        if found:
+            self._vault.found(findings.key, found, now, asyncio.get_running_loop().time())
+        return [*found, *self._vault.known(findings.key, now)]
 
     # ---------------------------------------------------------------------------------------------------------- looking
 

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
-from shoal.dht.crawl import Caller, Crawler, Search
+from shoal.dht.crawl import Caller, Crawler, Findings, Search
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key, node_id
 from shoal.dht.storage import wire_bytes
@@ -19,7 +19,7 @@ from shoal.errors import PeerError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.wire import Contact, DhtStore, Record
 
-__all__ = ["Publisher"]
+__all__ = ["Exchange", "Publisher"]
 
 _RECORDS_PER_CALL = 256
 _BYTES_PER_CALL = 512 << 10
@@ -33,6 +33,23 @@ class _Route(NamedTuple):
     nodes: list[Contact]
     at: float
     version: int
+
+
+class Exchange(Findings):
+    """A record on its way to the nodes that should hold it, and what they hold under its key.
+
+    Args:
+        record: the record, checked.
+
+    Attributes:
+        copies: one number: how many nodes hold the record now.
+        answered: done once one of the other nodes has answered.
+    """
+
+    def __init__(self, record: Record) -> None:
+        super().__init__(record.key)
+        self.record, self.copies = record, [0]
+        self.answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class Publisher:
@@ -58,16 +75,28 @@ class Publisher:
         self._caller, self._crawler = caller, crawler
         self._own, self._env, self._neighbours, self._vault = local.own, local.env, local.neighbours, local.vault
         self._replicas, self._route_s = local.settings.replicas, local.settings.route_s
+        self._slow_s = local.settings.slow_s
         self._holds, self._on_held = holds, on_held
         self._known: dict[bytes, _Route] = {}
         self._everyone = _Route([], float("-inf"), 0)
 
-    async def publish(self, records: Sequence[Record], copies: list[int]) -> None:
+    async def exchange(self, exchange: Exchange) -> None:
+        """Bring a record to where it belongs, and take what is held there under its key.
+
+        Once a node has answered, the others have `slow_s` more to do so: one that is silent does not hold up who wants
+        to know. What is left is done in the background.
+        """
+        work = self._caller.spawn(self.publish([exchange.record], exchange.copies, exchange))
+        await asyncio.wait((work, exchange.answered), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((work,), timeout=self._slow_s)
+
+    async def publish(self, records: Sequence[Record], copies: list[int], exchange: Exchange | None = None) -> None:
         """Find where the records belong and bring them there. When it is cancelled, `copies` is what was done so far.
 
         Args:
             records: the records, checked.
             copies: one number per record; raised for each node that holds it now.
+            exchange: takes what the nodes hold under its key; None: they are not asked.
         """
         answered = await self._routes(dict.fromkeys(record.key for record in records))
         missing: dict[int, None] = {}
@@ -80,7 +109,7 @@ class Publisher:
                 self._on_held(record)
             for contact in nodes[: self._replicas - mine]:
                 wanted.setdefault(contact.peer, (contact, []))[1].append(number)
-        await self._send_all(wanted, records, copies, missing)
+        await self._send_all(wanted, records, copies, missing, exchange)
         if missing:
             # Nodes that failed just now: the next ones take their place.
             wanted = {}
@@ -88,7 +117,7 @@ class Publisher:
                 self._known.pop(records[number].key, None)
                 for contact in answered[records[number].key][self._replicas :]:
                     wanted.setdefault(contact.peer, (contact, []))[1].append(number)
-            await self._send_all(wanted, records, copies, {})
+            await self._send_all(wanted, records, copies, {}, exchange)
 
     async def _routes(self, keys: Iterable[bytes]) -> dict[bytes, list[Contact]]:
         """For each key the nodes nearest to it, and a few more, nearest first."""
@@ -129,10 +158,11 @@ class Publisher:
         records: Sequence[Record],
         copies: list[int],
         missing: dict[int, None],
+        exchange: Exchange | None,
     ) -> None:
         async def send(contact: Contact, numbers: list[int]) -> None:
             for chunk in _chunks(numbers, records):
-                answers = await self.send(contact, [records[number] for number in chunk])
+                answers = await self.send(contact, [records[number] for number in chunk], exchange)
                 for number, refusal in zip(chunk, answers, strict=True):
                     copies[number] += refusal == ""
                     if refusal is None:
@@ -140,16 +170,24 @@ class Publisher:
 
         await asyncio.gather(*(send(contact, numbers) for contact, numbers in wanted.values()))
 
-    async def send(self, contact: Contact, records: Sequence[Record]) -> list[str | None]:
+    async def send(
+        self, contact: Contact, records: Sequence[Record], exchange: Exchange | None = None
+    ) -> list[str | None]:
         """Send records, few enough for one call, to one node.
 
         Returns:
             For each record: empty if the node holds it now, else why not; None if the call failed.
         """
         try:
-            reply = await self._caller.call(contact, DhtStore(list(records)))
+            reply = await self._caller.call(
+                contact, DhtStore(list(records), None if exchange is None else exchange.key)
+            )
             if len(reply.refused) != len(records):
                 raise PeerProtocolError(f"{len(reply.refused)} answers for {len(records)} records", contact.peer)
+            if exchange is not None:
+                await self._crawler.take_records(contact.peer, exchange, reply.records)
+                if not exchange.answered.done():
+                    exchange.answered.set_result(None)
         except PeerError:
             return [None] * len(records)
         return list(reply.refused)

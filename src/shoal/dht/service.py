@@ -7,7 +7,7 @@ the size that one message may have: keys that do not fit are marked `more`, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from shoal.dht.local import Local
@@ -70,27 +70,41 @@ class Service:
             else:
                 found.append(DhtFound(records, nearest))
                 left -= size
-        # Large answers cost more than small ones, but nobody knows their size before.
-        self._finds.charge(peer, (room - left) / _BYTES_PER_TOKEN, asyncio.get_running_loop().time())
+        self._charge(peer, room - left)
         return DhtFindReply(found)
 
     def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply | Coroutine[Any, Any, DhtStoreReply]:
-        """Hold these records, as far as the rules allow. Where they are many, signatures take a while."""
+        """Hold these records, as far as the rules allow, then say what is held for the key that is asked for.
+
+        In this order: of two peers that store and ask under one key, the second one is shown the first one's record.
+        Where records are many, signatures take a while.
+        """
         self._meet(peer)
         self._pay(self._stores, peer, max(1, len(request.records)), "records")
+        if request.find is not None:
+            self._pay(self._finds, peer, 1, "keys")
         if not self._endpoint.contact.addresses:
             raise PeerRefused("this peer only dials: it holds no records for others", peer)
         if len(request.records) > _CHECKED_AT_ONCE:
-            return self._store_many(peer, request.records)
-        return DhtStoreReply([self._hold(peer, record) for record in request.records])
+            return self._store_many(peer, request)
+        refused = [self._hold(peer, record) for record in request.records]
+        return DhtStoreReply(refused, self._shown(peer, request.find))
 
-    async def _store_many(self, peer: PeerID, records: Sequence[Record]) -> DhtStoreReply:
+    async def _store_many(self, peer: PeerID, request: DhtStore) -> DhtStoreReply:
         refused: list[str] = []
-        for number, record in enumerate(records, 1):
+        for number, record in enumerate(request.records, 1):
             refused.append(self._hold(peer, record))
             if number % _CHECKED_AT_ONCE == 0:
                 await asyncio.sleep(0)  # others go first
-        return DhtStoreReply(refused)
+        return DhtStoreReply(refused, self._shown(peer, request.find))
+
+    def _shown(self, peer: PeerID, key: bytes | None) -> list[Record]:
+        """What a peer that stores is shown of the key that it asks for."""
+        if key is None:
+            return []
+        records = self._vault.held.records(key, self._env.clock.time())
+        self._charge(peer, sum(map(wire_bytes, records)))
+        return records
 
     def _hold(self, peer: PeerID, record: Record) -> str:
         """Why the record is not held; empty if it is."""
@@ -107,6 +121,10 @@ class Service:
         if self._closed:
             raise ClosedError("this DHT node was closed")
         self._neighbours.alive(self._endpoint.contact_of(peer), asyncio.get_running_loop().time())
+
+    def _charge(self, peer: PeerID, nbytes: int) -> None:
+        """Large answers cost more than small ones, but nobody knows their size before."""
+        self._finds.charge(peer, nbytes / _BYTES_PER_TOKEN, asyncio.get_running_loop().time())
 
     def _pay(self, limiter: RateLimiter, peer: PeerID, cost: float, what: str) -> None:
         if not limiter.allows(peer, cost, asyncio.get_running_loop().time()):

@@ -115,6 +115,12 @@ class Declarers:
         expiration = self.expiration_of(peer)
         return peer in self._memory.lost and (expiration is None or expiration <= self._memory.lost[peer])
 
+    def set_aside(self, peer: PeerID, now: float) -> bool:
+        """Whether not to ask this peer now, whoever says to: it is lost, is of no use, or was to be left alone."""
+        expiration, spent = self.expiration_of(peer), self._spent.get(peer, -math.inf)
+        useless = spent > -math.inf and (expiration is None or expiration <= spent)
+        return useless or self.is_lost(peer) or self._paused.get(peer, -math.inf) > now
+
     def next_change(self, now: float) -> float:
         """When the next pause ends; infinity if nobody is paused."""
         return min((until for until in self._paused.values() if until > now), default=math.inf)

@@ -33,13 +33,17 @@ class GroupDirectory(Protocol):
     """Where peers that look for a group under a key declare themselves; in a swarm, a dictionary record in the DHT.
 
     It is only a hint where to ask: entries may be late, missing or stale. But once `declare` has returned, reads that
-    begin later should find the entry. Of several writes by one peer the last one called wins, also if the one before
-    was cancelled or still goes on, and also if a declaration comes back with the expiration that it had before it was
-    withdrawn. Entries should be kept for a few seconds past their expiration: clocks differ, readers judge.
+    begin later should find the entry; and of two peers that declare at the same time, at least one should be told of
+    the other. Of several writes by one peer the last one called wins, also if the one before was cancelled or still
+    goes on, and also if a declaration comes back with the expiration that it had before it was withdrawn. Entries
+    should be kept for a few seconds past their expiration: clocks differ, readers judge.
     """
 
-    async def declare(self, group_key: str, expiration: float, contact: Contact) -> None:
+    async def declare(self, group_key: str, expiration: float, contact: Contact) -> Sequence[tuple[Contact, float]]:
         """Say that we look for a group until `expiration` (wall clock, seconds); returns when it can be found.
+
+        Returns:
+            Who else looks for a group under this key, and until when; we ourselves may be among them.
 
         Raises:
             ShoalError: it could not be stored.

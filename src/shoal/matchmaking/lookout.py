@@ -1,8 +1,9 @@
 """When a searching peer declares, reads the directory and nudges, and how long it waits for more to join. Sans-IO.
 
-- The directory is read at once when the search begins (somebody may be there already), again when our own declaration
-  is stored (of two peers that declare at the same time, the one that reads later sees the other), after each quiet
-  time, and ever more rarely while nothing happens.
+- Whoever declares sees at once who is there already: each holder of the group key takes the declaration and then says
+  what it holds, so of two peers that declare at the same time, the one that a holder they share hears of later sees
+  the other. The directory is read (by a client at once) after each quiet time, and ever more rarely while nothing
+  happens.
 - The *quiet time* after a join is short if exactly the last group's members are there, long if one of them is missing,
   and else follows the gaps between joins; it is never shorter than a read of the directory takes, because a peer that
   was sent here by another leader needs about as many round trips.
@@ -53,7 +54,7 @@ class Lookout:
     def __init__(self, me: PeerID, rules: Rules, memory: Memory, declarers: Declarers, *, now: float) -> None:
         self._me, self._rules, self._memory, self._declarers = me, rules, memory, declarers
         self._listed = self._declaring = False
-        self._declared_at = self._last_join = now
+        self._declare_begun = self._declared_at = self._last_join = now
         self._declare_again_at = math.inf
         self._reading = self._disappointed = False
         self._read_begun = self._last_read = -math.inf
@@ -69,14 +70,21 @@ class Lookout:
         if not self._rules.leads or (self._listed and now < self._declare_again_at):
             return []
         self._listed = self._declaring = True
-        self._declare_again_at = math.inf
+        self._declare_begun, self._declare_again_at = now, math.inf
         return [Declare(expiration)]
 
-    def declared(self, error: str | None, now: float) -> None:
-        """The declaration is stored, or is not."""
+    def declared(self, declarations: Iterable[Declaration], now: float) -> None:
+        """The declaration is stored, and this is who was there."""
         if self._declaring:
             self._declaring, self._declared_at = False, now
-            self._declare_again_at = math.inf if error is None else now + _DECLARE_AGAIN_S
+            self._looked(declarations, self._declare_begun, now)
+
+    def declare_failed(self, now: float) -> None:
+        """The declaration is not stored, as far as is known: read at once, and try again in a while."""
+        if self._declaring:
+            self._declaring, self._declared_at = False, now
+            self._declare_again_at = now + _DECLARE_AGAIN_S
+            self.disappointed()
 
     def withdraw(self) -> list[Action]:
         """Take the declaration back if there is one."""
@@ -96,17 +104,20 @@ class Lookout:
         """Read the directory if it is time to."""
         if self._reading or now < self._next_read(followers, now):
             return []
-        if self._read_begun >= max(self._declared_at, self._last_join):
+        if max(self._read_begun, self._declared_at) >= self._last_join:
             self._poll_s = min(2 * self._poll_s, _POLL_MAX_S)
         self._reading, self._read_begun = True, now
         return [ReadDirectory()]
 
     def read_done(self, declarations: Iterable[Declaration], now: float) -> None:
         """What the directory said to the last `ReadDirectory`."""
-        self._memory.read_s = now - self._read_begun
+        self._reading = False
+        self._looked(declarations, self._read_begun, now)
+
+    def _looked(self, declarations: Iterable[Declaration], begun: float, now: float) -> None:
+        self._memory.read_s = now - begun
         self._declarers.read(declarations, now)
-        self._last_read = self._read_begun
-        self._reading = self._disappointed = False
+        self._last_read, self._disappointed = begun, False
 
     def read_failed(self) -> None:
         """The directory did not answer the last `ReadDirectory`."""
@@ -139,13 +150,11 @@ class Lookout:
         return now < max(self._last_join, self._declared_at) + wait_s
 
     def _next_read(self, followers: Followers, now: float) -> float:
-        if self._read_begun == -math.inf or self._disappointed:
+        if self._disappointed or (self._read_begun == -math.inf and not self._rules.leads):
             return now
         if self._declaring:
             return math.inf
-        if self._read_begun < self._declared_at:
-            return self._declared_at
-        poll = self._read_begun + self._poll_s
+        poll = max(self._read_begun, self._declared_at) + self._poll_s
         if followers and self._read_begun < (settled := self._settled(followers)):
             return min(settled, poll)
         return poll

@@ -29,9 +29,10 @@ is a dead member to that round: `Begin` is final with its first copy. No clock i
 decide who leads and how long somebody waits, never who is in a group.
 
 *When a leader starts* a group that is not full: a read of the directory *begun* after the last join, and after a quiet
-time (`lookout`), shows no live declarer who has not joined. As every peer declares before it looks, whoever is not in
-that read came too late. A declarer that does not come is *nudged*: asked to join, which it refuses, being later; but so
-it learns of the leader, and the leader learns whether it is alive.
+time (`lookout`), shows no live declarer who has not joined. As every peer declares before it looks (each holder of the
+key takes a declaration, then shows what it has), whoever is not in that read came too late. A declarer that does not
+come is *nudged*: asked to join, which it refuses, being later; but so it learns of the leader, and the leader learns
+whether it is alive.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ from shoal.matchmaking.signals import (
     Cancel,
     Declaration,
     Declared,
+    DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
     Event,
@@ -209,12 +211,15 @@ class GroupMachine:
         due = min(due, self._window_end, self._declarers.next_change(self._decided_at))
         return due if self._expected is None else min(due, self._decided_at + _EXPECTED_POLL_S)
 
-    def _on_directory(self, event: Declared | DirectoryRead | DirectoryFailed | Nudged, now: float) -> None:
+    def _on_directory(
+        self, event: Declared | DeclareFailed | DirectoryRead | DirectoryFailed | Nudged, now: float
+    ) -> None:
         match event:
-            case Declared(error):
-                self._lookout.declared(error, now)
-                if error is not None:
-                    self._trouble = (f"could not declare ourselves: {error}", ())
+            case Declared(declarations):
+                self._lookout.declared(declarations, now)
+            case DeclareFailed(error):
+                self._lookout.declare_failed(now)
+                self._trouble = (f"could not declare ourselves: {error}", ())
             case DirectoryRead(declarations):
                 self._lookout.read_done(declarations, now)
             case DirectoryFailed(error):
@@ -283,6 +288,7 @@ class GroupMachine:
                 pass  # said twice
             case BeginReceived() if self._phase is Phase.FOLLOWING:
                 self._phase = Phase.OVER
+                self._out += self._lookout.withdraw()
             case BeginReceived(peer):
                 self._abandon(peer, "it began without having accepted us")
             case AskRefused(peer, code, text):
@@ -293,11 +299,11 @@ class GroupMachine:
                 self._lost(peer, reason)
 
     def _follow(self) -> None:
+        """Our declaration stands until Begin: whoever asks us is sent on, and if we lose our leader we can be found."""
         if self._leader is not None:
             self._phase, self._met = Phase.FOLLOWING, True
             self._out += [Redirect(peer, self._leader) for peer in self._followers]
             self._followers.clear()
-            self._out += self._lookout.withdraw()
 
     def _on_refused(self, peer: PeerID, code: str, text: str, now: float) -> None:
         if code != "later":  # it comes to us instead
@@ -315,9 +321,9 @@ class GroupMachine:
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
         self._met = True
         unfit = leader.peer in self._chain or leader.peer == self._me or leader.peer in self._followers
-        if unfit or len(self._chain) >= _MAX_HOPS or self._declarers.is_lost(leader.peer):
+        if unfit or len(self._chain) >= _MAX_HOPS or self._declarers.set_aside(leader.peer, now):
             # One of us knows less than the other; that mends itself.
-            self._trouble = ("sent in a circle, or to a peer that is gone", (peer, leader.peer))
+            self._trouble = ("sent in a circle, or to a peer that is gone or has no place", (peer, leader.peer))
             self._declarers.pause(peer, now + 2 * self._rules.settle_s)
             self._look_again()
         else:

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
 from shoal.clock import Env
@@ -27,6 +27,7 @@ from shoal.matchmaking.signals import (
     Declaration,
     Declare,
     Declared,
+    DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
     Event,
@@ -46,9 +47,11 @@ from shoal.matchmaking.signals import (
 from shoal.matchmaking.terms import Terms
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
-from shoal.wire import Begin, Join, JoinAccepted, JoinRedirected, JoinRefused
+from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused
 
 __all__ = ["Owner", "Search"]
+
+_WITHDRAW_AFTER_S = 0.1
 
 
 class Owner(Protocol):
@@ -232,15 +235,20 @@ class Search:
         terms = self._terms
         try:
             async with asyncio.timeout(terms.request_timeout_s):
-                await self._directory.declare(terms.group_key, expiration, terms.member.contact)
+                entries = await self._directory.declare(terms.group_key, expiration, terms.member.contact)
         except (ShoalError, TimeoutError) as error:
-            self.feed(Declared(str(error) or "no answer in time"))
+            self.feed(DeclareFailed(str(error) or "no answer in time"))
         except Exception as error:  # noqa: BLE001 (raised by `run`)
             self.fail(error)
         else:
-            self.feed(Declared())
+            self.feed(Declared(_declarations(entries)))
 
     async def _withdraw(self) -> None:
+        """Take our declaration back, in a moment: others may wait for their `Begin`, and a new declaration replaces it.
+
+        Until then whoever asks us is refused, which costs it one answer.
+        """
+        await asyncio.sleep(_WITHDRAW_AFTER_S)
         async with asyncio.timeout(self._terms.request_timeout_s):
             await self._directory.withdraw(self._terms.group_key)
 
@@ -252,7 +260,7 @@ class Search:
         except (ShoalError, TimeoutError) as error:
             self.feed(DirectoryFailed(str(error) or "no answer in time"))
         else:
-            self.feed(DirectoryRead(tuple(Declaration(contact, expiration) for contact, expiration in entries)))
+            self.feed(DirectoryRead(_declarations(entries)))
 
     # ---------------------------------------------------------------------------------------------- being asked
 
@@ -349,3 +357,7 @@ class Search:
             self._endpoint.learn(member.contact)
         self._found(begin, my_index, {stream.peer_id: stream})
         return True
+
+
+def _declarations(entries: Iterable[tuple[Contact, float]]) -> tuple[Declaration, ...]:
+    return tuple(Declaration(contact, expiration) for contact, expiration in entries)

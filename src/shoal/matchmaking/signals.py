@@ -25,6 +25,7 @@ __all__ = [
     "Cancel",
     "Declaration",
     "Declare",
+    "DeclareFailed",
     "Declared",
     "DirectoryFailed",
     "DirectoryRead",
@@ -139,9 +140,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration is stored, or why it could not be."""
+    """The declaration is stored; who else declared when it was."""
 
-    error: str | None = None
+    declarations: tuple[Declaration, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DeclareFailed:
+    """The declaration could not be stored."""
+
+    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +259,7 @@ class Cancel:
 
 Event = (
     Declared
+    | DeclareFailed
     | DirectoryRead
     | DirectoryFailed
     | JoinAsked
@@ -272,7 +281,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Store our declaration in the directory; answered by `Declared`."""
+    """Store our declaration in the directory, and look who is there; answered by `Declared` or `DeclareFailed`."""
 
     expiration: float
 

@@ -6,6 +6,7 @@ A process imports torch once and is used again by the next test, in a new group,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -43,6 +44,9 @@ class Ranks:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("spawn")
         self._idle: list[tuple[Any, Connection]] = []
+        # Lives as long as the processes do: whoever still beats in the store of an ended group makes its file anew.
+        self._stores = tempfile.TemporaryDirectory(prefix="shoal-ranks-")
+        self._groups = itertools.count()
 
     def play(self, ranks: int, function: Callable[..., Any], *args: object) -> list[Any]:
         """Run `function(*args)` on each rank of a group; returns what each returned. Raises the first `Failed`."""
@@ -61,23 +65,23 @@ class Ranks:
             there.close()
             self._idle.append((process, here))
         crew, self._idle = self._idle[:ranks], self._idle[ranks:]
-        with tempfile.TemporaryDirectory(prefix="shoal-ranks-") as folder:
-            for rank, (_, pipe) in enumerate(crew):
-                pipe.send((function, args, rank, ranks, str(Path(folder) / "store")))
-            results: list[Any] = []
-            for rank, (process, pipe) in enumerate(crew):
-                if rank == killed:
-                    assert pipe.poll(LONG_S)
-                    assert pipe.recv_bytes() == b"kill me"
-                    os.kill(process.pid, signal.SIGKILL)
-                    process.join()
-                    pipe.close()
-            for rank, (_, pipe) in enumerate(crew):
-                if rank == killed:
-                    results.append(None)
-                    continue
-                assert pipe.poll(LONG_S), f"rank {rank} does not answer"
-                results.append(pickle.loads(pipe.recv_bytes()))
+        store = str(Path(self._stores.name) / str(next(self._groups)))
+        for rank, (_, pipe) in enumerate(crew):
+            pipe.send((function, args, rank, ranks, store))
+        results: list[Any] = []
+        for rank, (process, pipe) in enumerate(crew):
+            if rank == killed:
+                assert pipe.poll(LONG_S)
+                assert pipe.recv_bytes() == b"kill me"
+                os.kill(process.pid, signal.SIGKILL)
+                process.join()
+                pipe.close()
+        for rank, (_, pipe) in enumerate(crew):
+            if rank == killed:
+                results.append(None)
+                continue
+            assert pipe.poll(LONG_S), f"rank {rank} does not answer"
+            results.append(pickle.loads(pipe.recv_bytes()))
         self._idle += [each for rank, each in enumerate(crew) if rank != killed]
         return results
 
@@ -86,6 +90,7 @@ class Ranks:
         for process, pipe in self._idle:
             pipe.close()
             process.join(LONG_S)
+        self._stores.cleanup()
 
 
 @contextlib.contextmanager

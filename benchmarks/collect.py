@@ -51,11 +51,13 @@ def forming(content: Mapping[str, Any]) -> list[Row]:
     bars = {"2": at_most(0.05), "8": at_most(0.1), "16": at_most(0.15)}
     rows = []
     for peers, each in content.items():
-        mine, its = each["results"]["shoal"], each["results"].get("hivemind", {}).get("last_s")
+        mine, other = each["results"]["shoal"], each["results"].get("hivemind", {})
+        beside = ", ".join(["hivemind", *filter(None, [other.get("left_out")])]) if other.get("joins") else ""
         if mine["last_s"]:
             row = Row(f"forming a group of {peers}, p50", mine["last_s"]["p50"], "s", bar=bars.get(peers))
-            rows.append(row._replace(beside="hivemind", its=its["p50"]) if its else row)
-        rows.append(Row(f"groups of {peers}: joins that were full", mine["full_part"]))
+            rows.append(row._replace(beside=beside, its=other["last_s"]["p50"]) if other.get("last_s") else row)
+        row = Row(f"groups of {peers}: joins that were full", mine["full_part"])
+        rows.append(row._replace(beside=beside, its=other["full_part"]) if beside else row)
     return rows
 
 

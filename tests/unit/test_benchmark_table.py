@@ -120,12 +120,23 @@ def test_each_size_of_a_group_has_its_own_bar() -> None:
     """Seconds of the last peer; hivemind's stand beside, and decide nothing."""
 
     def formed(p50: float) -> dict[str, Any]:
-        return {"last_s": {"p50": p50}, "full_part": 1.0}
+        return {"last_s": {"p50": p50}, "full_part": 1.0, "joins": 10}
 
     content = {peers: {"results": {"shoal": formed(0.08), "hivemind": formed(0.5)}} for peers in ("2", "8", "16")}
     rows = [row for row in collect.forming(content) if row.bar is not None]
     assert [verdict(row) for row in rows] == [False, True, True]
     assert {row.its for row in rows} == {0.5}
+
+
+def test_a_contender_that_gave_up_is_said_to_have() -> None:
+    """It has no time then, but a part of its joins; one that never joined is not shown."""
+    mine: dict[str, Any] = {"last_s": {"p50": 0.1}, "full_part": 1.0, "joins": 10}
+    its: dict[str, Any] = {"last_s": {}, "full_part": 0.5, "joins": 4, "left_out": "left out after round 2"}
+    time, part = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its}}})
+    assert (time.beside, verdict(time)) == ("", True)
+    assert (part.beside, part.its) == ("hivemind, left out after round 2", 0.5)
+    alone = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its | {"joins": 0}}}})
+    assert not any(row.beside for row in alone)
 
 
 def test_slow_links_have_a_wider_bar_with_losses() -> None:

@@ -24,6 +24,7 @@ from shoal.wire import Progress
 __all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
 
 _SHOWN = 120
+_INVERTED = bytes(range(255, -1, -1))
 
 
 class StateKey(NamedTuple):
@@ -36,7 +37,7 @@ class StateKey(NamedTuple):
     @classmethod
     def of(cls, epoch: int, samples: int, digest: bytes) -> StateKey:
         """The key of a state."""
-        return cls(epoch, samples, bytes(255 - byte for byte in digest))
+        return cls(epoch, samples, digest.translate(_INVERTED))
 
 
 @dataclass(frozen=True, slots=True)

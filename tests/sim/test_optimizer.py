@@ -195,16 +195,16 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         for name in names:
             await run.add(name)
         tasks = [
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=lambda: loop.time() > 240))
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=lambda: loop.time() > 150))
             for name in names
         ]
         await sim.sleep(6)
         run.swarm.partition([["p0", "p1"], ["p2", "p3", "p4"]])
-        await sim.sleep(60)
+        await sim.sleep(30)
         sides = [run.swarm.peer("p0").collaboration.state, run.swarm.peer("p2").collaboration.state]
         assert sides[0].digest != sides[1].digest
         run.swarm.heal()
-        await sim.sleep(60)
+        await sim.sleep(30)
         best = max(run.swarm.peer(name).collaboration.epoch for name in names)
         run.swarm.peer("p4").collaboration.announce_end(best + 4)
         await asyncio.wait(tasks)
@@ -253,13 +253,13 @@ def test_a_fast_client_does_not_run_away() -> None:
         # The client has gone far alone before the others begin.
         run.swarm.partition([["c2"], ["p0", "p1"]])
         tasks = [
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=s, until=lambda: loop.time() > 150))
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=s, until=lambda: loop.time() > 90))
             for name, s in zip(names, durations, strict=True)
         ]
-        await sim.sleep(40)
+        await sim.sleep(15)
         assert run.swarm.peer("c2").collaboration.epoch > run.swarm.peer("p0").collaboration.epoch
         run.swarm.heal()
-        await sim.sleep(50)
+        await sim.sleep(30)
         run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 4)
         await asyncio.wait(tasks)
         states = {n: run.swarm.peer(n).collaboration.state for n in names}

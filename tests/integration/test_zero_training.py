@@ -224,3 +224,12 @@ def test_a_rank_that_is_killed_is_named_by_all_others(pool: Ranks, stage: int) -
         assert isinstance(outcomes[rank], Failed), outcomes[rank]
         assert outcomes[rank].kind == "RankLost"
         assert "rank 1 gone" in outcomes[rank].message
+
+
+def test_ranks_that_do_different_things_are_told_what(pool: Ranks) -> None:
+    """Nobody is gone, and all wait in vain: each learns where it and the others are."""
+    first, second = pool.outcomes(2, cases.out_of_step)
+    assert first.kind == second.kind == "RankLost"
+    assert "operation 1, an all-gather of 20 bytes" in first.message
+    assert "rank 1 in operation 1, a reduce-scatter of 12 bytes" in first.message
+    assert "rank 0 in operation 1, an all-gather of 20 bytes" in second.message

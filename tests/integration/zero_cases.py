@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,9 +14,10 @@ from torch.distributed.fsdp import fully_shard
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.zero import checkpoint, flat
-from shoal.zero.collectives import Traffic
+from shoal.zero.collectives import Collectives, Run, Traffic
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.tiles import Plan, Tile
+from shoal.zero.watch import Watch
 from tests.integration.ranks import die_here
 
 STEPS = 7
@@ -485,3 +487,13 @@ def any_owners(stage: int) -> tuple[dict[str, torch.Tensor], int]:
     assert isinstance(optimizer.carrier, flat.FlatEngine)
     runs = sum(len(bucket.runs) for bucket in optimizer.carrier._buckets)
     return shoal.zero.full_state_dict(model), runs
+
+
+def out_of_step() -> None:
+    """Rank 1 waits for what rank 0 does not send, and rank 0 the other way round: each is in another collective."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    collectives = Collectives(group, Watch(group), torch.device("cpu"))
+    if dist.get_rank() == 0:
+        collectives.all_gather([Run(1, torch.zeros(5))]).wait()
+    else:
+        collectives.reduce_scatter([Run(1, torch.zeros(3))], lambda *_: None).wait()

@@ -58,7 +58,7 @@ class Agreement:
     def gather(self, text: str) -> list[str]:
         """What each rank says."""
         said = [""] * self._group.size()
-        with self._watch.named():
+        with self._watch.named(self._watch.turn("to agree")):
             dist.all_gather_object(said, text, group=self._group)
         return said
 

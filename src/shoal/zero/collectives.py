@@ -84,15 +84,18 @@ class Pending:
     Args:
         works: what `torch.distributed` knows of them.
         watch: names the rank that is at fault when they fail.
+        turn: what they are to `watch`.
         then: called when all have ended.
     """
 
-    def __init__(self, works: Sequence[dist.Work], watch: Watch, then: Callable[[], None] | None = None) -> None:
-        self._works, self._watch, self._then = works, watch, then
+    def __init__(
+        self, works: Sequence[dist.Work], watch: Watch, turn: str, then: Callable[[], None] | None = None
+    ) -> None:
+        self._works, self._watch, self._turn, self._then = works, watch, turn, then
 
     def wait(self) -> None:
         """Wait until they are done. Raises `PeerUnreachable` that names a rank which is gone."""
-        with self._watch.named():
+        with self._watch.named(self._turn):
             for work in self._works:
                 work.wait()
         if self._then is not None:
@@ -149,7 +152,7 @@ class Collectives:
             for room in rooms:
                 self.scratch.give(room)
 
-        return self._start(operations, finish_all)
+        return self._start("a reduce-scatter", operations, finish_all)
 
     def all_gather(self, runs: Sequence[Run]) -> Pending:
         """Send our runs to every other rank, and receive theirs in place."""
@@ -160,7 +163,7 @@ class Collectives:
                 continue
             operations += [self._send(data, rank) for rank in self._others()]
             self.traffic.gathered += data.nbytes * (self.ranks - 1)
-        return self._start(operations)
+        return self._start("an all-gather", operations)
 
     def _others(self) -> list[int]:
         """Beginning with the rank behind us, so that not all send to the same one at once."""
@@ -172,10 +175,11 @@ class Collectives:
     def _receive(self, data: torch.Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(dist.irecv, data, group=self.group, group_peer=rank)
 
-    def _start(self, operations: list[dist.P2POp], then: Callable[[], None] | None = None) -> Pending:
-        with self.watch.named():
+    def _start(self, doing: str, operations: list[dist.P2POp], then: Callable[[], None] | None = None) -> Pending:
+        turn = self.watch.turn(f"{doing} of {sum(each.tensor.nbytes for each in operations):,} bytes")
+        with self.watch.named(turn):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(works, self.watch, then)
+        return Pending(works, self.watch, turn, then)
 
 
 def sum_in_order(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:

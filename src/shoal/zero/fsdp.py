@@ -181,7 +181,8 @@ class FsdpEngine:
         """Where our rows of each parameter begin: behind those of the ranks before us. Values, not rows."""
         mine = {name: local(parameter).numel() for name, parameter in self._model.named_parameters()}
         sizes: list[dict[str, int]] = [{}] * self._collectives.ranks
-        with self._collectives.watch.named():
+        watch = self._collectives.watch
+        with watch.named(watch.turn("to tell sizes")):
             dist.all_gather_object(sizes, mine, group=self._collectives.group)
         return {name: sum(each[name] for each in sizes[: self._collectives.rank]) for name in mine}
 

@@ -234,7 +234,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return not counts[0], [count == self.collectives.ranks for count in counts[1:]]
 
     def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        with self.collectives.watch.named():
+        watch = self.collectives.watch
+        with watch.named(watch.turn("an all-reduce")):
             dist.all_reduce(tensor, operation, group=self.collectives.group)
 
     @property

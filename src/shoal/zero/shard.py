@@ -126,7 +126,7 @@ def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str
 def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
     """All ranks begin with the parameters and buffers of rank 0."""
     root = dist.get_global_rank(collectives.group, 0)
-    with torch.no_grad(), collectives.watch.named():
+    with torch.no_grad(), collectives.watch.named(collectives.watch.turn("to take over rank 0's model")):
         for tensor in [*model.parameters(), *model.buffers()]:
             whole = tensor.detach().contiguous()
             dist.broadcast(whole, root, group=collectives.group)

@@ -2,7 +2,8 @@
 
 `torch.distributed` says that a connection was closed or that time is up, not which rank is at fault: when one process
 dies, others fail because of each other. So each rank counts up a key of its own in the group's store, and when
-something fails, those whose count stands still are named.
+something fails, those whose count stands still are named. If all are alive, what each of them was about is: ranks that
+do not call the same things in the same order wait for each other until the group's time is up.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Watch:
         # A client of its own, where the store can: a long wait in one thread would keep the other waiting.
         self._store = store.clone() if hasattr(store, "clone") else store
         self._closed = threading.Event()
+        self._turn = 0
         self._store.add(_key(self._rank), 1)
         threading.Thread(target=_beat, args=(self._store, self._rank, self._closed), daemon=True).start()
         weakref.finalize(self, self._closed.set)
@@ -48,30 +50,40 @@ class Watch:
         """Stop to beat."""
         self._closed.set()
 
+    def turn(self, doing: str) -> str:
+        """A name for what all ranks are about to do together: the how many-th it is, and what."""
+        self._turn += 1
+        return f"operation {self._turn}, {doing}"
+
     @contextlib.contextmanager
-    def named(self) -> Iterator[None]:
-        """Turn the failure of a collective into `RankLost`, which names the ranks that are gone."""
+    def named(self, turn: str) -> Iterator[None]:
+        """Turn the failure of what `turn` named into `RankLost`, which names the ranks that are gone."""
         try:
             yield
         except RuntimeError as error:  # what all backends raise
-            raise self.verdict(error) from error
+            raise self.verdict(error, turn) from error
 
-    def verdict(self, error: RuntimeError) -> RankLost:
+    def verdict(self, error: RuntimeError, turn: str) -> RankLost:
         """Who is to blame for an error; takes up to `VERDICT_S`."""
-        said = str(error).strip().split("\n", 1)[0]
+        said = f"{turn}: {str(error).strip().split(chr(10), 1)[0]}"
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         try:
+            self._store.set(_at(self._rank), turn)
             before = [self._count(rank) for rank in others]
             self._closed.wait(VERDICT_S)
             still = [rank for rank, count in zip(others, before, strict=True) if self._count(rank) == count]
             lost = self._agreed(still)
+            at = [self._store.get(_at(rank)).decode() if self._store.check([_at(rank)]) else "" for rank in others]
         except RuntimeError:
             reason = (
                 "the store of the process group is gone, and with it the process that held it (rank 0 or a launcher)"
             )
             return RankLost(f"{reason}; what failed: {said}")
         if not lost:
-            return RankLost(f"a collective failed though all ranks are alive: {said}")
+            elsewhere = [
+                f"rank {rank} in {place or 'none that failed'}" for rank, place in zip(others, at, strict=True)
+            ]
+            return RankLost(f"a collective failed though all ranks are alive: {said}; {', '.join(elsewhere)}")
         names = " and ".join(f"rank {rank}" for rank in lost)
         return RankLost(f"{names} gone, without a sign of life for {VERDICT_S:g} s; what failed: {said}", lost)
 
@@ -94,3 +106,7 @@ def _beat(store: Store, rank: int, closed: threading.Event) -> None:
 
 def _key(rank: int) -> str:
     return f"shoal.zero/alive/{rank}"
+
+
+def _at(rank: int) -> str:
+    return f"shoal.zero/at/{rank}"

@@ -7,15 +7,17 @@ every rank has read all it needs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -47,35 +49,53 @@ def save(
         extra: anything that JSON can hold, such as a scheduler's state; that of rank 0 is kept.
 
     Raises:
-        ConfigError: the path exists, or cannot be written, or the optimizer keeps what cannot be cut into pieces: on
-            all ranks; there is no checkpoint then.
+        ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer or a
+            module keeps what cannot be saved in pieces: on all ranks; there is no checkpoint then.
         RankLost: a rank is gone; there is no checkpoint then.
     """
     target, collectives = Path(path), optimizer.collectives
     agreement = Agreement(collectives.group, collectives.watch)
+    agreement.alike(os.fspath(path), "path")
     folder = target.with_name(f".{target.name}.{agreement.gather(secrets.token_hex(4))[0]}")
     others = _others(model, optimizer)
     try:
         with agreement.together():
             if target.exists():
                 raise ConfigError(f"path exists already: choose another one, or remove {target}")
-            folder.mkdir(parents=True, exist_ok=True)
-            entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
+            with _unwritable(target):
+                folder.mkdir(parents=True, exist_ok=True)
+                entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
         entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         with agreement.together():
             if collectives.rank == 0:
                 index = _index(model, optimizer, others, entries) | {"extra": dict(extra or {})}
-                _finish(folder, target, index, consolidated=consolidated)
+                with _unwritable(target):
+                    _finish(folder, target, index, consolidated=consolidated)
     finally:
-        if collectives.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # by all: where the path is not shared, each has one
+
+
+@contextlib.contextmanager
+def _unwritable(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"path cannot be written: {target}: {error}") from error
 
 
 def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
     """Whatever is not trained, whole: the same on all ranks."""
-    names = {name for group in optimizer.names for name in group}
-    trained = {id(each) for name, each in model.named_parameters() if name in names}
-    return full_state_dict(model, but=trained)
+    found = full_state_dict(model, but=_trained(model, optimizer))
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigError(f"the model's extra state {name} is no tensor: keep it elsewhere, and save that by extra")
+    return found
+
+
+def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:
+    """The `id` of what is trained, as `model.state_dict` has it: FSDP2 puts its shards in place for that."""
+    state = model.state_dict(keep_vars=True)
+    return {id(state[name]) for group in optimizer.names for name in group}
 
 
 def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -140,6 +160,9 @@ def _plain(value: Any) -> Any:
 
 def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidated: bool) -> None:
     """Everything is written but the index: give the checkpoint its name."""
+    for name, entry in index["files"].items():
+        if not (folder / name).exists() or (folder / name).stat().st_size != entry["bytes"]:
+            raise ConfigError(f"path must be on a file system that all ranks share: rank 0 does not see {name} there")
     (folder / INDEX).write_text(json.dumps(index))
     _flush(folder / INDEX)
     if consolidated:
@@ -190,6 +213,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
             others = {name: saved.other(name) for name in saved.index["others"]}
+        _check_others(others, model, optimizer)
     with torch.no_grad():
         for piece, values, statistics in found:
             piece.values.copy_(values)
@@ -218,6 +242,23 @@ def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedO
         raise ConfigError("the checkpoint has other parameter groups: give shard() those that it was saved with")
     if index["optimizer"] != (kind := type(optimizer.inner).__name__):
         raise ConfigError(f"the checkpoint is of the optimizer {index['optimizer']}, and this is {kind}")
+
+
+def _check_others(others: Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+    """The same of frozen parameters and buffers."""
+    trained = _trained(model, optimizer)
+    here = {
+        name: tuple(each.shape)
+        for name, each in model.state_dict(keep_vars=True).items()
+        if id(each) not in trained and isinstance(each, torch.Tensor)
+    }
+    there = {name: tuple(each.shape) for name, each in others.items()}
+    for name in [*here, *there]:
+        if here.get(name) != there.get(name):
+            raise ConfigError(
+                f"the checkpoint is of another model: it has {name}, which is not trained, with shape "
+                f"{there.get(name)}, and the model has {here.get(name)} (None: not there, or trained)"
+            )
 
 
 def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str, torch.Tensor]) -> None:

@@ -94,7 +94,7 @@ class Pending:
         self._works, self._watch, self._turn, self._then = works, watch, turn, then
 
     def wait(self) -> None:
-        """Wait until they are done. Raises `PeerUnreachable` that names a rank which is gone."""
+        """Wait until they are done. Raises `RankLost` that names a rank which is gone."""
         with self._watch.named(self._turn):
             for work in self._works:
                 work.wait()
@@ -154,15 +154,15 @@ class Collectives:
 
         return self._start("a reduce-scatter", operations, finish_all)
 
-    def all_gather(self, runs: Sequence[Run]) -> Pending:
-        """Send our runs to every other rank, and receive theirs in place."""
+    def all_gather(self, runs: Sequence[Run], *, counted: bool = True) -> Pending:
+        """Send our runs to every other rank, and receive theirs in place. Parameters are `counted` as traffic."""
         operations: list[dist.P2POp] = []
         for owner, data in runs:
             if owner != self.rank:
                 operations.append(self._receive(data, owner))
                 continue
             operations += [self._send(data, rank) for rank in self._others()]
-            self.traffic.gathered += data.nbytes * (self.ranks - 1)
+            self.traffic.gathered += data.nbytes * (self.ranks - 1) * counted
         return self._start("an all-gather", operations)
 
     def _others(self) -> list[int]:

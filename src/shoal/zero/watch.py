@@ -24,12 +24,14 @@ BEAT_S = 0.5
 VERDICT_S = 4 * BEAT_S
 """How long a count may stand still once something has failed."""
 _VERDICT = "shoal.zero/lost"
+_TOLD = "shoal.zero/told"
+_JOIN_S = 2.0
 
 
 class Watch:
     """The heartbeat of this rank, and an eye on the others'.
 
-    A daemon thread beats until the watch is dropped or closed, or the store is gone.
+    A thread beats until the watch is dropped or closed, the process group is destroyed, or store or program are gone.
 
     Args:
         group: the ranks.
@@ -43,12 +45,14 @@ class Watch:
         self._closed = threading.Event()
         self._turn = 0
         self._store.add(_key(self._rank), 1)
-        threading.Thread(target=_beat, args=(self._store, self._rank, self._closed), daemon=True).start()
-        weakref.finalize(self, self._closed.set)
+        thread = threading.Thread(target=_beat, args=(self._store, self._rank, self._closed), daemon=True)
+        thread.start()
+        # Also when the program ends: a thread that comes back from the store into a Python that is gone aborts it.
+        self._end = weakref.finalize(self, _end, self._closed, thread)
 
     def close(self) -> None:
         """Stop to beat."""
-        self._closed.set()
+        self._end()
 
     def turn(self, doing: str) -> str:
         """A name for what all ranks are about to do together: the how many-th it is, and what."""
@@ -74,6 +78,7 @@ class Watch:
             still = [rank for rank, count in zip(others, before, strict=True) if self._count(rank) == count]
             lost = self._agreed(still)
             at = [self._store.get(_at(rank)).decode() if self._store.check([_at(rank)]) else "" for rank in others]
+            self._let_others_ask(lost)
         except RuntimeError:
             reason = (
                 "the store of the process group is gone, and with it the process that held it (rank 0 or a launcher)"
@@ -94,14 +99,31 @@ class Watch:
         verdict = self._store.compare_set(_VERDICT, "", " ".join(map(str, still)))
         return [int(rank) for rank in verdict.split()]
 
+    def _let_others_ask(self, lost: list[int]) -> None:
+        """The store may live in the process of rank 0, which is about to end: the others need it for their verdict."""
+        told = self._store.add(_TOLD, 1)
+        if self._rank:
+            return
+        for _ in range(round(2 * VERDICT_S / BEAT_S)):
+            if told >= self._ranks - len(lost):
+                return
+            self._closed.wait(BEAT_S)
+            told = self._store.add(_TOLD, 0)
+
     def _count(self, rank: int) -> int:
         return self._store.add(_key(rank), 0)
 
 
 def _beat(store: Store, rank: int, closed: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the store is gone: whoever asks will notice
-        while not closed.wait(BEAT_S):
+        while not closed.wait(BEAT_S) and dist.is_initialized():
             store.add(_key(rank), 1)
+
+
+def _end(closed: threading.Event, thread: threading.Thread) -> None:
+    closed.set()
+    if thread is not threading.current_thread():
+        thread.join(_JOIN_S)
 
 
 def _key(rank: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,25 +13,35 @@ __all__ = ["full_state_dict"]
 
 
 def full_state_dict(
-    model: torch.nn.Module, *, rank0_only: bool = False, but: Collection[int] = ()
-) -> dict[str, torch.Tensor]:
+    model: torch.nn.Module,
+    *,
+    rank0_only: bool = False,
+    group: dist.ProcessGroup | None = None,
+    but: Collection[int] = (),
+) -> dict[str, Any]:
     """The unsharded weights and buffers, as `model.state_dict()` of the model before sharding would have them.
 
-    All ranks call it. One parameter at a time is gathered; tied ones come under each of their names.
+    All ranks call it. One parameter at a time is gathered; tied ones come under each of their names. Where the model
+    computes in 16 bits, the weights of stages 1 and 2 are those; `save(consolidated=True)` has the float32 ones.
 
     Args:
         model: sharded or not.
-        rank0_only: only rank 0 keeps them.
+        rank0_only: only rank 0 of the group keeps them.
+        group: that the model was sharded over; None: all ranks.
         but: the `id` of parameters to leave out.
 
     Returns:
-        Tensors on the CPU, copies; without any on other ranks if `rank0_only`.
+        Tensors on the CPU, copies, and modules' extra state as it is; empty on other ranks if `rank0_only`.
     """
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
-    found: dict[str, torch.Tensor] = {}
+    keep = not rank0_only or not dist.is_initialized() or dist.get_rank(group) == 0
+    found: dict[str, Any] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in but:
+            continue
+        if not isinstance(value, torch.Tensor):  # what a module's get_extra_state gives
+            if keep:
+                found[name] = value
             continue
         if id(value) not in seen:
             whole = value.detach()

@@ -1,0 +1,169 @@
+"""What users do with sharded models beyond a plain loop, and with checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration import zero_cases as cases
+from tests.integration import zero_programs as programs
+from tests.integration.ranks import Ranks, ranks
+from tests.integration.workers import LONG_S
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_may_be_cleared_anywhere(pool: Ranks, stage: int) -> None:
+    """Whether the model holds its shards at that moment, or whole parameters."""
+    for found in pool.play(2, programs.orders, stage):
+        wanted = found["after the step"]
+        for weights in found.values():
+            assert all(torch.equal(weights[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_evaluation_changes_nothing(pool: Ranks, stage: int, tmp_path: Path) -> None:
+    """Neither the norm of the gradients nor what `load` writes to."""
+    for norm, again, loaded in pool.play(2, programs.after_an_evaluation, stage, str(tmp_path / "saved")):
+        assert norm == again > 0
+        assert loaded
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_of_passes_without_sync_are_cleared_too(pool: Ranks, stage: int) -> None:
+    """And none of them is left out of a step without a word."""
+    for wanted, found, said in pool.play(2, programs.forgotten, stage):
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        assert "within no_sync()" in said
+
+
+def test_stage_3_counts_what_one_rank_did_not_use_as_zero(pool: Ranks) -> None:
+    """What none used is not stepped, though the optimizer decays."""
+    for unused, once in pool.play(2, cases.unused, 3):
+        assert unused == 0.0
+        assert once > 0.0
+
+
+def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
+    """In stage 3, where one rank's layer would be taken for another's."""
+    first, second = pool.outcomes(2, programs.skipped_layer)
+    assert first.kind == second.kind == "LocalError"
+    assert "unit 2 (layers.1), and rank 1 gathers 36 of unit 1" in first.message
+    assert "unit 1 (layers.0), and rank 0 gathers 36 of unit 2" in second.message
+
+
+def test_a_mesh_of_other_ranks_than_the_group(pool: Ranks) -> None:
+    """Says which group to give."""
+    for failed in pool.outcomes(4, programs.mesh_of_others):
+        assert failed.kind == "ConfigError"
+        assert "pass their process group as group" in failed.message
+
+
+def test_a_narrow_model_keeps_its_buffers(pool: Ranks) -> None:
+    """Its parameters get float32 shards."""
+    for buffer, stepped in pool.play(2, programs.narrow_with_buffer):
+        assert (buffer, stepped) == ("torch.bfloat16", "torch.float32")
+
+
+def test_a_replaced_parameter_is_noticed(pool: Ranks) -> None:
+    """It would not be trained."""
+    for failed in pool.outcomes(2, programs.replaced):
+        assert failed.kind == "LocalError"
+        assert "scale was replaced" in failed.message
+
+
+def test_ranks_that_save_under_different_paths(pool: Ranks, tmp_path: Path) -> None:
+    """There is no checkpoint then, nor anything else."""
+    for failed in pool.outcomes(2, programs.save_elsewhere, str(tmp_path / "saved")):
+        assert failed.kind == "ConfigError"
+        assert "the same path" in failed.message
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_that_do_not_share_a_file_system(pool: Ranks, tmp_path: Path) -> None:
+    """There is no checkpoint then, nor what would have become one."""
+    for failed in pool.outcomes(2, programs.save_not_shared, str(tmp_path)):
+        assert failed.kind == "ConfigError"
+        assert "file system that all ranks share" in failed.message
+    assert not [each for folder in tmp_path.iterdir() for each in folder.iterdir()]
+
+
+def test_a_path_that_cannot_be_written(pool: Ranks, tmp_path: Path) -> None:
+    """All ranks raise the same."""
+    (tmp_path / "file").write_text("no folder")
+    for failed in pool.outcomes(2, programs.save_unwritable, str(tmp_path)):
+        assert failed.kind == "ConfigError"
+        assert "cannot be written" in failed.message
+
+
+@pytest.mark.parametrize("what", ["a buffer", "one more", "one less"])
+def test_a_checkpoint_with_other_frozen_parameters_or_buffers(pool: Ranks, tmp_path: Path, what: str) -> None:
+    """Is refused before anything is changed."""
+    path = tmp_path / "saved"
+    pool.play(2, programs.save_plain, str(path))
+    for said, same in pool.play(2, programs.load_other_frozen, str(path), what):
+        assert "which is not trained, with shape" in said
+        assert same
+
+
+def test_extra_state_of_modules(pool: Ranks, tmp_path: Path) -> None:
+    """Is in `full_state_dict`, and too much for `save`, which says so."""
+    for found, said in pool.play(2, programs.extra_state, str(tmp_path / "saved")):
+        assert found == {"calls": 3}
+        assert "_extra_state is no tensor" in said
+
+
+def test_rank_0_of_a_smaller_group(pool: Ranks) -> None:
+    """Is not that of all ranks."""
+    outside, first, second = pool.play(3, programs.in_a_smaller_group)
+    assert outside is None
+    assert first.keys() == cases.Odd().state_dict().keys()
+    assert second == {}
+
+
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_the_store_outlives_the_verdict(how: str) -> None:
+    """Without a launcher it ends with rank 0: that waits until the others know who is gone, and no longer."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", programs.__name__, how],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": "3",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "PYTHONPATH": os.pathsep.join(sys.path),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        for rank in (0, 2):
+            said, _ = processes[rank].communicate(timeout=LONG_S)
+            assert said.startswith("rank 1 gone"), (rank, said)
+            assert processes[rank].returncode == 0
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    assert processes[1].returncode == -signal.SIGKILL

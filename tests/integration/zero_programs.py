@@ -1,0 +1,242 @@
+"""What programs do with a model that FSDP2 has sharded, and with checkpoints; each function runs on every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import shoal.zero
+from shoal.errors import ConfigError, LocalError, RankLost
+from shoal.zero.optimizer import ShardedOptimizer
+from tests.integration.zero_cases import Odd, loss_of, make, train
+
+
+def _sharded_by_user(stage: int) -> tuple[Odd, ShardedOptimizer]:
+    model = Odd()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return shoal.zero.shard(model, make("adamw", model), stage=stage)
+
+
+def _evaluate(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        loss_of(model, 99, dist.get_rank())
+
+
+def orders(stage: int) -> dict[str, dict[str, torch.Tensor]]:
+    """The same three steps, with gradients cleared here and there."""
+    found = {}
+    for how in ("after the step", "between forward and backward", "after an evaluation"):
+        model, optimizer = _sharded_by_user(stage)
+        for step in range(3):
+            if how == "after an evaluation":
+                _evaluate(model)
+                optimizer.zero_grad()
+            loss = loss_of(model, step, dist.get_rank())
+            if how == "between forward and backward":
+                optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+            if how == "after the step":
+                optimizer.zero_grad()
+        found[how] = shoal.zero.full_state_dict(model)
+    return found
+
+
+def after_an_evaluation(stage: int, path: str) -> tuple[float, float, bool]:
+    """Norms, the second one after an evaluation; and whether `load` after an evaluation brings the checkpoint back."""
+    model, optimizer = _sharded_by_user(stage)
+    shoal.zero.save(path, model, optimizer)
+    wanted = shoal.zero.full_state_dict(model)
+    torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
+    norm = float(optimizer.clip_grad_norm_(1e9))
+    _evaluate(model)
+    again = float(optimizer.clip_grad_norm_(1e9))
+    optimizer.step()
+    optimizer.zero_grad()
+    _evaluate(model)
+    shoal.zero.load(path, model, optimizer)
+    _evaluate(model)
+    found = shoal.zero.full_state_dict(model)
+    return norm, again, all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def forgotten(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
+    """A step; the same after a pass without sync that is thrown away; what a step says if such a pass was the last."""
+    weights = []
+    for thrown_away in (False, True):
+        model = Odd()
+        _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=stage)
+        if thrown_away:
+            with optimizer.no_sync():
+                torch.autograd.backward(100 * loss_of(model, 7, dist.get_rank()))
+            optimizer.zero_grad()
+        train(optimizer, model, steps=1)
+        weights.append(shoal.zero.full_state_dict(model))
+    torch.autograd.backward(loss_of(model, 1, dist.get_rank()))
+    with optimizer.no_sync():
+        torch.autograd.backward(loss_of(model, 2, dist.get_rank()))
+    try:
+        optimizer.step()
+        said = "nothing"
+    except LocalError as error:
+        said = str(error)
+    return weights[0], weights[1], said
+
+
+class Skipping(torch.nn.Module):
+    """Leaves a layer out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, values: torch.Tensor, without: int) -> torch.Tensor:
+        """Shapes (batch, 5)."""
+        for number, layer in enumerate(self.layers):
+            if number != without:
+                values = layer(values)
+        return values
+
+
+def skipped_layer() -> None:
+    """Each rank another one: the layers have equal sizes."""
+    model, _ = shoal.zero.shard(Skipping(), lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    model(torch.ones(2, 5), dist.get_rank())
+
+
+def mesh_of_others() -> None:
+    """The model is sharded over pairs, and the group is all."""
+    model = Odd()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "within"))["within"])
+    shoal.zero.shard(model, make("sgd", model), stage=3)
+
+
+def narrow_with_buffer() -> tuple[str, str]:
+    """Dtypes of a buffer and of what is stepped, of a model in 16 bits in stage 3."""
+    model = Odd().to(torch.bfloat16)
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=3)
+    train(optimizer, model, steps=1)
+    return str(model.shift.dtype), str(optimizer.param_groups[0]["params"][0].dtype)
+
+
+def replaced() -> None:
+    """A parameter of the model is another one than before."""
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=3)
+    train(optimizer, model, steps=1)
+    model.scale = torch.nn.Parameter(model.scale.detach().clone())
+    optimizer.step()
+
+
+def save_elsewhere(path: str) -> None:
+    """Each rank under a name of its own."""
+    model, optimizer = _plain(2)
+    shoal.zero.save(f"{path}-{dist.get_rank()}", model, optimizer)
+
+
+def _plain(stage: int) -> tuple[Odd, ShardedOptimizer]:
+    model = Odd()
+    return shoal.zero.shard(model, make("sgd", model), stage=stage)
+
+
+def save_not_shared(path: str) -> None:
+    """The same name in folders of their own."""
+    model, optimizer = _plain(2)
+    here = Path(path) / str(dist.get_rank())
+    here.mkdir()
+    os.chdir(here)
+    shoal.zero.save("checkpoint", model, optimizer)
+
+
+def save_unwritable(path: str) -> None:
+    """There is a file where a folder is to be."""
+    model, optimizer = _plain(1)
+    shoal.zero.save(f"{path}/file/checkpoint", model, optimizer)
+
+
+def load_other_frozen(path: str, what: str) -> tuple[str, bool]:
+    """Of a model that differs in what is not trained; what `load` says, and whether the model is as before."""
+    model = Odd()
+    if what == "a buffer":
+        model.register_buffer("shift", torch.zeros(1))
+    elif what == "one more":
+        model.more = torch.nn.Linear(3, 3).requires_grad_(requires_grad=False)
+    else:
+        model.frozen = torch.nn.Linear(11, 11, bias=False).requires_grad_(requires_grad=False)
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=2)
+    train(optimizer, model, steps=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        shoal.zero.load(path, model, optimizer)
+        said = "nothing"
+    except ConfigError as error:
+        said = str(error)
+    return said, all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def save_plain(path: str) -> None:
+    """After a step of SGD."""
+    model, optimizer = _plain(2)
+    train(optimizer, model, steps=1)
+    shoal.zero.save(path, model, optimizer)
+
+
+class Extra(Odd):
+    """Keeps what is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        """Anything."""
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        """Ignored."""
+
+
+def extra_state(path: str) -> tuple[Any, str]:
+    """What `full_state_dict` has of it, and what `save` says."""
+    model = Extra()
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=1)
+    found = shoal.zero.full_state_dict(model)["_extra_state"]
+    try:
+        shoal.zero.save(path, model, optimizer)
+        return found, "nothing"
+    except ConfigError as error:
+        return found, str(error)
+
+
+def in_a_smaller_group() -> dict[str, torch.Tensor] | None:
+    """`full_state_dict` of ranks 1 and 2 of three, for the first of them."""
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    model = Odd()
+    shoal.zero.shard(model, make("sgd", model), stage=2, group=group)
+    return shoal.zero.full_state_dict(model, rank0_only=True, group=group)
+
+
+def main(how: str) -> None:
+    """A program of its own, of three ranks, with the store in rank 0: rank 1 is gone in its second step."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=6))
+    model, optimizer = _plain(2)
+    try:
+        for step in range(3):
+            if step == 1 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+            train(optimizer, model, steps=1, first=step)
+    except RankLost as error:
+        print(error, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -80,6 +80,34 @@ def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: i
     assert [each.name for each in tmp_path.iterdir()] == ["whole.pt"]
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_checkpoint_of_plain_torch_goes_on_sharded(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Whoever began without sharding loads both state dictionaries from one file."""
+    model = cases.Odd()
+    _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
+    path = tmp_path / "plain.pt"
+    extra = {"epoch": 4}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}, path)
+    wanted = uninterrupted()
+    for state, found in pool.play(2, cases.load_and_train, stage, str(path)):
+        assert found == extra
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("content", ["a tensor", "another model", "other groups"])
+def test_a_file_that_is_no_such_checkpoint(pool: Ranks, tmp_path: Path, content: str) -> None:
+    """Refused on all ranks."""
+    path = tmp_path / "plain.pt"
+    model = cases.Odd() if content == "other groups" else torch.nn.Linear(3, 3)
+    plain = torch.optim.AdamW(model.parameters())
+    whole = {"model": model.state_dict(), "optimizer": plain.state_dict()}
+    torch.save(torch.ones(3) if content == "a tensor" else whole, path)
+    for failed in pool.outcomes(2, cases.load_and_train, 2, str(path)):
+        assert isinstance(failed, Failed)
+        assert failed.kind == "ConfigError"
+        assert ("no whole checkpoint" if content == "a tensor" else "has other groups") in failed.message
+
+
 def test_bfloat16_is_saved_wide(pool: Ranks, tmp_path: Path) -> None:
     """The float32 copies are what goes on, in another stage too."""
     path = tmp_path / "narrow"

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
-from shoal.zero.saved import FORMAT, INDEX, Saved, consolidate, state_key, value_key
+from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
 from shoal.zero.weights import full_state_dict
 
 __all__ = ["load", "save"]
@@ -192,7 +192,8 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """Take over a checkpoint, of any number of ranks and any stage. All ranks call it.
 
     Args:
-        path: of the folder that `save` wrote.
+        path: of the folder that `save` wrote; or of a file for plain torch, with the state dictionaries ``model`` and
+            ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with sharding later.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
@@ -207,7 +208,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """
     agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
     with agreement.together():
-        saved = Saved(Path(path))
+        saved = Whole(Path(path), optimizer.names) if Path(path).is_file() else Saved(Path(path))
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
@@ -240,7 +241,7 @@ def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedO
             )
     if [entry["parameters"] for entry in index["groups"]] != optimizer.names:
         raise ConfigError("the checkpoint has other parameter groups: give shard() those that it was saved with")
-    if index["optimizer"] != (kind := type(optimizer.inner).__name__):
+    if index["optimizer"] not in (None, kind := type(optimizer.inner).__name__):
         raise ConfigError(f"the checkpoint is of the optimizer {index['optimizer']}, and this is {kind}")
 
 

@@ -34,7 +34,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,7 @@ from safetensors import SafetensorError, safe_open
 from shoal.errors import ConfigError
 from shoal.zero.optimizer import Piece
 
-__all__ = ["FORMAT", "INDEX", "Range", "Saved", "consolidate", "state_key", "value_key"]
+__all__ = ["FORMAT", "INDEX", "Range", "Saved", "Whole", "consolidate", "state_key", "value_key"]
 
 FORMAT = 1
 INDEX = "index.json"
@@ -156,6 +157,80 @@ class Saved:
                 at = end
         if at != wanted.stop:
             raise ConfigError(f"{self._folder} lacks the values {at} to {wanted.stop} of {wanted.name}")
+
+
+class Whole:
+    """A checkpoint of plain torch in one file, as `Saved` gives those in pieces.
+
+    Args:
+        path: of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
+        groups: names of the parameters in each of the optimizer's groups: plain torch numbers them.
+
+    Raises:
+        ConfigError: it is none, or its optimizer has other groups.
+    """
+
+    def __init__(self, path: Path, groups: Sequence[Sequence[str]]) -> None:
+        self._path = path
+        try:
+            found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            if not isinstance(found, dict):
+                raise TypeError(f"it holds a {type(found).__name__}")
+            self._weights: dict[str, Any] = found["model"]
+            state, listed = found["optimizer"]["state"], found["optimizer"]["param_groups"]
+            numbers = [group["params"] for group in listed]
+            extra = found.get("extra", {})
+        except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no whole checkpoint, of a model and its optimizer: {error}") from error
+        if [len(each) for each in numbers] != [len(each) for each in groups]:
+            raise ConfigError(f"the optimizer in {path} has other groups: give shard() those that it was saved with")
+        names = [name for group in groups for name in group]
+        by_number = dict(zip((each for group in numbers for each in group), names, strict=True))
+        self._state = {by_number[number]: entry for number, entry in state.items()}
+        # Tied parameters come under each of their names: one is trained, the others are its aliases.
+        trained = {self._storage(name) for name in names if name in self._weights}
+        self.index: dict[str, Any] = {
+            "parameters": {name: {"shape": list(self._weights[name].shape)} for name in names if name in self._weights},
+            "others": [
+                name
+                for name, value in self._weights.items()
+                if name not in by_number.values() and self._storage(name) not in trained and torch.is_tensor(value)
+            ],
+            "groups": [
+                {"parameters": list(group), "settings": {key: each for key, each in entry.items() if key != "params"}}
+                for group, entry in zip(groups, listed, strict=True)
+            ],
+            "optimizer": None,
+            "extra": extra,
+        }
+
+    def _storage(self, name: str) -> object:
+        value = self._weights[name]
+        return (value.untyped_storage().data_ptr(), value.storage_offset()) if torch.is_tensor(value) else name
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[None]:
+        """Nothing is to be done."""
+        yield
+
+    def other(self, name: str) -> torch.Tensor:
+        """A frozen parameter or a buffer."""
+        tensor: torch.Tensor = self._weights[name]
+        return tensor
+
+    def values(self, wanted: Piece | Range) -> torch.Tensor:
+        """The parameter's values of a range."""
+        tensor: torch.Tensor = self._weights[wanted.name]
+        return tensor.reshape(-1)[wanted.start : wanted.stop]
+
+    def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
+        """The optimizer's of a range."""
+        found = {}
+        for key, value in self._state.get(wanted.name, {}).items():
+            tensor = torch.as_tensor(value)
+            # Each piece counts its own steps, in place.
+            found[key] = tensor.reshape(-1)[wanted.start : wanted.stop] if tensor.ndim else tensor.clone()
+        return found
 
 
 def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:

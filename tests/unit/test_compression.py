@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -292,3 +293,12 @@ def test_max_error_of_nothing_is_zero() -> None:
     """An empty tensor has no error."""
     assert Float16Compression().max_error(torch.empty(0)) == 0.0
     assert NoCompression().max_error(torch.ones(3)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"bits": 8.0}, {"bits": 5}, {"block_size": 64.0}, {"block_size": 48}, {"block_size": 8}]
+)
+def test_blocks_that_are_none_are_refused(arguments: dict[str, Any]) -> None:
+    """A name with them would be understood by nobody."""
+    with pytest.raises(ConfigError, match="is neither 8 nor 4|is no power of two"):
+        BlockwiseQuantization(**arguments)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import struct
 
+import numpy as np
 import pytest
 import torch
 
-from shoal.compression import TopKCompression
+from shoal.compression import TopKCompression, codec_by_name
 from shoal.errors import ConfigError
 
 
@@ -78,3 +79,10 @@ def test_fractions_that_are_none_are_refused(fraction: float) -> None:
     """With the limits."""
     with pytest.raises(ConfigError, match=r"is no number from 1e-06 to 0\.5"):
         TopKCompression(fraction)
+
+
+def test_a_fraction_from_numpy_has_the_same_name() -> None:
+    """As a peer reads it."""
+    codec = TopKCompression(np.float64(0.01))
+    assert codec.name == "topk:0.01"
+    assert codec_by_name(codec.name).name == codec.name

@@ -66,9 +66,10 @@ def test_feedback_is_of_differences_and_not_the_other_way_round() -> None:
         (BlockwiseQuantization(block_size=16), "difference:blockwise:8:16"),
         (ErrorFeedback(BlockwiseQuantization(bits=4)), "difference:feedback:blockwise:4:64"),
         (Differences(TopKCompression()), "difference:topk:0.01"),
+        (TopKCompression(0.5), "difference:topk:0.5"),
     ],
 )
-def test_parameters_with_8_bits_or_less_are_sent_as_differences(codec: CompressionBase, name: str) -> None:
+def test_parameters_with_less_than_16_bits_are_sent_as_differences(codec: CompressionBase, name: str) -> None:
     """By the size of the codec, scales included."""
     assert for_parameters(codec).name == name
 

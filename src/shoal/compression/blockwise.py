@@ -61,10 +61,11 @@ class BlockwiseQuantization(PackedCompression):
     """
 
     def __init__(self, bits: int = 8, block_size: int = 64) -> None:
-        if bits not in (4, 8):
-            raise ConfigError(f"bits={bits} is neither 8 nor 4")
-        if not _MIN_BLOCK <= block_size <= _MAX_BLOCK or block_size & (block_size - 1):
-            raise ConfigError(f"block_size={block_size} is no power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
+        if not isinstance(bits, int) or bits not in (4, 8):
+            raise ConfigError(f"bits={bits!r} is neither 8 nor 4")
+        power = isinstance(block_size, int) and _MIN_BLOCK <= block_size <= _MAX_BLOCK
+        if not power or block_size & (block_size - 1):
+            raise ConfigError(f"block_size={block_size!r} is no power of two from {_MIN_BLOCK} to {_MAX_BLOCK}")
         self.bits, self.block_size = bits, block_size
 
     def __repr__(self) -> str:

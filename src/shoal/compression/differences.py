@@ -19,8 +19,8 @@ from shoal.compression.wrapped import WrappedCompression
 __all__ = ["Differences", "for_parameters"]
 
 _ELEMENTS = 1 << 20
-_COARSE_BYTES = 1.5
-"""For an element of float32, scales included. No codec has between 8 and 16 bits."""
+_FINE_BYTES = 2
+"""For an element of float32: with 16 bits a parameter loses little. Any that has fewer is coarse, or leaves some out."""
 
 
 class Differences(WrappedCompression):
@@ -46,8 +46,8 @@ class Differences(WrappedCompression):
 
 
 def for_parameters(codec: CompressionBase) -> CompressionBase:
-    """What parameters are averaged with where this codec was chosen: differences, if it has 8 bits or less."""
-    coarse = codec.supports(torch.float32) and codec.encoded_bytes(_ELEMENTS, torch.float32) < _COARSE_BYTES * _ELEMENTS
+    """What parameters are averaged with where this codec was chosen: differences, if it has less than 16 bits."""
+    coarse = codec.supports(torch.float32) and codec.encoded_bytes(_ELEMENTS, torch.float32) < _FINE_BYTES * _ELEMENTS
     return Differences(codec) if coarse and not isinstance(codec, Differences) else codec
 
 

@@ -51,7 +51,7 @@ class TopKCompression(PackedCompression):
     def __init__(self, fraction: float = 0.01) -> None:
         if not isinstance(fraction, float) or not _MIN_FRACTION <= fraction <= _MAX_FRACTION:
             raise ConfigError(f"fraction={fraction!r} is no number from {_MIN_FRACTION:g} to {_MAX_FRACTION:g}")
-        self.fraction = fraction
+        self.fraction = float(fraction)  # of numpy too, whose own would have another name on the wire
         self._place_bytes = 1 if fraction >= 2**-8 else 2
         self._block = (1 << 8 * self._place_bytes) - 1
 

@@ -52,8 +52,8 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every: epochs between two averagings of the parameters; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None for none.
-        state_averaging_compression: codec for averaging parameters, of 8 bits or less for what changed since the last
-            average; None for none.
+        state_averaging_compression: codec for averaging parameters, if it has less than 16 bits for what changed since
+            the last average; None for none.
         load_state_compression: codec for the download of parameters and statistics; None for none.
         extra_tensors: more tensors of the state, such as batch norm statistics.
         bandwidth: of this peer, bytes per second; who has more reduces more.

@@ -61,7 +61,7 @@ class DecentralizedAverager(SharesState):
         compression: codec for averaging.
         state_compression: codec for `load_state_from_peers`.
         tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. With
-            the role of parameters 8 bits or less are for what changed since the last average.
+            the role of parameters less than 16 bits are for what changed since the last average.
         bandwidth: of this peer, bytes per second: who has more reduces more; 0 reduces nothing; None is taken as
             average.
         min_vector_size: who would reduce fewer elements than this reduces none.

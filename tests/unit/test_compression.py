@@ -300,5 +300,5 @@ def test_max_error_of_nothing_is_zero() -> None:
 )
 def test_blocks_that_are_none_are_refused(arguments: dict[str, Any]) -> None:
     """A name with them would be understood by nobody."""
-    with pytest.raises(ConfigError, match="is neither 8 nor 4|is no power of two"):
+    with pytest.raises(ConfigError, match=r"is neither 8 nor 4|is no power of two"):
         BlockwiseQuantization(**arguments)

@@ -20,7 +20,7 @@ __all__ = ["Differences", "for_parameters"]
 
 _ELEMENTS = 1 << 20
 _FINE_BYTES = 2
-"""For an element of float32: with 16 bits a parameter loses little. Any that has fewer is coarse, or leaves some out."""
+"""For an element of float32: with 16 bits a parameter loses little. What has fewer is coarse, or leaves some out."""
 
 
 class Differences(WrappedCompression):

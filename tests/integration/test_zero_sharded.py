@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.integration import zero_cases as cases
-from tests.integration import zero_programs as programs
+from tests.integration import zero_sharded as programs
 from tests.integration.ranks import Ranks, ranks
 from tests.integration.workers import LONG_S
 

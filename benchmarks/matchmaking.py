@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, exit_on_sigterm, processor, write
+from benchmarks.allreduce import MISSED, ROUND_S, Contender, ContenderFailed, exit_on_sigterm, processor, write
 
 Round = list[dict[str, Any]]
 
@@ -178,7 +178,7 @@ def main() -> int:
         content[str(args.peers)] = {"results": results, "answers": {each.name: each.rounds for each in turns}}
     if args.json:
         write(args.json, content)
-    return 0 if all(each["results"]["shoal"]["full_part"] >= 0.99 for each in content.values()) else 1
+    return 0 if all(each["results"]["shoal"]["full_part"] >= 0.99 for each in content.values()) else MISSED
 
 
 if __name__ == "__main__":

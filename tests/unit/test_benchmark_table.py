@@ -10,9 +10,11 @@ import pytest
 
 from benchmarks import __main__ as suite
 from benchmarks import collect, memory
+from benchmarks.allreduce import MISSED
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
-from benchmarks.rows import Row, Spread, at_least, at_most, cells, markdown, verdict
+from benchmarks.report import report
+from benchmarks.rows import Row, Section, Spread, at_least, at_most, cells, markdown, verdict
 
 
 def rounds(**whole_s: list[float | None]) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def test_a_contender_that_failed_is_named_and_decides_nothing() -> None:
     """It must not look as if nobody had tried."""
     (row,) = collect.whole_rounds({"hivemind": at_least(3.0)})(rounds(shoal=[0.5], hivemind=[None]))
     assert (row.beside, row.its, verdict(row)) == ("hivemind", None, None)
-    assert cells(row)[3] == "failed"
+    assert (cells(row)[3], cells(row)[6]) == ("failed", "not judged")
 
 
 def test_without_others_the_number_alone_is_left() -> None:
@@ -213,33 +215,126 @@ def test_a_benchmark_that_is_not_there_is_left_out() -> None:
 
 
 def test_what_a_benchmark_wrote_is_one_value_or_one_on_each_line() -> None:
-    """Nothing at all is a failure, whatever its exit code."""
-    assert suite.read('{"a": 1}\n', 1) == {"a": 1}
-    assert suite.read('{\n "a": 1\n}\n', 0) == {"a": 1}
-    assert suite.read('{"a": 1}\n{"a": 2}\n', 0) == [{"a": 1}, {"a": 2}]
-    with pytest.raises(suite.LeftOut, match="code 3"):
-        suite.read("\n", 3)
+    """A bar that was missed takes nothing from it."""
+    assert suite.read('{"a": 1}\n', MISSED) == ({"a": 1}, "")
+    assert suite.read('{\n "a": 1\n}\n', 0) == ({"a": 1}, "")
+    assert suite.read('{"a": 1}\n{"a": 2}\n', 0) == ([{"a": 1}, {"a": 2}], "")
 
 
-def test_results_are_read_in_the_order_of_the_entries(tmp_path: Path) -> None:
-    """What is not there is passed over; what cannot be read is said, and hides nothing else."""
+@pytest.mark.parametrize(
+    ("code", "said"), [(1, "it ended with code 1"), (-9, "ended by SIGKILL"), (None, "not done after 1800 s")]
+)
+def test_a_benchmark_that_died_is_not_complete(code: int | None, said: str) -> None:
+    """Whatever it wrote before; a traceback ends with 1, wrong arguments with 2."""
+    assert suite.read('{"a": 1}\n{"a": 2}\n', code) == ([{"a": 1}, {"a": 2}], said)
+    with pytest.raises(suite.Broken, match=f"^{said}$"):
+        suite.read("\n", code)
+    with pytest.raises(suite.Broken, match=f"broken off; {said}"):
+        suite.read('{"a": 1}\n{"a', code)
 
-    def row(content: Any) -> list[Row]:
-        return [Row(content["name"], 1.0)]
 
-    for name, content in (("b", {"name": "second"}), ("a", {"name": "first"}), ("c", {})):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"content": content}))
-    entries = [Entry(name, "x", row) for name in ("a", "missing", "b", "c")]
-    rows, troubles = suite.collected(suite.load(tmp_path, entries))
-    assert [each.line for each in rows] == ["first", "second"]
-    assert troubles == ["c: its result cannot be read: KeyError: 'name'"]
+def test_what_is_broken_off_leaves_one_entry_out() -> None:
+    """Not the whole run; so does nothing at all."""
+    with pytest.raises(suite.Broken, match="broken off; it ended well"):
+        suite.read('{"a": [1, 2', 0)
+    with pytest.raises(suite.Broken, match="it wrote nothing"):
+        suite.read("", 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def write_result(folder: Path, name: str, date: str, commit: str, **more: Any) -> None:
+    """A file as `benchmarks.__main__` writes it; its content is a number."""
+    machine = {"cores": 2, "processor": "abacus", "memory_gib": 1.0}
+    versions = {"python": "3.11", "torch": "2.13"}
+    result = {"date": date, "commit": commit, "machine": machine, "versions": versions, "content": 1.0, **more}
+    (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def number(name: str) -> Entry:
+    """An entry whose content is a number of its one line, which must not be above 2."""
+    return Entry(name, "x", lambda content: [Row(f"line {name}", float(content), bar=at_most(2.0))])
+
+
+def test_old_lines_do_not_look_as_if_they_were_new(tmp_path: Path) -> None:
+    """Each commit and day has a heading of its own, the newest first; within it the order is that of the entries."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    write_result(tmp_path, "b", "2026-01-02 10:00:00", "new")
+    write_result(tmp_path, "c", "2026-01-01 11:00:00", "old")
+    write_result(tmp_path, "d", "2026-01-01 12:00:00", "old", quick=True)
+    assert report(tmp_path, [number(name) for name in "cbad"])
+    page = (tmp_path / "table.md").read_text()
+    heads = ["2026-01-02, commit new:", "2026-01-01, commit old, a short run:", "2026-01-01, commit old:"]
+    places = [page.index(what) for what in (f"## {heads[0]}", "line b", heads[1], "line d", heads[2])]
+    assert [*places, page.index("line c"), page.index("line a")] == sorted(
+        [*places, page.index("line c"), page.index("line a")]
+    )
+    assert "4 of 4 bars met, 0 not judged" in page
+
+
+def test_what_was_left_out_is_listed_below_the_table(tmp_path: Path) -> None:
+    """With the reason, and how old its lines are; what has no result at all, too."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    gone = {"date": "2026-01-03 10:00:00", "commit": "new", "reason": "no room"}
+    for name in ("a", "b"):
+        suite.keep(tmp_path / f"{name}.json", number(name), {"left_out": gone})
+    assert report(tmp_path, [number(name) for name in "abcd"])
+    page = (tmp_path / "table.md").read_text()
+    assert "- left out: a: no room (2026-01-03, commit new); its lines are of 2026-01-01\n" in page
+    assert "- left out: b: no room (2026-01-03, commit new)\n" in page
+    assert "- not measured yet: c, d\n" in page
+    suite.keep(tmp_path / "a.json", number("a"), {"content": 1.0})
+    assert "left_out" not in json.loads((tmp_path / "a.json").read_text())
+
+
+def test_results_that_are_not_complete_are_no_success(tmp_path: Path) -> None:
+    """Nor are those that cannot be read; neither hides anything else."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old", stopped="ended by SIGKILL")
+    assert not report(tmp_path, [number("a")])
+    assert "- not complete: a: ended by SIGKILL\n" in (tmp_path / "table.md").read_text()
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    assert report(tmp_path, [number("a")])
+    write_result(tmp_path, "b", "2026-01-01 10:00:00", "old", content=None)
+    (tmp_path / "c.json").write_text('{"content": ')
+    assert not report(tmp_path, [number(name) for name in "abc"])
+    page = (tmp_path / "table.md").read_text()
+    assert "b: its result makes no lines: TypeError" in page
+    assert "c: its file cannot be read" in page
+    assert "line a" in page
+
+
+def test_bars_that_nothing_could_be_held_against_are_told(tmp_path: Path) -> None:
+    """They are not met, and do not count as missed."""
+
+    def compare(_: object) -> list[Row]:
+        other = Row("away", 1.0, beside="hivemind", bar=at_least(3.0), absent=True)
+        return [other, other._replace(line="down", absent=False), other._replace(line="no bar", bar=None)]
+
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    assert report(tmp_path, [Entry("a", "x", compare)])
+    page = (tmp_path / "table.md").read_text()
+    assert "| away | 1.00 | hivemind | was not there |  | ≥ 3.00 | not judged |" in page
+    assert "- not judged: hivemind was not there: away\n" in page
+    assert "- not judged: hivemind failed: down\n" in page
+    assert "0 of 0 bars met, 2 not judged" in page
 
 
 def test_the_picture_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
-    """Nothing of the time or of chance is in it. Without a ratio there is none."""
+    """Nothing of the time or of chance is in it. Without a ratio there is none, nor an old one."""
     row = Row("round", 0.5, "s", "hivemind", 2.0, Spread(4.0, 3.0, 5.0), at_least(3.0))
     for name in ("a.svg", "b.svg"):
-        draw([row, Row("no ratio", 1.0)], "somewhere", tmp_path / name)
+        draw([Section("here", (row, Row("no ratio", 1.0)))], tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    draw([Row("no ratio", 1.0)], "somewhere", tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()
+    draw([Section("here", (Row("no ratio", 1.0),))], tmp_path / "a.svg")
+    assert not (tmp_path / "a.svg").exists()
+
+
+def test_the_picture_says_of_which_origin_each_line_is(tmp_path: Path) -> None:
+    """By a raised number, where there is more than one."""
+    row = Row("round", 0.5, "s", "hivemind", 2.0, Spread(4.0, 3.0, 5.0), at_least(3.0))
+    draw([Section("today", (row,)), Section("long ago", (row,))], tmp_path / "two.svg")
+    text = (tmp_path / "two.svg").read_text()
+    assert all(f"<!-- {what} -->" in text for what in ("round  / hivemind¹", "round  / hivemind²", "² long ago"))
+    draw([Section("today", (row,))], tmp_path / "one.svg")
+    assert "<!-- round  / hivemind -->" in (tmp_path / "one.svg").read_text()

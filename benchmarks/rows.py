@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -51,7 +52,7 @@ class Row(NamedTuple):
 
     Attributes:
         line: what it is about.
-        measured: shoal's number, in `unit`.
+        measured: shoal's number, in `unit`; infinite seconds are shown as never.
         unit: of both numbers.
         beside: whose the other number is; empty if there is none.
         its: the other number; None beside a name: there is none, as `absent` says why.
@@ -120,6 +121,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _amount(value: float, unit: str) -> str:
+    if value == math.inf:
+        return "never"
     return f"{_digits(value)} {unit}".rstrip()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import collect, memory
+from benchmarks import collect, dht, memory
 from benchmarks.allreduce import MISSED
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
@@ -65,7 +65,7 @@ def test_ratios_come_from_rounds_of_the_same_turn() -> None:
     content = rounds(shoal=[1.0, 2.0, None, 1.0], hivemind=[4.0, None, 9.0, 2.0])
     (row,) = collect.whole_rounds({"hivemind": at_least(3.0)})(content)
     assert row.ratio == Spread(3.0, 2.0, 4.0)
-    assert (row.beside, row.its, row.line) == ("hivemind", 3.0, "round, 4 peers x 10M")
+    assert (row.beside, row.its, row.line) == ("hivemind", 3.0, "round, 4 peers x 10M (1 failed)")
     assert verdict(row)
 
 
@@ -87,9 +87,23 @@ def test_a_contender_that_failed_is_named_and_decides_nothing() -> None:
 
 
 def test_without_others_the_number_alone_is_left() -> None:
-    """And nothing at all where every round failed."""
+    """With how many rounds failed; that all did is an error."""
     assert collect.whole_rounds({})(rounds(shoal=[0.5])) == [Row("round, 4 peers x 10M", 0.5, "s")]
-    assert collect.whole_rounds({})(rounds(shoal=[None], gloo=[1.0])) == []
+    assert collect.whole_rounds({})(rounds(shoal=[0.5, None]))[0].line == "round, 4 peers x 10M (1 failed)"
+    with pytest.raises(ValueError, match="no round of shoal succeeded"):
+        collect.whole_rounds({})(rounds(shoal=[None], gloo=[1.0]))
+
+
+def test_bars_against_hivemind_do_not_vanish_without_it() -> None:
+    """Each stays in the table, not judged; those against others are."""
+    content = rounds(shoal=[0.5], transport=[0.1])
+    found = {row.beside: row for row in collect.whole_rounds({"hivemind": at_least(3.0)})(content)}
+    assert (found["hivemind"].absent, found["transport"].absent) == (True, False)
+    (state,) = collect.state_download({"megabytes": 400.0, "1": {"shoal": [{"seconds": 1.0}]}})
+    (search,) = collect.dht({"nodes": 8, "results": {"shoal": {"failed": {}, "get": {"p50_s": 0.1}}}})
+    for row in (found["hivemind"], state, search):
+        assert (row.beside, row.absent, row.its, verdict(row)) == ("hivemind", True, None, None)
+        assert row.bar is not None
 
 
 def test_a_codec_is_judged_by_its_slowest_direction() -> None:
@@ -118,6 +132,54 @@ def test_a_state_is_compared_for_one_donor() -> None:
     assert verdict(three) is None
 
 
+def test_downloads_are_paired_by_turn() -> None:
+    """One that failed leaves its turn out on both sides, and moves no other."""
+
+    def runs(*seconds: float | None) -> list[dict[str, float] | None]:
+        return [None if each is None else {"seconds": each} for each in seconds]
+
+    content = {"megabytes": 400.0, "1": {"shoal": runs(None, 1.0, 2.0), "hivemind": runs(8.0, 6.0, 8.0)}}
+    (row,) = collect.state_download(content)
+    assert row.ratio == Spread(5.0, 4.0, 6.0)
+    with pytest.raises(ValueError, match="no download of shoal from 1 succeeded"):
+        collect.state_download({"megabytes": 400.0, "1": {"shoal": runs(None)}})
+
+
+def test_latencies_are_compared_turn_by_turn() -> None:
+    """The ratio is the median of the turns', not that of all operations together."""
+    mine, its = dht.Network("shoal"), dht.Network("hivemind")
+    for network, turns in ((mine, ([1.0, 1.0, 1.0], [2.0], [2.0])), (its, ([2.0, 2.0, 2.0], [8.0], [10.0]))):
+        network.seconds = {what: [list(turn) for turn in turns] for what in dht.LATENCIES}
+        network.per_s = {what: [1.0, 1.0, 1.0] for what in dht.RATES}
+    results = {network.name: dht.summary(network, mine) for network in (mine, its)}
+    row = next(row for row in collect.dht({"nodes": 8, "results": results}) if row.line.endswith(": get"))
+    assert row.ratio == Spread(4.0, 2.0, 5.0)
+    assert (row.measured, row.its) == (1000.0, 2000.0)
+
+
+def test_an_import_is_compared_with_one_that_loads_the_same() -> None:
+    """`import shoal` loads no torch, `import hivemind` does."""
+
+    def peer(*import_s: float) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        raw = [{"import_s": each, "start_s": 0.1, "processes": 1, "rss_times_torch": 1.1} for each in import_s]
+        return {field: {"median": raw[0][field]} for field in raw[0]}, raw
+
+    shoal, hivemind = peer(2.0, 2.0, 4.0), peer(3.0, 4.0, 4.0)
+    results = {"shoal": {"import_s": {"median": 0.01}}, "shoal-peer": shoal[0], "hivemind-peer": hivemind[0]}
+    content = {"results": results, "raw": {"shoal-peer": shoal[1], "hivemind-peer": hivemind[1]}}
+    found = {row.line: row for row in collect.idle(content) if "import " in row.line}
+    alone, like = found.values()
+    assert (alone.beside, alone.measured, verdict(alone)) == ("", 0.01, True)
+    assert (like.beside, like.measured, like.its, like.bar) == ("hivemind", 2.0, 3.0, None)
+    assert like.ratio == Spread(1.5, 1.0, 2.0)
+
+
+def test_a_simulation_of_one_line_is_read_as_one_of_many() -> None:
+    """A file with one line of JSON is one value."""
+    row = {"nodes": 100, "hops": 2.0, "found_after_crash": 1.0}
+    assert collect.dht_sim(row) == collect.dht_sim([row])
+
+
 def test_each_size_of_a_group_has_its_own_bar() -> None:
     """Seconds of the last peer; hivemind's stand beside, and decide nothing."""
 
@@ -131,14 +193,23 @@ def test_each_size_of_a_group_has_its_own_bar() -> None:
 
 
 def test_a_contender_that_gave_up_is_said_to_have() -> None:
-    """It has no time then, but a part of its joins; one that never joined is not shown."""
+    """It has no time then, but a part of its joins; one that never joined has failed."""
     mine: dict[str, Any] = {"last_s": {"p50": 0.1}, "full_part": 1.0, "joins": 10}
     its: dict[str, Any] = {"last_s": {}, "full_part": 0.5, "joins": 4, "left_out": "left out after round 2"}
     time, part = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its}}})
     assert (time.beside, verdict(time)) == ("", True)
     assert (part.beside, part.its) == ("hivemind, left out after round 2", 0.5)
-    alone = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its | {"joins": 0}}}})
-    assert not any(row.beside for row in alone)
+    _, never = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its | {"joins": 0}}}})
+    assert (never.beside, never.its, never.absent) == ("hivemind, left out after round 2", None, False)
+
+
+@pytest.mark.parametrize("trouble", [{"left_out": "left out after round 2"}, {"last_s": {}}])
+def test_shoal_misses_its_bar_where_it_did_not_go_on(trouble: dict[str, Any]) -> None:
+    """Also if no group was ever full; other sizes are not touched."""
+    mine: dict[str, Any] = {"last_s": {"p50": 0.01}, "full_part": 0.5, "joins": 10, "left_out": None}
+    rows = collect.forming({"2": {"results": {"shoal": mine}}, "8": {"results": {"shoal": mine | trouble}}})
+    assert [verdict(row) for row in rows if row.bar] == [True, False]
+    assert cells(rows[2])[1] == "never"
 
 
 def test_slow_links_have_a_wider_bar_with_losses() -> None:

@@ -166,7 +166,7 @@ class Contender:
         join: bool = True,
     ) -> Contender:
         """Start the peers, and unless told otherwise let them join each other."""
-        python = args.hivemind_python if name == "hivemind" else sys.executable
+        python = args.hivemind_python if name.startswith("hivemind") else sys.executable
         places = places or [Place()] * args.peers
         started = [await Peer.start(name, python, rank, args, logs, place) for rank, place in enumerate(places)]
         self = cls(name, started)

@@ -16,6 +16,7 @@ from benchmarks.rows import Bar, Row, Spread, at_least, at_most
 
 __all__ = ["Collector"]
 
+STEPS = ("encode", "decode")
 Collector = Callable[[Any], list[Row]]
 
 
@@ -145,20 +146,27 @@ def memory(content: Mapping[str, Any]) -> list[Row]:
 
 
 def codecs(content: Mapping[str, Any]) -> list[Row]:
-    """For each codec that hivemind has too: its slowest direction on the tensor where that is slowest."""
-    found: dict[str, list[tuple[Spread, str, float, float]]] = {}
-    for rows in content["results"].values():
-        speed = {(row["who"], row["codec"]): row for row in rows}
-        for (who, codec), row in speed.items():
+    """For each size and each codec that hivemind has: the slowest direction, on the tensor where that is slowest."""
+    rows = []
+    for numel, kinds in content["sizes"].items():
+        speeds = [{(row["who"], row["codec"]): row for row in kind} for kind in kinds.values()]
+        theirs = {name: row["theirs"] for speed in speeds for (who, name), row in speed.items() if who == "shoal"}
+        for codec, its_name in theirs.items():
             # A codec that decodes without a copy is not measured by the seconds that it takes.
-            for step in ("encode", "decode") if who == "hivemind" and codec != "none" else ():
-                values = (speed["shoal", codec][f"{step}_gb_s"], row[f"{step}_gb_s"])
-                found.setdefault(codec, []).append((Spread(*row[f"times_{step}"]), step, *values))
-    worst = {codec: min(each) for codec, each in found.items()}
-    return [
-        Row(f"codec {codec}: {step}", mine, "GB/s", "hivemind", its, ratio, at_least(1.0))
-        for codec, (ratio, step, mine, its) in worst.items()
-    ]
+            if its_name is None or codec == "none":
+                continue
+            each = [(speed["shoal", codec], speed.get(("hivemind", codec)), step) for speed in speeds for step in STEPS]
+            measured, step = min((mine[f"{step}_gb_s"], step) for mine, _, step in each)
+            row = Row("", measured, "GB/s", "hivemind", bar=at_least(1.0), absent=its_name not in content["missing"])
+            if pairs := [
+                (Spread(*its[f"times_{step}"]), step, mine[f"{step}_gb_s"], its[f"{step}_gb_s"])
+                for mine, its, step in each
+                if its is not None
+            ]:
+                ratio, step, measured, number = min(pairs)
+                row = row._replace(measured=measured, its=number, ratio=ratio)
+            rows.append(row._replace(line=f"codec {codec}, {int(numel):,} values: {step}"))
+    return rows
 
 
 def shaped(content: Mapping[str, Any]) -> list[Row]:

@@ -106,22 +106,37 @@ def test_bars_against_hivemind_do_not_vanish_without_it() -> None:
         assert row.bar is not None
 
 
+def coded(encode: float, decode: float, *, whose: tuple[str, ...] = ("shoal", "hivemind")) -> list[dict[str, Any]]:
+    """As `benchmarks.compression` writes it of one tensor."""
+    speeds = {"encode_gb_s": 1.0, "decode_gb_s": 2.0}
+    times = {"times_encode": [encode, encode, encode], "times_decode": [decode, decode, decode]}
+    return [
+        {"who": who, "codec": codec, **speeds, **({"theirs": theirs} if who == "shoal" else times)}
+        for codec, theirs in (("none", "No"), ("uniform8bit", "Uniform"), ("topk", None))
+        for who in whose
+        if theirs or who == "shoal"
+    ]
+
+
 def test_a_codec_is_judged_by_its_slowest_direction() -> None:
-    """On the tensor where it is slowest; decoding of `none` copies nothing, and is no speed."""
+    """In each size, on the tensor where it is slowest; decoding of `none` copies nothing, and is no speed."""
+    sizes = {
+        "1000": {"normal": coded(3.0, 2.0), "outliers": coded(0.9, 4.0)},
+        "16384": {"normal": coded(3.0, 2.0), "outliers": coded(4.0, 5.0)},
+    }
+    small, large = collect.codecs({"missing": {}, "sizes": sizes})
+    assert (small.line, small.ratio) == ("codec uniform8bit, 1,000 values: encode", Spread(0.9, 0.9, 0.9))
+    assert (large.line, large.ratio) == ("codec uniform8bit, 16,384 values: decode", Spread(2.0, 2.0, 2.0))
+    assert [verdict(row) for row in (small, large)] == [False, True]
 
-    def kind(encode: float, decode: float) -> list[dict[str, Any]]:
-        speeds = {"encode_gb_s": 1.0, "decode_gb_s": 1.0}
-        times = {"times_encode": [encode, encode, encode], "times_decode": [decode, decode, decode]}
-        return [
-            {"who": who, "codec": codec, **speeds, **(times if who == "hivemind" else {})}
-            for codec in ("none", "uniform8bit")
-            for who in ("shoal", "hivemind")
-        ]
 
-    (row,) = collect.codecs({"results": {"normal": kind(3.0, 2.0), "outliers": kind(0.9, 4.0)}})
-    assert row.line == "codec uniform8bit: encode"
-    assert row.ratio == Spread(0.9, 0.9, 0.9)
-    assert verdict(row) is False
+@pytest.mark.parametrize("missing", [{}, {"Uniform": "ImportError"}])
+def test_a_codec_without_hiveminds_is_not_judged(missing: dict[str, str]) -> None:
+    """Because hivemind is not there, or its codec fails."""
+    content = {"missing": missing, "sizes": {"1000": {"normal": coded(0.0, 0.0, whose=("shoal",))}}}
+    (row,) = collect.codecs(content)
+    assert (row.beside, row.its, row.absent, verdict(row)) == ("hivemind", None, not missing, None)
+    assert (row.line, row.measured) == ("codec uniform8bit, 1,000 values: encode", 1.0)
 
 
 def test_a_state_is_compared_for_one_donor() -> None:

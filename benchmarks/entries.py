@@ -93,13 +93,17 @@ ENTRIES = (
     rounds(8, 50, 3.0, 3, "hivemind"),
     *(
         Entry(
-            f"rounds_{codec}",
+            f"rounds_{name}",
             f"allreduce --peers 4 --numel 10_000_000 --compression {codec}",
             whole_rounds({"hivemind": at_least(3.0)}),
             HIVEMIND,
             "--rounds 2 --warm-up 1",
         )
-        for codec in ("uniform8bit", "quantile8bit")
+        for name, codec in (
+            ("uniform8bit", "uniform8bit"),
+            ("quantile8bit", "quantile8bit"),
+            ("blockwise8bit", "blockwise"),
+        )
     ),
     Entry(
         "rounds_clear",

@@ -51,6 +51,7 @@ class HivemindPeer(Contender):
             "float16": codecs.Float16Compression,
             "uniform8bit": codecs.Uniform8BitQuantization,
             "quantile8bit": codecs.Quantile8BitQuantization,
+            "blockwise": codecs.BlockwiseQuantization,
         }[self.options.compression]
         self.averager = TimedAverager(
             [self.tensor],

@@ -31,7 +31,7 @@ from benchmarks.contenders.orders import now, obey
 
 __all__ = ["Contender", "Join", "Options", "Pending", "Times", "now", "serve"]
 
-ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05}
+ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05, "blockwise": 0.05}
 """Largest error of an average, as a part of the largest value."""
 
 

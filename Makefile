@@ -49,7 +49,7 @@ format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(DEV_READY)  ## all speed measurements: an hour (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
+bench: $(DEV_READY)  ## all speed measurements: an hour or two (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean:  ## remove caches and build products; .venv stays

@@ -1,12 +1,16 @@
 """Everything that is measured, one after another: ``python -m benchmarks --hivemind-python PATH``, or ``make bench``.
 
 Each of `benchmarks.entries` runs as a process of its own. What it measured goes to ``benchmarks/results/NAME.json``,
-with the machine, versions, commit and time. At the end the table of all results that are there is printed, and written
-beside them: as ``table.md`` and, as far as it is ratios, as the picture ``speed.svg``. A short run (``--quick``) shows
-that all works: its numbers mean little, and go to ``build/benchmarks``.
+with the machine, versions, commit and time. At the end the table of all results that are there is printed, older ones
+under their own headings, and written beside them: as ``table.md`` and, as far as it is ratios, as the picture
+``speed.svg`` (`benchmarks.report`). A short run (``--quick``) shows that all works: its numbers mean little, and go to
+``build/benchmarks``.
 
 hivemind 1.1.12 takes part where there is a Python for it (``--hivemind-python``, or HIVEMIND_PYTHON in the environment;
-`benchmarks.allreduce` says how to make one). The machine should do nothing else meanwhile: it takes about an hour.
+`benchmarks.allreduce` says how to make one); bars against it are not judged where there is none. The machine should do
+nothing else meanwhile: it takes an hour or two.
+
+The exit code is 1 if a bar was missed, or a benchmark did not come to its end. One that ends with `MISSED` did.
 """
 
 from __future__ import annotations
@@ -23,14 +27,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, aligned, exit_on_sigterm, processor, write
+from benchmarks.allreduce import MISSED, ROOT, aligned, exit_on_sigterm, processor, write
 from benchmarks.entries import ENTRIES, Entry
-from benchmarks.plot import draw
-from benchmarks.rows import HEADINGS, Row, cells, markdown, verdict
+from benchmarks.report import report
 
 RESULTS, QUICK_RESULTS = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
 LIMIT_S = 1800.0
@@ -41,8 +44,12 @@ class LeftOut(Exception):
     """Why something is not measured."""
 
 
-def measure(entry: Entry, hivemind_python: str | None, *, quick: bool) -> Any:
-    """Run it; returns what it wrote. Raises `LeftOut`."""
+class Broken(LeftOut):
+    """It was begun, and gave nothing that can be used."""
+
+
+def measure(entry: Entry, hivemind_python: str | None, *, quick: bool) -> tuple[Any, str]:
+    """Run it; returns what it wrote, and why that is not all (empty: it is). Raises `LeftOut`."""
     if importlib.util.find_spec(entry.module) is None:
         raise LeftOut(f"there is no {entry.module}")
     if (free := free_gib()) is not None and free < entry.gib:
@@ -59,10 +66,10 @@ def measure(entry: Entry, hivemind_python: str | None, *, quick: bool) -> Any:
                 stdout=output if entry.printed else None,
                 start_new_session=True,
             )
+        code = None
         try:
-            code = process.wait(LIMIT_S)
-        except subprocess.TimeoutExpired:
-            raise LeftOut(f"not done after {LIMIT_S:.0f} s") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(LIMIT_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -70,14 +77,31 @@ def measure(entry: Entry, hivemind_python: str | None, *, quick: bool) -> Any:
         return read(path.read_text(), code)
 
 
-def read(text: str, code: int) -> Any:
-    """What a benchmark wrote: a JSON value, or one on each line. It may have ended with `code`, as a bar was missed."""
+def read(text: str, code: int | None) -> tuple[Any, str]:
+    """What a benchmark wrote, a JSON value or one on each line; and why that is not all (empty: it is).
+
+    Raises:
+        Broken: it wrote nothing, or something else.
+    """
+    stopped = ending(code)
     if not text.strip():
-        raise LeftOut(f"it wrote nothing, and ended with code {code}")
+        raise Broken(stopped or "it wrote nothing")
     try:
-        return json.loads(text)
+        try:
+            return json.loads(text), stopped
+        except json.JSONDecodeError:
+            return [json.loads(line) for line in text.splitlines()], stopped
     except json.JSONDecodeError:
-        return [json.loads(line) for line in text.splitlines()]
+        raise Broken(f"what it wrote is broken off; {stopped or 'it ended well'}") from None
+
+
+def ending(code: int | None) -> str:
+    """What went wrong, by the exit code; empty if nothing did but that a bar may have been missed."""
+    if code is None:
+        return f"not done after {LIMIT_S:.0f} s"
+    if code < 0:
+        return f"ended by {signal.Signals(-code).name}"
+    return "" if code in {0, MISSED} else f"it ended with code {code}"
 
 
 def free_gib() -> float | None:
@@ -117,54 +141,13 @@ def said(command: Sequence[str]) -> str:
     return ""
 
 
-# -------------------------------------------------------------------------------------------------------------- results
-
-
-def load(folder: Path, entries: Iterable[Entry]) -> list[tuple[Entry, Mapping[str, Any]]]:
-    """All results that are there, in the order of the entries."""
-    paths = ((entry, folder / f"{entry.name}.json") for entry in entries)
-    return [(entry, json.loads(path.read_text())) for entry, path in paths if path.exists()]
-
-
-def collected(results: Iterable[tuple[Entry, Mapping[str, Any]]]) -> tuple[list[Row], list[str]]:
-    """The lines of the table, and which results could not be read."""
-    rows: list[Row] = []
-    troubles = []
-    for entry, result in results:
-        try:
-            rows += entry.rows(result["content"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            troubles.append(f"{entry.name}: its result cannot be read: {type(error).__name__}: {error}")
-    return rows, troubles
-
-
-def caption(results: Sequence[tuple[Entry, Mapping[str, Any]]]) -> str:
-    """Where and when it was measured; several if the results differ."""
-    said: dict[str, None] = {}
-    for _, result in results:
-        machine, versions = result["machine"], result["versions"]
-        said[
-            f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']:g} GiB, Python "
-            f"{versions['python']}, torch {versions['torch']}, {result['date'][:10]}, commit {result['commit']}"
-        ] = None
-    return "; ".join(said)
-
-
-def report(folder: Path, notes: list[str]) -> bool:
-    """Print and write everything; returns whether all bars were met."""
-    results = load(folder, ENTRIES)
-    rows, troubles = collected(results)
-    print("\n" + aligned([HEADINGS, *map(cells, rows)]) + "\n")
-    print(caption(results))
-    for note in notes + troubles:
-        print(note)
-    verdicts = [met for met in map(verdict, rows) if met is not None]
-    print(f"{sum(verdicts)} of {len(verdicts)} bars met")
-    if rows:
-        (folder / "table.md").write_text(f"{markdown(rows)}\n{caption(results)}\n")
-        draw(rows, caption(results), folder / "speed.svg")
-        print(f"{folder}: *.json, table.md, speed.svg")
-    return all(verdicts) and not troubles
+def keep(path: Path, entry: Entry, result: Mapping[str, Any]) -> None:
+    """Write a result; one without content only adds to what is there."""
+    old: dict[str, Any] = {}
+    if "content" not in result:
+        with contextlib.suppress(OSError, ValueError):
+            old = json.loads(path.read_text())
+    write(path, {"name": entry.name, **old, **result})
 
 
 def parse() -> argparse.Namespace:
@@ -197,29 +180,26 @@ def main() -> int:
         print(aligned([(each.name, " ".join([each.module, *each.call.split()[1:]])) for each in entries]))
         return 0
     args.results.mkdir(parents=True, exist_ok=True)
-    notes = []
-    if (
-        not args.report
-        and not args.hivemind_python
-        and any("hivemind" in each.against + each.codecs_of for each in entries)
-    ):
-        notes.append("left out: hivemind: no --hivemind-python PATH, no HIVEMIND_PYTHON")
     around = {} if args.report else surroundings(args.hivemind_python)
+    if not args.report and not args.hivemind_python:
+        print("without hivemind: no --hivemind-python PATH, no HIVEMIND_PYTHON")
+    broken = False
     for number, entry in enumerate([] if args.report else entries, 1):
         # Where that Python is matters here only.
         call = " ".join([entry.module, *entry.arguments(args.hivemind_python and "PATH", quick=args.quick)])
         print(f"[{number}/{len(entries)}] {entry.name}: python -m {call}", flush=True)
-        began = time.time()
-        try:
-            content = measure(entry, args.hivemind_python, quick=args.quick)
-        except LeftOut as reason:
-            notes.append(f"left out: {entry.name}: {reason}")
-            print(notes[-1], file=sys.stderr, flush=True)
-            continue
+        path, began = args.results / f"{entry.name}.json", time.time()
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
-        head = {"name": entry.name, "command": call, "date": date, "seconds": round(time.time() - began, 1)}
-        write(args.results / f"{entry.name}.json", {**head, "quick": args.quick, **around, "content": content})
-    met = report(args.results, notes)
+        try:
+            content, stopped = measure(entry, args.hivemind_python, quick=args.quick)
+        except LeftOut as reason:
+            print(f"left out: {entry.name}: {reason}", file=sys.stderr, flush=True)
+            keep(path, entry, {"left_out": {"date": date, "commit": around["commit"], "reason": str(reason)}})
+            broken = broken or isinstance(reason, Broken)
+            continue
+        head = {"command": call, "date": date, "seconds": round(time.time() - began, 1), "quick": args.quick}
+        keep(path, entry, {**head, **({"stopped": stopped} if stopped else {}), **around, "content": content})
+    met = report(args.results) and not broken
     return 0 if met or args.quick else 1
 
 

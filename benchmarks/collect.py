@@ -1,11 +1,13 @@
 """From what a benchmark wrote with ``--json`` to lines of the table. Each function takes that, and returns rows.
 
-A ratio says how many times as good shoal is, and comes from pairs of the same turn. What was not measured (no Python
-with hivemind) gives no row, or one without a ratio; a contender of whole rounds that failed is said to have.
+A ratio says how many times as good shoal is, and is the median of pairs of the same turn. A contender that failed is
+said to have; so is one that took no part (no Python with hivemind) where there is a bar against it. Where shoal itself
+has no number, there is no row but a `ValueError`: its bars must not vanish.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,6 +16,7 @@ from benchmarks.rows import Bar, Row, Spread, at_least, at_most
 
 __all__ = ["Collector"]
 
+STEPS = ("encode", "decode")
 Collector = Callable[[Any], list[Row]]
 
 
@@ -30,86 +33,103 @@ def whole_rounds(bars: Mapping[str, Bar], *, ours: str = "shoal") -> Collector:
         rounds: dict[str, list[dict[str, float] | None]] = content["rounds"]
         mine = [each["whole_s"] for each in rounds.get(ours, ()) if each]
         if not mine:
-            return []
-        title = f"round, {size(content)}" + ("" if ours == "shoal" else f", {ours}")
+            raise ValueError(f"no round of {ours} succeeded")
+        failed = len(rounds[ours]) - len(mine)
+        title = f"round, {size(content)}{'' if ours == 'shoal' else f', {ours}'}"
+        alone = Row(f"{title} ({failed} failed)" if failed else title, statistics.median(mine), "s")
         rows = []
-        for name, its in rounds.items():
-            pairs = [(a["whole_s"], b["whole_s"]) for a, b in zip(rounds.get(ours, ()), its, strict=False) if a and b]
+        for name in dict.fromkeys([*rounds, *bars]):
             if name in {ours, "shoal"}:
                 continue
-            row = Row(title, statistics.median(mine), "s", name, bar=bars.get(name))
+            row = alone._replace(beside=name, bar=bars.get(name), absent=name not in rounds)
+            pairs = [(a["whole_s"], b["whole_s"]) for a, b in paired(rounds[ours], rounds.get(name, ()))]
             if pairs:
                 row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(b / a for a, b in pairs))
             rows.append(row)
-        return rows or [Row(title, statistics.median(mine), "s")]
+        return rows or [alone]
 
     return collect
 
 
+def paired(mine: Sequence[Any], its: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """What succeeded in the same turn; a contender that was out at some point has fewer."""
+    return [(a, b) for a, b in zip(mine, its, strict=False) if a is not None and b is not None]
+
+
 def forming(content: Mapping[str, Any]) -> list[Row]:
-    """The time until the last peer of a round knows its group."""
+    """The time until the last peer of a round knows its group; "never" if none was full, or shoal did not go on."""
     bars = {"2": at_most(0.05), "8": at_most(0.1), "16": at_most(0.15)}
     rows = []
     for peers, each in content.items():
         mine, other = each["results"]["shoal"], each["results"].get("hivemind", {})
-        beside = ", ".join(["hivemind", *filter(None, [other.get("left_out")])]) if other.get("joins") else ""
-        if mine["last_s"]:
-            row = Row(f"forming a group of {peers}, p50", mine["last_s"]["p50"], "s", bar=bars.get(peers))
-            rows.append(row._replace(beside=beside, its=other["last_s"]["p50"]) if other.get("last_s") else row)
+        stopped = mine.get("left_out")
+        time = mine["last_s"]["p50"] if mine["last_s"] and not stopped else math.inf
+        after = f" ({stopped})" if stopped else ""
+        beside = ", ".join(["hivemind", *filter(None, [other.get("left_out")])]) if other else ""
+        row = Row(f"forming a group of {peers}, p50{after}", time, "s", bar=bars.get(peers))
+        rows.append(row._replace(beside=beside, its=other["last_s"]["p50"]) if other.get("last_s") else row)
         row = Row(f"groups of {peers}: joins that were full", mine["full_part"])
-        rows.append(row._replace(beside=beside, its=other["full_part"]) if beside else row)
+        rows.append(row._replace(beside=beside, its=other["full_part"] if other["joins"] else None) if other else row)
     return rows
 
 
 def state_download(content: Mapping[str, Any]) -> list[Row]:
     """Megabytes per second for each number of donors; the bar is for one, as hivemind never uses more."""
     rows = []
+    mb = content["megabytes"]
     for donors, bar in (("1", at_least(5.0)), ("3", None)):
-        runs: Mapping[str, Sequence[Mapping[str, float]]] = content.get(donors, {})
-        mb = content["megabytes"]
-        rates = {name: [mb / run["seconds"] for run in each] for name, each in runs.items() if each}
-        if "shoal" not in rates:
+        if donors not in content:
             continue
-        row = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(rates["shoal"]), "MB/s")
-        if "hivemind" in rates:
-            pairs = zip(rates["shoal"], rates["hivemind"], strict=False)
-            its = statistics.median(rates["hivemind"])
-            row = row._replace(beside="hivemind", its=its, ratio=Spread.of(a / b for a, b in pairs), bar=bar)
+        runs: Mapping[str, Sequence[Mapping[str, float] | None]] = content[donors]
+        rates = {name: [mb / run["seconds"] if run else None for run in each] for name, each in runs.items()}
+        mine = [rate for rate in rates["shoal"] if rate is not None]
+        if not mine:
+            raise ValueError(f"no download of shoal from {donors} succeeded")
+        row = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(mine), "MB/s")
+        if bar or "hivemind" in rates:
+            row = row._replace(beside="hivemind", bar=bar, absent="hivemind" not in rates)
+        if pairs := paired(rates["shoal"], rates.get("hivemind", ())):
+            row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(a / b for a, b in pairs))
         rows.append(row)
     return rows
 
 
 def dht(content: Mapping[str, Any]) -> list[Row]:
-    """Latencies and rates."""
+    """Latencies and rates. The ratio is that of the turns' medians."""
     mine, its = content["results"]["shoal"], content["results"].get("hivemind")
     rows = []
     for what, value in mine.items():
         if what == "failed":
             continue
         field, unit, times = ("p50_s", "ms", 1e3) if "p50_s" in value else ("per_s", "per s", 1.0)
-        row = Row(f"DHT, {content['nodes']} nodes: {what}", times * value[field], unit)
+        title = f"DHT, {content['nodes']} nodes: {what}"
+        row = Row(title, times * value[field], unit, "hivemind", bar=at_least(3.0), absent=its is None)
         if its is not None:
-            ratio = Spread.of(its[what]["range"])._replace(median=its[what]["times_shoal"])
-            row = row._replace(beside="hivemind", its=times * its[what][field], ratio=ratio, bar=at_least(3.0))
+            row = row._replace(its=times * its[what][field], ratio=Spread.of(its[what]["range"]))
         rows.append(row)
     return rows
 
 
 def idle(content: Mapping[str, Any]) -> list[Row]:
-    """A peer that does nothing."""
-    results = content["results"]
+    """A peer that does nothing. What `import shoal` loads is not what a peer needs: its import has a row of its own."""
+    results, raw = content["results"], content["raw"]
     peer, theirs = results["shoal-peer"], results.get("hivemind-peer")
     plan = (
-        ("memory, times torch's", peer["rss_times_torch"], "rss_times_torch", "", 1.2),
-        ("processes", peer["processes"], "processes", "", 1.0),
-        ("start after import", peer["start_s"], "start_s", "s", 0.3),
-        ("import shoal", results["shoal"]["import_s"], "import_s", "s", 0.1),
+        ("memory, times torch's", "rss_times_torch", "", at_most(1.2)),
+        ("processes", "processes", "", at_most(1.0)),
+        ("start after import", "start_s", "s", at_most(0.3)),
+        ("import of shoal, torch and all that a peer needs", "import_s", "s", None),
     )
-    rows = []
-    for what, mine, field, unit, limit in plan:
-        row = Row(f"idle peer: {what}", mine["median"], unit, bar=at_most(limit))
-        if theirs is not None and field in theirs:
+    rows = [
+        Row("import shoal, which loads nothing more", results["shoal"]["import_s"]["median"], "s", bar=at_most(0.1))
+    ]
+    for what, field, unit, bar in plan:
+        row = Row(f"idle peer: {what}", peer[field]["median"], unit, bar=bar)
+        if theirs is not None:
             row = row._replace(beside="hivemind", its=theirs[field]["median"])
+        if theirs is not None and field == "import_s":
+            pairs = zip(raw["shoal-peer"], raw["hivemind-peer"], strict=True)
+            row = row._replace(ratio=Spread.of(b[field] / a[field] for a, b in pairs))
         rows.append(row)
     return rows
 
@@ -126,20 +146,27 @@ def memory(content: Mapping[str, Any]) -> list[Row]:
 
 
 def codecs(content: Mapping[str, Any]) -> list[Row]:
-    """For each codec that hivemind has too: its slowest direction on the tensor where that is slowest."""
-    found: dict[str, list[tuple[Spread, str, float, float]]] = {}
-    for rows in content["results"].values():
-        speed = {(row["who"], row["codec"]): row for row in rows}
-        for (who, codec), row in speed.items():
+    """For each size and each codec that hivemind has: the slowest direction, on the tensor where that is slowest."""
+    rows = []
+    for numel, kinds in content["sizes"].items():
+        speeds = [{(row["who"], row["codec"]): row for row in kind} for kind in kinds.values()]
+        theirs = {name: row["theirs"] for speed in speeds for (who, name), row in speed.items() if who == "shoal"}
+        for codec, its_name in theirs.items():
             # A codec that decodes without a copy is not measured by the seconds that it takes.
-            for step in ("encode", "decode") if who == "hivemind" and codec != "none" else ():
-                values = (speed["shoal", codec][f"{step}_gb_s"], row[f"{step}_gb_s"])
-                found.setdefault(codec, []).append((Spread(*row[f"times_{step}"]), step, *values))
-    worst = {codec: min(each) for codec, each in found.items()}
-    return [
-        Row(f"codec {codec}: {step}", mine, "GB/s", "hivemind", its, ratio, at_least(1.0))
-        for codec, (ratio, step, mine, its) in worst.items()
-    ]
+            if its_name is None or codec == "none":
+                continue
+            each = [(speed["shoal", codec], speed.get(("hivemind", codec)), step) for speed in speeds for step in STEPS]
+            measured, step = min((mine[f"{step}_gb_s"], step) for mine, _, step in each)
+            row = Row("", measured, "GB/s", "hivemind", bar=at_least(1.0), absent=its_name not in content["missing"])
+            if pairs := [
+                (Spread(*its[f"times_{step}"]), step, mine[f"{step}_gb_s"], its[f"{step}_gb_s"])
+                for mine, its, step in each
+                if its is not None
+            ]:
+                ratio, step, measured, number = min(pairs)
+                row = row._replace(measured=measured, its=number, ratio=ratio)
+            rows.append(row._replace(line=f"codec {codec}, {int(numel):,} values: {step}"))
+    return rows
 
 
 def shaped(content: Mapping[str, Any]) -> list[Row]:
@@ -232,15 +259,17 @@ def transport(content: Mapping[str, Any]) -> list[Row]:
     return [Row("one connection, one way", content["median"]["mb_per_s"], "MB/s")]
 
 
-def dht_sim(content: Sequence[Mapping[str, Any]]) -> list[Row]:
+def dht_sim(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Row]:
     """Hops, and what is found after a crash."""
+    content = [content] if isinstance(content, Mapping) else content  # a file of one line
     rows = [Row(f"DHT, {each['nodes']} simulated nodes: hops", each["hops"]) for each in content]
     last = content[-1]
     return [*rows, Row(f"… found after half of {last['nodes']} crashed", last["found_after_crash"])]
 
 
-def moshpit_sim(content: Sequence[Mapping[str, Any]]) -> list[Row]:
+def moshpit_sim(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Row]:
     """The variance after the first round against the law."""
+    content = [content] if isinstance(content, Mapping) else content  # a file of one line
     return [
         Row(
             f"{each['way']} groups, {each['crash']:.0%} crash: variance left",

@@ -1,9 +1,11 @@
 """Codecs side by side: ``python -m benchmarks.compression --hivemind-python PATH``.
 
-Each codec encodes and decodes tensors of four kinds, as large as the parts of a round, with one thread. The codecs take
-turns, and with ``--hivemind-python`` hivemind 1.1.12's codec of the same name comes right after shoal's, on the same
-tensor, in a process of its own (`benchmarks.allreduce` says how to make an environment for it; its blockwise codec
-needs bitsandbytes in it). Printed are medians over all turns:
+Each codec encodes and decodes tensors of four kinds with one thread, in each of the sizes in ``--numel``: as large as
+the parts of a round, and smaller ones. The codecs take turns, and with ``--hivemind-python`` so do shoal's and
+hivemind 1.1.12's codec of the same name, on the same tensor, in processes of their own; who is first alternates.
+`benchmarks.allreduce` says how to make an environment for hivemind, whose blockwise codec needs bitsandbytes in it
+(``DIR/bin/pip install bitsandbytes==0.50.2``; it runs on CPUs, too). In a turn a small tensor is encoded, and then
+decoded, so often that it is as much work as a large one, at most `MOST_REPEATS` times. Printed are medians:
 
 - *ratio*: bytes of the float32 tensor / bytes of the encoding;
 - *rms*, *max*: error, in units of the root of the values' mean square; *bound*: what the codec promises as the largest;
@@ -15,6 +17,7 @@ needs bitsandbytes in it). Printed are medians over all turns:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -58,6 +61,9 @@ CODECS: list[CompressionBase] = [
 ALONE = {"bfloat16", "blockwise:8:256", "blockwise:8:4096", "blockwise:4:64", "topk:0.01"}
 """hivemind has no such codec. Its blockwise one has blocks of 4096, and stands beside shoal's default."""
 
+SIZES = (1_000, 16_384, 262_144)
+MOST_REPEATS = 64
+
 KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda normal: normal,
     "heavy tails (normal cubed)": lambda normal: normal**3,
@@ -70,7 +76,7 @@ KINDS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--numel", type=int, default=262_144, help="elements of each tensor")
+    parser.add_argument("--numel", default=",".join(map(str, SIZES)), help="elements of each tensor, with commas")
     parser.add_argument("--turns", type=int, default=21)
     parser.add_argument("--hivemind-python", metavar="PATH", help="Python of an environment with hivemind 1.1.12")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
@@ -98,8 +104,9 @@ class Hivemind:
             return None
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(OSError):  # it ended: so does what it writes
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline() or '{"error": "it ended"}')
         if "error" in answer:
             self.missing[request.get("codec", "hivemind")] = answer["error"]
@@ -111,17 +118,19 @@ class Hivemind:
             self._process.communicate(timeout=60)
 
 
-def measure(codec: CompressionBase, values: torch.Tensor) -> dict[str, float]:
+def measure(codec: CompressionBase, values: torch.Tensor, repeats: int) -> dict[str, float]:
     """One turn of shoal's codec."""
     begun = time.perf_counter()
-    data = codec.encode(values)
+    for _ in range(repeats):
+        data = codec.encode(values)
     encoded = time.perf_counter()
-    decoded = codec.decode(data, values.numel(), values.dtype).to(torch.float32)
+    for _ in range(repeats):
+        decoded = codec.decode(data, values.numel(), values.dtype).to(torch.float32)
     ended = time.perf_counter()
     error = (decoded - values).double()
     return {
-        "encode_s": encoded - begun,
-        "decode_s": ended - encoded,
+        "encode_s": (encoded - begun) / repeats,
+        "decode_s": (ended - encoded) / repeats,
         "bytes": data.nbytes,
         "rms": float(error.square().mean().sqrt()),
         "max": float(error.abs().max()),
@@ -131,10 +140,16 @@ def measure(codec: CompressionBase, values: torch.Tensor) -> dict[str, float]:
 def run(values: torch.Tensor, turns: int, hivemind: Hivemind) -> list[dict[str, Any]]:
     """All codecs on one tensor: a row for each contender."""
     kept: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    repeats = max(1, min(MOST_REPEATS, SIZES[-1] // values.numel()))
     for turn in range(turns + 1):
         for codec in CODECS:
             theirs = None if codec.name in ALONE else type(codec).__name__
-            ours, others = measure(codec, values), theirs and hivemind.ask(do="measure", codec=theirs)
+            others = None
+            if theirs and turn % 2:
+                others = hivemind.ask(do="measure", codec=theirs, repeats=repeats)
+            ours = measure(codec, values, repeats)
+            if theirs and not turn % 2:
+                others = hivemind.ask(do="measure", codec=theirs, repeats=repeats)
             if turn:  # the first one warms up
                 kept.setdefault(("shoal", codec.name), []).append(ours)
                 if others:
@@ -149,10 +164,13 @@ def run(values: torch.Tensor, turns: int, hivemind: Hivemind) -> list[dict[str, 
             for step in ("encode", "decode")
         }
         if who == "shoal":
-            row["bound"] = next(codec for codec in CODECS if codec.name == name).max_error(values) / scale
+            codec = next(codec for codec in CODECS if codec.name == name)
+            row["bound"] = codec.max_error(values) / scale
+            row["theirs"] = None if name in ALONE else type(codec).__name__
         else:
             for step in ("encode_s", "decode_s"):
-                ratios = sorted(b[step] / a[step] for a, b in zip(kept["shoal", name], measured, strict=True))
+                # One that fails is not asked again: what there is of it is of the first turns.
+                ratios = sorted(b[step] / a[step] for a, b in zip(kept["shoal", name], measured, strict=False))
                 row[f"times_{step[:6]}"] = (statistics.median(ratios), ratios[0], ratios[-1])
         rows.append(row)
     return rows
@@ -177,24 +195,24 @@ def show(kind: str, rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
-    normal = torch.randn(args.numel, generator=torch.Generator().manual_seed(0))
     hivemind = Hivemind(args.hivemind_python)
-    results = {}
+    sizes: dict[str, dict[str, Any]] = {}
     try:
         with tempfile.TemporaryDirectory() as folder:
-            for kind, make in KINDS.items():
-                values = make(normal)
-                torch.save(values, Path(folder) / "values.pt")
-                hivemind.ask(do="load", path=str(Path(folder) / "values.pt"))
-                results[kind] = run(values, args.turns, hivemind)
-                if not args.json:
-                    show(kind, results[kind])
+            for numel in map(int, args.numel.split(",")):
+                normal = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+                results = sizes[str(numel)] = {}
+                for kind, make in KINDS.items():
+                    values = make(normal)
+                    torch.save(values, Path(folder) / "values.pt")
+                    hivemind.ask(do="load", path=str(Path(folder) / "values.pt"))
+                    results[kind] = run(values, args.turns, hivemind)
+                    if not args.json:
+                        show(f"{numel:,} values, {kind}", results[kind])
     finally:
         hivemind.end()
     if args.json:
-        json.dump(
-            {"numel": args.numel, "turns": args.turns, "missing": hivemind.missing, "results": results}, sys.stdout
-        )
+        json.dump({"turns": args.turns, "missing": hivemind.missing, "sizes": sizes}, sys.stdout)
     for codec, reason in hivemind.missing.items():
         print(f"\nnot measured: hivemind's {codec}: {reason}", file=sys.stderr)
 

@@ -68,10 +68,11 @@ GIB = {"shoal": (0.3, 0.0165), "transport": (0.25, 0.015), "hivemind": (0.6, 0.0
 def rounds(peers: int, millions: int, bar: float, count: int = 10, *against: str) -> Entry:
     """Whole rounds beside hivemind's and the transport's."""
     against = against or ("hivemind", "transport")
+    bars = {"hivemind": at_least(bar), "transport": at_least(0.75)}
     return Entry(
         "_".join([f"rounds_{peers}x{millions}M", *(against if len(against) == 1 else ())]),
         f"allreduce --peers {peers} --numel {millions}_000_000 --rounds {count}",
-        whole_rounds({"hivemind": at_least(bar), "transport": at_least(0.75)}),
+        whole_rounds({name: found for name, found in bars.items() if name in against}),
         against,
         "--rounds 2 --warm-up 1",
         gib=peers * sum(alone + each * millions for alone, each in map(GIB.__getitem__, ("shoal", *against))),
@@ -92,13 +93,17 @@ ENTRIES = (
     rounds(8, 50, 3.0, 3, "hivemind"),
     *(
         Entry(
-            f"rounds_{codec}",
+            f"rounds_{name}",
             f"allreduce --peers 4 --numel 10_000_000 --compression {codec}",
             whole_rounds({"hivemind": at_least(3.0)}),
             HIVEMIND,
             "--rounds 2 --warm-up 1",
         )
-        for codec in ("uniform8bit", "quantile8bit")
+        for name, codec in (
+            ("uniform8bit", "uniform8bit"),
+            ("quantile8bit", "quantile8bit"),
+            ("blockwise8bit", "blockwise"),
+        )
     ),
     Entry(
         "rounds_clear",

@@ -6,12 +6,14 @@ sizes in ``--peers``,
 
 - how many joins (calls of `step`) ended in a full group, and in how many rounds all peers were in one group;
 - the time to form: from the last peer's call until a peer knew its group, over all joins of full groups, and of the
-  last peer of each round;
+  last peer of each round in which all were in full ones. Groups that are not full have no time: they are late;
 - every failure with its reason, and the sizes of groups that were not full.
 
 With ``--against hivemind --hivemind-python PATH`` (see `benchmarks.allreduce`) peers of hivemind 1.1.12 take turns with
-shoal's, round by round; groups that are not full are failures there, and after three in a row it is left out. Links are
-warm: rounds before ``--warm-up`` do not count.
+shoal's, round by round, on the same terms: the target is all, and everything else what each library does by itself, so
+that a group of two would do there, too. hivemind is left out once it has failed too often or for too long
+(`FAILURES_IN_A_ROW`, `FAILURES`, `NOT_FULL_S`), and at once if a peer of it is gone or silent; what was measured stays.
+Links are warm: rounds before ``--warm-up`` do not count.
 """
 
 from __future__ import annotations
@@ -28,11 +30,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, exit_on_sigterm, processor, write
+from benchmarks.allreduce import MISSED, ROUND_S, Contender, ContenderFailed, exit_on_sigterm, processor, write
 
 Round = list[dict[str, Any]]
 
-FAILURES_IN_A_ROW = 3
+PEERS = {"shoal": "matchmaking", "hivemind": "hivemind_matchmaking"}
+"""What runs a peer of each contender."""
+
+FAILURES_IN_A_ROW, FAILURES = 3, 6
+"""So many rounds in which a `step` failed are enough: each may take its whole time limit."""
+
+NOT_FULL_S = 180.0
+"""So many seconds in rounds in which not all found a full group are enough."""
 
 
 class Turns:
@@ -41,54 +50,69 @@ class Turns:
     def __init__(self, name: str, swarm: Contender) -> None:
         self.name, self.swarm = name, swarm
         self.rounds: list[Round] = []
-        self.failed_in_a_row = 0
+        self.failed = self.failed_in_a_row = 0
+        self.not_full_s = 0.0
         self.left_out: str | None = None
 
     async def play(self, number: int, *, counts: bool) -> None:
-        """One round. A contender that fails again and again is stopped: each failure takes its whole time limit."""
+        """One round, if it still takes part."""
         if self.left_out is not None:
             return
+        began = time.monotonic()
         answers = await one_round(self.swarm, number)
         if counts:
             self.rounds.append(answers)
-        self.failed_in_a_row = 0 if answers else self.failed_in_a_row + 1
+        why = self.enough(answers, time.monotonic() - began)
+        if self.swarm.failure is not None:
+            await self.leave(f"left out after round {number}: {self.swarm.failure}")
+        elif why and self.name != "shoal":
+            await self.leave(f"left out after round {number}: {why}")
+
+    def enough(self, answers: Round, seconds: float) -> str | None:
+        """Count one more round. Why these were enough, if they were."""
+        failed = not answers or any(join["failure"] for join in answers)
+        if failed or any(join["size"] < len(answers) for join in answers):
+            self.not_full_s += seconds
+        self.failed += failed
+        self.failed_in_a_row = self.failed_in_a_row + 1 if failed else 0
         if self.failed_in_a_row == FAILURES_IN_A_ROW:
-            self.left_out = f"left out after round {number}: {FAILURES_IN_A_ROW} failures in a row"
-            await self.swarm.stop()
+            return f"{FAILURES_IN_A_ROW} failures in a row"
+        if self.failed == FAILURES:
+            return f"{FAILURES} failures"
+        return f"{self.not_full_s:.0f} s without a full group" if self.not_full_s > NOT_FULL_S else None
+
+    async def leave(self, why: str) -> None:
+        """Take part no longer."""
+        self.left_out = why
+        await self.swarm.stop()
 
 
 async def play(args: argparse.Namespace, names: Sequence[str]) -> list[Turns]:
-    """All rounds of each contender."""
+    """All rounds of each contender. Without shoal the others do not go on."""
     turns: list[Turns] = []
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as logs:
         try:
             for name in names:
-                swarm = await Contender.start("matchmaking" if name == "shoal" else name, args, Path(logs))
-                turns.append(Turns(name, swarm))
-                if swarm.failure is not None:
-                    raise SystemExit(f"the peers of {name} did not start: {swarm.failure}")
+                turns.append(Turns(name, await Contender.start(PEERS[name], args, Path(logs))))
+                if (failure := turns[-1].swarm.failure) is not None:
+                    await turns[-1].leave(f"left out, its peers did not start: {failure}")
             for number in range(args.warm_up + args.rounds):
                 for each in turns[number % len(turns) :] + turns[: number % len(turns)]:
-                    await each.play(number, counts=number >= args.warm_up)
+                    if turns[0].left_out is None:
+                        await each.play(number, counts=number >= args.warm_up)
         finally:
             await asyncio.gather(*(each.swarm.stop() for each in turns if each.left_out is None))
     return turns
 
 
 async def one_round(swarm: Contender, number: int) -> Round:
-    """What each peer answered; of hivemind only that the group was full is known."""
+    """What each peer answered; nothing if not all did."""
     try:
-        answers = await swarm.ask_all("average", ROUND_S, round=number)
+        return await swarm.ask_all("average", ROUND_S, round=number)
     except ContenderFailed as error:
-        if swarm.name == "matchmaking":
-            raise
         print(f"  {swarm.name}, round {number}: {error}", file=sys.stderr, flush=True)
+        swarm.failed(error)
         return []
-    for answer in answers:
-        answer.setdefault("size", len(answers))
-        answer.setdefault("group", str(number))
-        answer.setdefault("failure", None)
-    return answers
 
 
 def quantile(values: Sequence[float], part: float) -> float:
@@ -101,6 +125,7 @@ def report(rounds: Sequence[Round], peers: int) -> dict[str, Any]:
     """Everything in numbers."""
     empty, rounds = sum(not answers for answers in rounds), [answers for answers in rounds if answers]
     joins = [join for answers in rounds for join in answers]
+    count = len(joins) + empty * peers
     full = [join for join in joins if join["size"] == peers]
     times, last = [], []
     for answers in rounds:
@@ -111,9 +136,9 @@ def report(rounds: Sequence[Round], peers: int) -> dict[str, Any]:
     return {
         "rounds": len(rounds),
         "failed_rounds": empty,
-        "joins": len(joins),
+        "joins": count,
         "full_joins": len(full),
-        "full_part": len(full) / len(joins) if joins else 0.0,
+        "full_part": len(full) / count if count else 0.0,
         "full_rounds": sum(
             len({join["group"] for join in answers}) == 1 and answers[0]["size"] == peers for answers in rounds
         ),
@@ -140,7 +165,7 @@ def show(name: str, result: dict[str, Any]) -> None:
     for size, count in sorted(result["smaller"].items()):
         print(f"joins in a group of {size}: {count}")
     if result["left_out"]:
-        print(f"{name} was {result['left_out']}")
+        print(f"{name}: {result['left_out']}")
 
 
 def main() -> int:
@@ -164,10 +189,7 @@ def main() -> int:
     for args.peers in sizes:
         print(f"{args.peers} peers, {args.rounds} rounds; {processor()}, {os.cpu_count()} cores", flush=True)
         began = time.monotonic()
-        try:
-            turns = asyncio.run(play(args, names))
-        except ContenderFailed as error:
-            raise SystemExit(f"a peer could not go on: {error}") from None
+        turns = asyncio.run(play(args, names))
         results = {each.name: report(each.rounds, args.peers) | {"left_out": each.left_out} for each in turns}
         for name, result in results.items():
             show(name, result)
@@ -176,9 +198,10 @@ def main() -> int:
             print(f"the last peer of a round, p50: {args.against} takes {times:.1f} times as long")
         print(f"{time.monotonic() - began:.0f} s in all", flush=True)
         content[str(args.peers)] = {"results": results, "answers": {each.name: each.rounds for each in turns}}
-    if args.json:
-        write(args.json, content)
-    return 0 if all(each["results"]["shoal"]["full_part"] >= 0.99 for each in content.values()) else 1
+        if args.json:  # what is there is not lost if the next size fails
+            write(args.json, content)
+    ours = [each["results"]["shoal"] for each in content.values()]
+    return 0 if all(each["full_part"] >= 0.99 and not each["left_out"] for each in ours) else MISSED
 
 
 if __name__ == "__main__":

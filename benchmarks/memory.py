@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROUND_S, Contender, ContenderFailed, cell, processor, spread, write
+from benchmarks.allreduce import CODECS, ROUND_S, Contender, ContenderFailed, cell, processor, spread, write
 from benchmarks.soak import Sample
 from benchmarks.state_download import forget_peak, memory
 
@@ -106,7 +106,7 @@ def main() -> int:
     parser.add_argument("--numel", type=int, default=10_000_000, help="float32 values of the large vector")
     parser.add_argument("--rounds", type=int, default=5, help="with the large vector")
     parser.add_argument("--many", type=int, default=1000, help="rounds with the small one")
-    parser.add_argument("--compression", choices=("none", "float16", "uniform8bit", "quantile8bit"), default="none")
+    parser.add_argument("--compression", choices=CODECS, default="none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     parser.set_defaults(part_bytes=None)
     args = parser.parse_args()

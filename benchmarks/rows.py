@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Bar", "Row", "Spread", "at_least", "at_most", "cells", "markdown", "verdict"]
+__all__ = ["HEADINGS", "Bar", "Row", "Section", "Spread", "at_least", "at_most", "cells", "markdown", "verdict"]
 
 HEADINGS = ("line", "measured", "beside", "its number", "ratio", "bar", "met")
 
@@ -51,12 +52,13 @@ class Row(NamedTuple):
 
     Attributes:
         line: what it is about.
-        measured: shoal's number, in `unit`.
+        measured: shoal's number, in `unit`; infinite seconds are shown as never.
         unit: of both numbers.
         beside: whose the other number is; empty if there is none.
-        its: the other number; None beside a name: it was to be measured, and failed.
+        its: the other number; None beside a name: there is none, as `absent` says why.
         ratio: how many times as good shoal is, of the same turns; above 1 is better.
         bar: what the ratio (without one: the measured number) has to reach.
+        absent: whose number is missing took no part; otherwise it failed.
     """
 
     line: str
@@ -66,6 +68,19 @@ class Row(NamedTuple):
     its: float | None = None
     ratio: Spread | None = None
     bar: Bar | None = None
+    absent: bool = False
+
+
+class Section(NamedTuple):
+    """The lines of one origin.
+
+    Attributes:
+        title: when, from which commit and on what they were measured.
+        rows: the lines.
+    """
+
+    title: str
+    rows: tuple[Row, ...]
 
 
 def verdict(row: Row) -> bool | None:
@@ -80,18 +95,22 @@ def cells(row: Row) -> tuple[str, ...]:
     """The texts under `HEADINGS`."""
     met = verdict(row)
     sign = "" if row.bar is None else "≥" if row.bar.least else "≤"
-    failed = row.beside != "" and row.its is None
-    unit = "" if row.ratio is not None or failed else row.unit
+    missing = row.beside != "" and row.its is None
+    unit = "" if row.ratio is not None or missing else row.unit
     return (
         row.line,
         _amount(row.measured, row.unit),
         row.beside,
-        "failed" if failed else "" if row.its is None else _amount(row.its, row.unit),
+        ("was not there" if row.absent else "failed")
+        if missing
+        else ""
+        if row.its is None
+        else _amount(row.its, row.unit),
         ""
         if row.ratio is None
         else f"{_digits(row.ratio.median)} ({_digits(row.ratio.low)} to {_digits(row.ratio.high)})",
         "" if row.bar is None else f"{sign} {_amount(row.bar.limit, unit)}",
-        "" if met is None else "yes" if met else "NO",
+        "" if row.bar is None else "not judged" if met is None else "yes" if met else "NO",
     )
 
 
@@ -102,6 +121,8 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def _amount(value: float, unit: str) -> str:
+    if value == math.inf:
+        return "never"
     return f"{_digits(value)} {unit}".rstrip()
 
 

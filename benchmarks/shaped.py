@@ -29,12 +29,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.allreduce import Contender, Place, Round, exit_on_sigterm, processor, spread, write
+from benchmarks.allreduce import MISSED, Contender, Place, Round, exit_on_sigterm, processor, spread, write
+from benchmarks.contenders.shoal_peer import codec
 from benchmarks.emulator.namespaces import Emulator, NotPermitted
 from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
 from benchmarks.emulator.stream import streams_mbit
-from shoal.compression import codec_by_name
 
 CONTENDERS = ("shoal", "hivemind", "transport")
 COLUMNS = ("all-reduce s", "matchmaking s", "whole round s", "links allow s", "/ allowed", "round / allowed", "CPU s")
@@ -43,7 +43,7 @@ STREAM_S = 3.0
 
 def allowed_s(args: argparse.Namespace, compression: str) -> float:
     """What the links allow."""
-    encoded = codec_by_name(compression).encoded_bytes(args.numel, torch.float32)
+    encoded = codec(compression).encoded_bytes(args.numel, torch.float32)
     return float(2 * (args.peers - 1) / args.peers * encoded * 8e-6 / args.rate)
 
 
@@ -206,7 +206,7 @@ def main() -> int:
     if args.json:
         machine = {"processor": processor(), "cores": os.cpu_count()}
         write(args.json, {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": machine, "rows": rows})
-    return 0 if all(each["rounds"] for each in rows if each["name"] == "shoal") else 1
+    return 0 if all(each["rounds"] for each in rows if each["name"] == "shoal") else MISSED
 
 
 if __name__ == "__main__":

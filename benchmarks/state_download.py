@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import sys
@@ -30,7 +29,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.allreduce import TICKS_PER_S, ContenderFailed, Peer, processor
+from benchmarks.allreduce import TICKS_PER_S, ContenderFailed, Peer, processor, write
 
 ROOT = Path(__file__).resolve().parent.parent
 START_S, LOAD_S, STOP_S = 60.0, 400.0, 5.0
@@ -144,9 +143,9 @@ async def download(name: str, donors: list[Peer], invites: list[str], args: argp
         await stop([newcomer])
 
 
-async def compare(args: argparse.Namespace, count: int) -> dict[str, list[Run]]:
-    """All contenders with so many donors."""
-    runs: dict[str, list[Run]] = {name: [] for name in args.names}
+async def compare(args: argparse.Namespace, count: int) -> dict[str, list[Run | None]]:
+    """All contenders with so many donors: a run for each turn, None where it failed."""
+    runs: dict[str, list[Run | None]] = {name: [] for name in args.names}
     donors: dict[str, list[Peer]] = {name: [] for name in args.names}
     invites: dict[str, list[str]] = {name: [] for name in args.names}
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as folder:
@@ -160,10 +159,12 @@ async def compare(args: argparse.Namespace, count: int) -> dict[str, list[Run]]:
                 for name in args.names if number % 2 else reversed(args.names):
                     if args.fresh:
                         await asyncio.sleep(FREED_S)
+                    run = None
                     try:
-                        runs[name].append(await download(name, donors[name], invites[name][:1], args, Path(folder)))
+                        run = await download(name, donors[name], invites[name][:1], args, Path(folder))
                     except ContenderFailed as error:
                         print(f"  {name}, run {number}: {error}", file=sys.stderr, flush=True)
+                    runs[name].append(run)
         finally:
             await stop([peer for each in donors.values() for peer in each])
     return runs
@@ -233,9 +234,10 @@ def spread(values: Iterable[float], form: str = "{:.2f}") -> str:
     return f"{middle} [{low}-{high}]"
 
 
-def show(count: int, runs: dict[str, list[Run]], args: argparse.Namespace) -> None:
+def show(count: int, runs: dict[str, list[Run | None]], args: argparse.Namespace) -> None:
     size = args.megabytes * 1e6
-    for name, each in runs.items():
+    for name, turns in runs.items():
+        each = [run for run in turns if run is not None]
         if not each:
             print(f"{count} donors  {name:10} failed")
             continue
@@ -283,9 +285,11 @@ def main() -> int:
         for count in (int(each) for each in args.donors.split(",")):
             runs = asyncio.run(compare(args, count))
             show(count, runs, args)
-            content[str(count)] = {name: [run._asdict() for run in each] for name, each in runs.items()}
+            content[str(count)] = {name: [run and run._asdict() for run in each] for name, each in runs.items()}
+            if args.json:  # what is there is not lost if the next number of donors fails
+                write(args.json, content)
     if args.json:
-        args.json.write_text(json.dumps(content, indent=1) + "\n")
+        write(args.json, content)
     return 0
 
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 from typing import Any
 
 import hivemind  # type: ignore[import-not-found]
 import torch
 
-from benchmarks.contenders.worker import Contender, Options, Pending, Times, now, serve
+from benchmarks.contenders.worker import Contender, Join, Options, Pending, Times, now, serve
 
 FORMED = multiprocessing.get_context("fork").Value("d", 0.0)
 """When the group was formed; the averager sees it in a process of its own."""
 
 
-class TimedAverager(hivemind.DecentralizedAverager):  # type: ignore[misc]
-    """Notes the moment that matchmaking hands its group over."""
+GROUP = multiprocessing.get_context("fork").Array(ctypes.c_char, 200)
+"""Its size and name, with a space between."""
 
-    async def _aggregate_with_group(self, *args: Any, **kwargs: Any) -> Any:
+
+class TimedAverager(hivemind.DecentralizedAverager):  # type: ignore[misc]
+    """Notes the moment that matchmaking hands its group over, and which it is."""
+
+    async def _aggregate_with_group(self, group_info: Any, *args: Any, **kwargs: Any) -> Any:
         FORMED.value = now()
-        return await super()._aggregate_with_group(*args, **kwargs)
+        GROUP.value = f"{len(group_info.peer_ids)} {group_info.group_id.hex()}".encode()
+        return await super()._aggregate_with_group(group_info, *args, **kwargs)
 
 
 class HivemindPeer(Contender):
@@ -27,6 +33,7 @@ class HivemindPeer(Contender):
 
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
         self.options, self.tensor = options, tensor
+        self.min_group_size = options.peers
 
     def start(self) -> str:
         self.listen = [f"/ip4/{self.options.host}/tcp/0"]
@@ -44,6 +51,7 @@ class HivemindPeer(Contender):
             "float16": codecs.Float16Compression,
             "uniform8bit": codecs.Uniform8BitQuantization,
             "quantile8bit": codecs.Quantile8BitQuantization,
+            "blockwise": codecs.BlockwiseQuantization,
         }[self.options.compression]
         self.averager = TimedAverager(
             [self.tensor],
@@ -51,11 +59,11 @@ class HivemindPeer(Contender):
             start=True,
             prefix="benchmark",
             target_group_size=self.options.peers,
-            min_group_size=self.options.peers,
+            min_group_size=self.min_group_size,
             compression=codec(),
         )
 
-    def average(self) -> Times:
+    def average(self) -> Times | Join:
         called = now()
         return self.times(called, self.averager.step(timeout=60.0, allow_retries=False), now())
 

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import torch
 
-import shoal
 from benchmarks.contenders.shoal_peer import ShoalPeer
-from benchmarks.contenders.worker import Times, now, serve
+from benchmarks.contenders.worker import Join, Options, now, serve
 from shoal.errors import RoundFailed, SchemaMismatch
 from shoal.events import Event, GroupFormed
 
 STEP_S = 60.0
 
 
-class Join(NamedTuple):
-    """One call of `step`: when, when it knew its group (0: never), the group's size and name, and why it failed."""
-
-    called: float
-    formed: float
-    size: int
-    group: str
-    failure: str | None
-
-
 class MatchmakingPeer(ShoalPeer):
     """As `ShoalPeer`, but a group that is not full is a result, and a step that fails, too."""
 
-    def join(self, invites: list[str]) -> None:
-        if self.options.rank:
-            self.dht = shoal.DHT(initial_peers=invites[:1], start=True)
-        self.dht.events.subscribe(self.note)
+    def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        super().__init__(options, tensor)
+        self.min_group_size = 2  # the default
         self.group: GroupFormed | None = None
-        self.averager = shoal.DecentralizedAverager(
-            [self.tensor],
-            self.dht,
-            start=True,
-            prefix="benchmark",
-            target_group_size=self.options.peers,
-            min_group_size=2,
-        )
 
     def note(self, event: Event) -> None:
         if isinstance(event, GroupFormed):
             self.formed, self.group = now(), event
 
-    def average(self) -> Times | Join:  # type: ignore[override]
+    def average(self) -> Join:
         called, self.group, failure = now(), None, None
         try:
             self.averager.step(timeout=STEP_S, allow_retries=False)

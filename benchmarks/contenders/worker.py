@@ -29,9 +29,9 @@ import torch
 from benchmarks.contenders import loops
 from benchmarks.contenders.orders import now, obey
 
-__all__ = ["Contender", "Options", "Pending", "Times", "now", "serve"]
+__all__ = ["Contender", "Join", "Options", "Pending", "Times", "now", "serve"]
 
-ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05}
+ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05, "blockwise": 0.05}
 """Largest error of an average, as a part of the largest value."""
 
 
@@ -52,6 +52,18 @@ class Times(NamedTuple):
     called: float
     formed: float
     done: float
+
+
+class Join(NamedTuple):
+    """One call of `step` for `benchmarks.matchmaking`: when, when it knew its group (0: never), the group's size and
+    name, and why it failed.
+    """
+
+    called: float
+    formed: float
+    size: int
+    group: str
+    failure: str | None
 
 
 class Pending:
@@ -88,7 +100,7 @@ class Contender(Protocol):
         """Connect to the others."""
         ...
 
-    def average(self) -> Times:
+    def average(self) -> Times | Join:
         """Average the tensor with the others, in place."""
         ...
 

@@ -7,9 +7,9 @@ import threading
 
 import torch
 
+from benchmarks.contenders.shoal_peer import codec
 from benchmarks.emulator.star import Shape
 from shoal.averager import Averager, AveragerSettings, TensorLock
-from shoal.compression import codec_by_name
 from shoal.core import PeerCore
 from shoal.events import Event, GroupFormed
 from shoal.sim import SimHost, SimNetwork, Swarm, run
@@ -45,8 +45,8 @@ def simulate(
             first[:] = first or [host]
             core = await PeerCore.start(host.identity, host.transport, host.env, known)
             values = torch.arange(numel, dtype=torch.float32).remainder_(1021.0).mul_((rank + 1) / 1024)
-            lock, codec = TensorLock(threading.Lock()), codec_by_name(compression)
-            return Averager(core, [values], "shaped", settings, lock=lock, compression=codec)
+            lock = TensorLock(threading.Lock())
+            return Averager(core, [values], "shaped", settings, lock=lock, compression=codec(compression))
 
         names = [f"host{rank}" for rank in range(peers)]
         for name in names:

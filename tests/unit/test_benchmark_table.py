@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import collect, memory
+from benchmarks import collect, dht, memory
+from benchmarks.allreduce import MISSED
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
-from benchmarks.rows import Row, Spread, at_least, at_most, cells, markdown, verdict
+from benchmarks.report import report
+from benchmarks.rows import Row, Section, Spread, at_least, at_most, cells, markdown, verdict
 
 
 def rounds(**whole_s: list[float | None]) -> dict[str, Any]:
@@ -63,7 +65,7 @@ def test_ratios_come_from_rounds_of_the_same_turn() -> None:
     content = rounds(shoal=[1.0, 2.0, None, 1.0], hivemind=[4.0, None, 9.0, 2.0])
     (row,) = collect.whole_rounds({"hivemind": at_least(3.0)})(content)
     assert row.ratio == Spread(3.0, 2.0, 4.0)
-    assert (row.beside, row.its, row.line) == ("hivemind", 3.0, "round, 4 peers x 10M")
+    assert (row.beside, row.its, row.line) == ("hivemind", 3.0, "round, 4 peers x 10M (1 failed)")
     assert verdict(row)
 
 
@@ -81,31 +83,60 @@ def test_a_contender_that_failed_is_named_and_decides_nothing() -> None:
     """It must not look as if nobody had tried."""
     (row,) = collect.whole_rounds({"hivemind": at_least(3.0)})(rounds(shoal=[0.5], hivemind=[None]))
     assert (row.beside, row.its, verdict(row)) == ("hivemind", None, None)
-    assert cells(row)[3] == "failed"
+    assert (cells(row)[3], cells(row)[6]) == ("failed", "not judged")
 
 
 def test_without_others_the_number_alone_is_left() -> None:
-    """And nothing at all where every round failed."""
+    """With how many rounds failed; that all did is an error."""
     assert collect.whole_rounds({})(rounds(shoal=[0.5])) == [Row("round, 4 peers x 10M", 0.5, "s")]
-    assert collect.whole_rounds({})(rounds(shoal=[None], gloo=[1.0])) == []
+    assert collect.whole_rounds({})(rounds(shoal=[0.5, None]))[0].line == "round, 4 peers x 10M (1 failed)"
+    with pytest.raises(ValueError, match="no round of shoal succeeded"):
+        collect.whole_rounds({})(rounds(shoal=[None], gloo=[1.0]))
+
+
+def test_bars_against_hivemind_do_not_vanish_without_it() -> None:
+    """Each stays in the table, not judged; those against others are."""
+    content = rounds(shoal=[0.5], transport=[0.1])
+    found = {row.beside: row for row in collect.whole_rounds({"hivemind": at_least(3.0)})(content)}
+    assert (found["hivemind"].absent, found["transport"].absent) == (True, False)
+    (state,) = collect.state_download({"megabytes": 400.0, "1": {"shoal": [{"seconds": 1.0}]}})
+    (search,) = collect.dht({"nodes": 8, "results": {"shoal": {"failed": {}, "get": {"p50_s": 0.1}}}})
+    for row in (found["hivemind"], state, search):
+        assert (row.beside, row.absent, row.its, verdict(row)) == ("hivemind", True, None, None)
+        assert row.bar is not None
+
+
+def coded(encode: float, decode: float, *, whose: tuple[str, ...] = ("shoal", "hivemind")) -> list[dict[str, Any]]:
+    """As `benchmarks.compression` writes it of one tensor."""
+    speeds = {"encode_gb_s": 1.0, "decode_gb_s": 2.0}
+    times = {"times_encode": [encode, encode, encode], "times_decode": [decode, decode, decode]}
+    return [
+        {"who": who, "codec": codec, **speeds, **({"theirs": theirs} if who == "shoal" else times)}
+        for codec, theirs in (("none", "No"), ("uniform8bit", "Uniform"), ("topk", None))
+        for who in whose
+        if theirs or who == "shoal"
+    ]
 
 
 def test_a_codec_is_judged_by_its_slowest_direction() -> None:
-    """On the tensor where it is slowest; decoding of `none` copies nothing, and is no speed."""
+    """In each size, on the tensor where it is slowest; decoding of `none` copies nothing, and is no speed."""
+    sizes = {
+        "1000": {"normal": coded(3.0, 2.0), "outliers": coded(0.9, 4.0)},
+        "16384": {"normal": coded(3.0, 2.0), "outliers": coded(4.0, 5.0)},
+    }
+    small, large = collect.codecs({"missing": {}, "sizes": sizes})
+    assert (small.line, small.ratio) == ("codec uniform8bit, 1,000 values: encode", Spread(0.9, 0.9, 0.9))
+    assert (large.line, large.ratio) == ("codec uniform8bit, 16,384 values: decode", Spread(2.0, 2.0, 2.0))
+    assert [verdict(row) for row in (small, large)] == [False, True]
 
-    def kind(encode: float, decode: float) -> list[dict[str, Any]]:
-        speeds = {"encode_gb_s": 1.0, "decode_gb_s": 1.0}
-        times = {"times_encode": [encode, encode, encode], "times_decode": [decode, decode, decode]}
-        return [
-            {"who": who, "codec": codec, **speeds, **(times if who == "hivemind" else {})}
-            for codec in ("none", "uniform8bit")
-            for who in ("shoal", "hivemind")
-        ]
 
-    (row,) = collect.codecs({"results": {"normal": kind(3.0, 2.0), "outliers": kind(0.9, 4.0)}})
-    assert row.line == "codec uniform8bit: encode"
-    assert row.ratio == Spread(0.9, 0.9, 0.9)
-    assert verdict(row) is False
+@pytest.mark.parametrize("missing", [{}, {"Uniform": "ImportError"}])
+def test_a_codec_without_hiveminds_is_not_judged(missing: dict[str, str]) -> None:
+    """Because hivemind is not there, or its codec fails."""
+    content = {"missing": missing, "sizes": {"1000": {"normal": coded(0.0, 0.0, whose=("shoal",))}}}
+    (row,) = collect.codecs(content)
+    assert (row.beside, row.its, row.absent, verdict(row)) == ("hivemind", None, not missing, None)
+    assert (row.line, row.measured) == ("codec uniform8bit, 1,000 values: encode", 1.0)
 
 
 def test_a_state_is_compared_for_one_donor() -> None:
@@ -114,6 +145,54 @@ def test_a_state_is_compared_for_one_donor() -> None:
     one, three = collect.state_download({"megabytes": 400.0, "1": runs, "3": runs})
     assert (one.measured, one.ratio, verdict(one)) == (400.0, Spread(6.0, 6.0, 6.0), True)
     assert verdict(three) is None
+
+
+def test_downloads_are_paired_by_turn() -> None:
+    """One that failed leaves its turn out on both sides, and moves no other."""
+
+    def runs(*seconds: float | None) -> list[dict[str, float] | None]:
+        return [None if each is None else {"seconds": each} for each in seconds]
+
+    content = {"megabytes": 400.0, "1": {"shoal": runs(None, 1.0, 2.0), "hivemind": runs(8.0, 6.0, 8.0)}}
+    (row,) = collect.state_download(content)
+    assert row.ratio == Spread(5.0, 4.0, 6.0)
+    with pytest.raises(ValueError, match="no download of shoal from 1 succeeded"):
+        collect.state_download({"megabytes": 400.0, "1": {"shoal": runs(None)}})
+
+
+def test_latencies_are_compared_turn_by_turn() -> None:
+    """The ratio is the median of the turns', not that of all operations together."""
+    mine, its = dht.Network("shoal"), dht.Network("hivemind")
+    for network, turns in ((mine, ([1.0, 1.0, 1.0], [2.0], [2.0])), (its, ([2.0, 2.0, 2.0], [8.0], [10.0]))):
+        network.seconds = {what: [list(turn) for turn in turns] for what in dht.LATENCIES}
+        network.per_s = {what: [1.0, 1.0, 1.0] for what in dht.RATES}
+    results = {network.name: dht.summary(network, mine) for network in (mine, its)}
+    row = next(row for row in collect.dht({"nodes": 8, "results": results}) if row.line.endswith(": get"))
+    assert row.ratio == Spread(4.0, 2.0, 5.0)
+    assert (row.measured, row.its) == (1000.0, 2000.0)
+
+
+def test_an_import_is_compared_with_one_that_loads_the_same() -> None:
+    """`import shoal` loads no torch, `import hivemind` does."""
+
+    def peer(*import_s: float) -> tuple[dict[str, Any], list[dict[str, float]]]:
+        raw = [{"import_s": each, "start_s": 0.1, "processes": 1, "rss_times_torch": 1.1} for each in import_s]
+        return {field: {"median": raw[0][field]} for field in raw[0]}, raw
+
+    shoal, hivemind = peer(2.0, 2.0, 4.0), peer(3.0, 4.0, 4.0)
+    results = {"shoal": {"import_s": {"median": 0.01}}, "shoal-peer": shoal[0], "hivemind-peer": hivemind[0]}
+    content = {"results": results, "raw": {"shoal-peer": shoal[1], "hivemind-peer": hivemind[1]}}
+    found = {row.line: row for row in collect.idle(content) if "import " in row.line}
+    alone, like = found.values()
+    assert (alone.beside, alone.measured, verdict(alone)) == ("", 0.01, True)
+    assert (like.beside, like.measured, like.its, like.bar) == ("hivemind", 2.0, 3.0, None)
+    assert like.ratio == Spread(1.5, 1.0, 2.0)
+
+
+def test_a_simulation_of_one_line_is_read_as_one_of_many() -> None:
+    """A file with one line of JSON is one value."""
+    row = {"nodes": 100, "hops": 2.0, "found_after_crash": 1.0}
+    assert collect.dht_sim(row) == collect.dht_sim([row])
 
 
 def test_each_size_of_a_group_has_its_own_bar() -> None:
@@ -129,14 +208,23 @@ def test_each_size_of_a_group_has_its_own_bar() -> None:
 
 
 def test_a_contender_that_gave_up_is_said_to_have() -> None:
-    """It has no time then, but a part of its joins; one that never joined is not shown."""
+    """It has no time then, but a part of its joins; one that never joined has failed."""
     mine: dict[str, Any] = {"last_s": {"p50": 0.1}, "full_part": 1.0, "joins": 10}
     its: dict[str, Any] = {"last_s": {}, "full_part": 0.5, "joins": 4, "left_out": "left out after round 2"}
     time, part = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its}}})
     assert (time.beside, verdict(time)) == ("", True)
     assert (part.beside, part.its) == ("hivemind, left out after round 2", 0.5)
-    alone = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its | {"joins": 0}}}})
-    assert not any(row.beside for row in alone)
+    _, never = collect.forming({"16": {"results": {"shoal": mine, "hivemind": its | {"joins": 0}}}})
+    assert (never.beside, never.its, never.absent) == ("hivemind, left out after round 2", None, False)
+
+
+@pytest.mark.parametrize("trouble", [{"left_out": "left out after round 2"}, {"last_s": {}}])
+def test_shoal_misses_its_bar_where_it_did_not_go_on(trouble: dict[str, Any]) -> None:
+    """Also if no group was ever full; other sizes are not touched."""
+    mine: dict[str, Any] = {"last_s": {"p50": 0.01}, "full_part": 0.5, "joins": 10, "left_out": None}
+    rows = collect.forming({"2": {"results": {"shoal": mine}}, "8": {"results": {"shoal": mine | trouble}}})
+    assert [verdict(row) for row in rows if row.bar] == [True, False]
+    assert cells(rows[2])[1] == "never"
 
 
 def test_slow_links_have_a_wider_bar_with_losses() -> None:
@@ -213,33 +301,126 @@ def test_a_benchmark_that_is_not_there_is_left_out() -> None:
 
 
 def test_what_a_benchmark_wrote_is_one_value_or_one_on_each_line() -> None:
-    """Nothing at all is a failure, whatever its exit code."""
-    assert suite.read('{"a": 1}\n', 1) == {"a": 1}
-    assert suite.read('{\n "a": 1\n}\n', 0) == {"a": 1}
-    assert suite.read('{"a": 1}\n{"a": 2}\n', 0) == [{"a": 1}, {"a": 2}]
-    with pytest.raises(suite.LeftOut, match="code 3"):
-        suite.read("\n", 3)
+    """A bar that was missed takes nothing from it."""
+    assert suite.read('{"a": 1}\n', MISSED) == ({"a": 1}, "")
+    assert suite.read('{\n "a": 1\n}\n', 0) == ({"a": 1}, "")
+    assert suite.read('{"a": 1}\n{"a": 2}\n', 0) == ([{"a": 1}, {"a": 2}], "")
 
 
-def test_results_are_read_in_the_order_of_the_entries(tmp_path: Path) -> None:
-    """What is not there is passed over; what cannot be read is said, and hides nothing else."""
+@pytest.mark.parametrize(
+    ("code", "said"), [(1, "it ended with code 1"), (-9, "ended by SIGKILL"), (None, "not done after 1800 s")]
+)
+def test_a_benchmark_that_died_is_not_complete(code: int | None, said: str) -> None:
+    """Whatever it wrote before; a traceback ends with 1, wrong arguments with 2."""
+    assert suite.read('{"a": 1}\n{"a": 2}\n', code) == ([{"a": 1}, {"a": 2}], said)
+    with pytest.raises(suite.Broken, match=f"^{said}$"):
+        suite.read("\n", code)
+    with pytest.raises(suite.Broken, match=f"broken off; {said}"):
+        suite.read('{"a": 1}\n{"a', code)
 
-    def row(content: Any) -> list[Row]:
-        return [Row(content["name"], 1.0)]
 
-    for name, content in (("b", {"name": "second"}), ("a", {"name": "first"}), ("c", {})):
-        (tmp_path / f"{name}.json").write_text(json.dumps({"content": content}))
-    entries = [Entry(name, "x", row) for name in ("a", "missing", "b", "c")]
-    rows, troubles = suite.collected(suite.load(tmp_path, entries))
-    assert [each.line for each in rows] == ["first", "second"]
-    assert troubles == ["c: its result cannot be read: KeyError: 'name'"]
+def test_what_is_broken_off_leaves_one_entry_out() -> None:
+    """Not the whole run; so does nothing at all."""
+    with pytest.raises(suite.Broken, match="broken off; it ended well"):
+        suite.read('{"a": [1, 2', 0)
+    with pytest.raises(suite.Broken, match="it wrote nothing"):
+        suite.read("", 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+def write_result(folder: Path, name: str, date: str, commit: str, **more: Any) -> None:
+    """A file as `benchmarks.__main__` writes it; its content is a number."""
+    machine = {"cores": 2, "processor": "abacus", "memory_gib": 1.0}
+    versions = {"python": "3.11", "torch": "2.13"}
+    result = {"date": date, "commit": commit, "machine": machine, "versions": versions, "content": 1.0, **more}
+    (folder / f"{name}.json").write_text(json.dumps(result))
+
+
+def number(name: str) -> Entry:
+    """An entry whose content is a number of its one line, which must not be above 2."""
+    return Entry(name, "x", lambda content: [Row(f"line {name}", float(content), bar=at_most(2.0))])
+
+
+def test_old_lines_do_not_look_as_if_they_were_new(tmp_path: Path) -> None:
+    """Each commit and day has a heading of its own, the newest first; within it the order is that of the entries."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    write_result(tmp_path, "b", "2026-01-02 10:00:00", "new")
+    write_result(tmp_path, "c", "2026-01-01 11:00:00", "old")
+    write_result(tmp_path, "d", "2026-01-01 12:00:00", "old", quick=True)
+    assert report(tmp_path, [number(name) for name in "cbad"])
+    page = (tmp_path / "table.md").read_text()
+    heads = ["2026-01-02, commit new:", "2026-01-01, commit old, a short run:", "2026-01-01, commit old:"]
+    places = [page.index(what) for what in (f"## {heads[0]}", "line b", heads[1], "line d", heads[2])]
+    assert [*places, page.index("line c"), page.index("line a")] == sorted(
+        [*places, page.index("line c"), page.index("line a")]
+    )
+    assert "4 of 4 bars met, 0 not judged" in page
+
+
+def test_what_was_left_out_is_listed_below_the_table(tmp_path: Path) -> None:
+    """With the reason, and how old its lines are; what has no result at all, too."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    gone = {"date": "2026-01-03 10:00:00", "commit": "new", "reason": "no room"}
+    for name in ("a", "b"):
+        suite.keep(tmp_path / f"{name}.json", number(name), {"left_out": gone})
+    assert report(tmp_path, [number(name) for name in "abcd"])
+    page = (tmp_path / "table.md").read_text()
+    assert "- left out: a: no room (2026-01-03, commit new); its lines are of 2026-01-01\n" in page
+    assert "- left out: b: no room (2026-01-03, commit new)\n" in page
+    assert "- not measured yet: c, d\n" in page
+    suite.keep(tmp_path / "a.json", number("a"), {"content": 1.0})
+    assert "left_out" not in json.loads((tmp_path / "a.json").read_text())
+
+
+def test_results_that_are_not_complete_are_no_success(tmp_path: Path) -> None:
+    """Nor are those that cannot be read; neither hides anything else."""
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old", stopped="ended by SIGKILL")
+    assert not report(tmp_path, [number("a")])
+    assert "- not complete: a: ended by SIGKILL\n" in (tmp_path / "table.md").read_text()
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    assert report(tmp_path, [number("a")])
+    write_result(tmp_path, "b", "2026-01-01 10:00:00", "old", content=None)
+    (tmp_path / "c.json").write_text('{"content": ')
+    assert not report(tmp_path, [number(name) for name in "abc"])
+    page = (tmp_path / "table.md").read_text()
+    assert "b: its result makes no lines: TypeError" in page
+    assert "c: its file cannot be read" in page
+    assert "line a" in page
+
+
+def test_bars_that_nothing_could_be_held_against_are_told(tmp_path: Path) -> None:
+    """They are not met, and do not count as missed."""
+
+    def compare(_: object) -> list[Row]:
+        other = Row("away", 1.0, beside="hivemind", bar=at_least(3.0), absent=True)
+        return [other, other._replace(line="down", absent=False), other._replace(line="no bar", bar=None)]
+
+    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    assert report(tmp_path, [Entry("a", "x", compare)])
+    page = (tmp_path / "table.md").read_text()
+    assert "| away | 1.00 | hivemind | was not there |  | ≥ 3.00 | not judged |" in page
+    assert "- not judged: hivemind was not there: away\n" in page
+    assert "- not judged: hivemind failed: down\n" in page
+    assert "0 of 0 bars met, 2 not judged" in page
 
 
 def test_the_picture_is_the_same_for_the_same_rows(tmp_path: Path) -> None:
-    """Nothing of the time or of chance is in it. Without a ratio there is none."""
+    """Nothing of the time or of chance is in it. Without a ratio there is none, nor an old one."""
     row = Row("round", 0.5, "s", "hivemind", 2.0, Spread(4.0, 3.0, 5.0), at_least(3.0))
     for name in ("a.svg", "b.svg"):
-        draw([row, Row("no ratio", 1.0)], "somewhere", tmp_path / name)
+        draw([Section("here", (row, Row("no ratio", 1.0)))], tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    draw([Row("no ratio", 1.0)], "somewhere", tmp_path / "none.svg")
-    assert not (tmp_path / "none.svg").exists()
+    draw([Section("here", (Row("no ratio", 1.0),))], tmp_path / "a.svg")
+    assert not (tmp_path / "a.svg").exists()
+
+
+def test_the_picture_says_of_which_origin_each_line_is(tmp_path: Path) -> None:
+    """By a raised number, where there is more than one."""
+    row = Row("round", 0.5, "s", "hivemind", 2.0, Spread(4.0, 3.0, 5.0), at_least(3.0))
+    draw([Section("today", (row,)), Section("long ago", (row,))], tmp_path / "two.svg")
+    text = (tmp_path / "two.svg").read_text()
+    assert all(f"<!-- {what} -->" in text for what in ("round  / hivemind¹", "round  / hivemind²", "² long ago"))
+    draw([Section("today", (row,))], tmp_path / "one.svg")
+    assert "<!-- round  / hivemind -->" in (tmp_path / "one.svg").read_text()

@@ -15,7 +15,8 @@ Contenders: `hivemind` 1.1.12 from an environment of its own (``python3 -m venv 
 torch==2.13.0``, then ``DIR/bin/pip install hivemind==1.1.12 "numpy<2.4" bitsandbytes==0.50.2``, of which only the
 blockwise codec needs bitsandbytes; give ``--hivemind-python DIR/bin/python``),
 `gloo` of torch.distributed (no encryption), `transport`, shoal's connections alone (the same bytes between the same
-peers, nothing added up), and of shoal and its transport without encryption `clear` and `clear_transport`.
+peers, nothing added up), `floor`, these with the work on the numbers that a round cannot do without, and of shoal, its
+transport and the floor without encryption `clear`, `clear_transport` and `clear_floor`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-CONTENDERS = ("shoal", "hivemind", "gloo", "transport", "clear", "clear_transport")
+CONTENDERS = ("shoal", "hivemind", "gloo", "transport", "floor", "clear", "clear_transport", "clear_floor")
 CODECS = ("none", "float16", "uniform8bit", "quantile8bit", "blockwise")
 START_S, ROUND_S, STOP_S = 60.0, 90.0, 5.0
 MISSED = 3

@@ -281,3 +281,16 @@ def moshpit_sim(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
         for each in content
         if each["round"] == 1
     ]
+
+
+def cost(content: Mapping[str, Any]) -> list[Row]:
+    """CPU-seconds beside what must be paid, seconds beside the floor, and bytes touched."""
+    rows, paid = [], content["cpu_s_per_gib"]
+    for suffix, must in (("", "memcpy + crypto + sockets"), (", clear", "memcpy + sockets")):
+        for name in ("connections", "floor", "round"):
+            if mine := paid.get(name + suffix):
+                row = Row(f"CPU-s per GiB: {name}{suffix}", mine["median"], "CPU-s", must, paid[must]["median"])
+                rows.append(row)
+    for size in content["sizes"]:
+        rows += [Row(f"{size['title']}: {what}", each["median"]) for what, each in size["quotients"].items()]
+    return [*rows, Row("bytes touched in a round, of the vector", content["touched_in_all"], "times")]

@@ -132,4 +132,5 @@ ENTRIES = (
     Entry(
         "moshpit_simulated", "moshpit_sim --rounds 2", collect.moshpit_sim, quick="--peers 128 --target 8", printed=True
     ),
+    Entry("cost", "cost", collect.cost, quick="--sizes 2x1 --turns 1", gib=14.0),
 )

@@ -13,6 +13,7 @@ average    average once                                `called`, `formed`, `done
 average    … beside the training loop `loop`           as well `iterations` and `seconds` of the loop meanwhile
 train      run the loop `loop` alone for `seconds`     its `iterations`, and in how many `seconds`
 check      compare the result of round `round`         `wrong`: what is wrong with it, or null
+touched    (of `counted_peer` only)                    bytes that passed each place since it was last asked
 stop       leave                                       nothing
 =========  ==========================================  =============================================================
 """
@@ -116,6 +117,10 @@ class Contender(Protocol):
         """What is compared after a round, and with which factor of the values; None: that of the mean."""
         return tensor, None
 
+    def touched(self) -> dict[str, int]:
+        """Bytes that passed each place since the last call."""
+        raise NotImplementedError
+
 
 def serve(make: Callable[[Options, torch.Tensor], Contender]) -> None:
     """Be a peer until the input ends."""
@@ -146,6 +151,8 @@ def answer(contender: Contender, values: Values, tensor: torch.Tensor, request: 
         case "check":
             got, factor = contender.result(tensor)
             return {"wrong": values.difference(got, request["round"], factor)}
+        case "touched":
+            return {**contender.touched()}
         case "stop":
             contender.stop()
     return {}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as suite
-from benchmarks import collect, dht, memory
+from benchmarks import collect, cost, dht, memory
 from benchmarks.allreduce import MISSED
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
@@ -270,6 +270,24 @@ def test_memory_is_counted_beyond_what_any_peer_needs() -> None:
     grown = {"memory": -5, "threads": 1, "descriptors": 0}
     rows = collect.memory({"peers": 2, "numel": 10, "copies": copies, "growth": grown, "rounds": 1000})
     assert [verdict(row) for row in rows] == [True, True, False, True]
+
+
+def test_what_a_round_costs_stands_beside_what_must_be_paid() -> None:
+    """With encryption and without; what took no turn has no line."""
+    turns = [{"memcpy": 0.2, "crypto": 1.0, "sockets": 0.5}, {"memcpy": 0.1, "crypto": 0.8, "sockets": 0.4}]
+    took = {name: [None, {"cpu_s": 3.0, "whole_s": whole}] for name, whole in (("transport", 3.0), ("shoal", 4.0))}
+    measured = {"peers": 2, "numel": 1 << 27, "rounds": took | {"clear": [None, None]}, "primitives": turns}
+    paid = cost.per_gib(measured)
+    assert paid["memcpy + crypto + sockets"] == {"median": 1.5, "min": 1.3, "max": 1.7}
+    assert cost.quotients(measured) == {"connections / round": {"median": 0.75, "min": 0.75, "max": 0.75}}
+    sizes = [{"title": cost.title(measured), "quotients": cost.quotients(measured)}]
+    rows = collect.cost({"cpu_s_per_gib": paid, "sizes": sizes, "touched_in_all": 18.0})
+    assert [(row.line, row.measured, row.its) for row in rows] == [
+        ("CPU-s per GiB: connections", 3.0, 1.5),
+        ("CPU-s per GiB: round", 3.0, 1.5),
+        ("2 peers x 134.218M: connections / round", 0.75, None),
+        ("bytes touched in a round, of the vector", 18.0, None),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- entries

@@ -1,0 +1,96 @@
+"""The least that a round of shoal can be: its bytes over its connections, with the passes over memory that it cannot do
+without, and nothing else. No group is formed, nothing is decided: all know in which order parts come, nobody is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.contenders.transport_peer import TransportPeer
+from benchmarks.contenders.worker import Options, Times, now, serve
+from shoal.allreduce.digest import PartDigests
+from shoal.allreduce.partition import Part
+from shoal.allreduce.vector import Vector, describe
+from shoal.compression import codec_by_name
+from shoal.peer import Address
+from shoal.transport.base import Connection
+
+
+class FloorPeer(TransportPeer):
+    """One peer. The numbers are worked on in the loop: with more peers than cores another thread gains nothing."""
+
+    def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        super().__init__(options, tensor)
+        self.vector = Vector([tensor], describe([tensor], [codec_by_name(options.compression)]))
+        even, more = divmod(options.numel, options.peers)
+        self.parts = self.vector.parts([even + (rank < more) for rank in range(options.peers)], self.part_bytes)
+        self.digests = PartDigests(bytes(16))
+        self.missing: dict[int, int] = {}
+        self.done: dict[int, asyncio.Event] = {}
+
+    def join(self, invites: list[str]) -> None:
+        super().join(invites)
+        ranks = [Address.parse(invite).peer_id for invite in invites]
+        self.to_owner = {ranks.index(connection.peer_id): connection for connection in self.dialed}
+
+    def average(self) -> Times:
+        called = now()
+        assert self.vector.copy_in() is None, "values that cannot be averaged"
+        self.run(self.exchange())
+        self.vector.apply(1.0)
+        return Times(called, called, now())
+
+    async def exchange(self) -> None:
+        mine = list(self.owned(self.options.rank))
+        self.missing = {part.number: len(self.accepted) for part in mine}
+        self.done = {part.number: asyncio.Event() for part in mine}
+        works = []
+        for owner, connection in self.to_owner.items():
+            works += [self.contribute(connection, owner), self.land(connection, owner)]
+        for connection in self.accepted:
+            works += [self.reduce(connection, mine), self.give(connection, mine)]
+        await asyncio.gather(*works)
+
+    def owned(self, rank: int) -> Iterator[Part]:
+        return (part for part in self.parts if part.owner == rank)
+
+    async def contribute(self, connection: Connection, owner: int) -> None:
+        for part in self.owned(owner):
+            await connection.write(self.vector.contribution(part))
+
+    async def reduce(self, connection: Connection, mine: list[Part]) -> None:
+        buffer = memoryview(bytearray(self.part_bytes))
+        for part in mine:
+            data = buffer[: self.vector.encoded_bytes(part)]
+            await connection.readinto(data)
+            if self.missing[part.number] == len(self.accepted):
+                self.vector.begin_sum(part, 1.0)
+            self.vector.add(part, self.vector.decoded(part, data, 1.0), 1.0)
+            self.missing[part.number] -= 1
+            if not self.missing[part.number]:
+                self.vector.finish(part, self.options.peers, self.digests)
+                self.done[part.number].set()
+
+    async def give(self, connection: Connection, mine: list[Part]) -> None:
+        for part in mine:
+            await self.done[part.number].wait()
+            wire = self.vector.ready_bytes(part)
+            assert wire is not None, "it is finished"
+            await connection.write(wire)
+
+    async def land(self, connection: Connection, owner: int) -> None:
+        buffer = memoryview(bytearray(self.part_bytes))
+        for part in self.owned(owner):
+            data = self.vector.landing(part) or buffer[: self.vector.encoded_bytes(part)]
+            await connection.readinto(data)
+            self.vector.land(part, data)
+
+    def result(self, tensor: torch.Tensor) -> tuple[torch.Tensor, float | None]:
+        return tensor, None
+
+
+if __name__ == "__main__":
+    serve(FloorPeer)

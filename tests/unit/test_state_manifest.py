@@ -83,6 +83,7 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
         ({"epoch": -1}, "epoch -1"),
         ({"metadata": b""}, "manifest"),
         ({"metadata": b"\xc1"}, "manifest"),
+        ({"metadata": b"\xa1\xff"}, "not UTF-8"),
         ({"metadata": b"\x91" * 100_000}, "manifest"),
         ({"metadata": b"\xdd\xff\xff\xff\xff\x00"}, "manifest"),
         ({"metadata": msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))}, "extension 5"),

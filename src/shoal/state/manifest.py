@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +29,7 @@ from blake3 import blake3
 
 from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.wire import ManifestReply, encode
+from shoal.wire import ManifestReply, decode_plain, encode
 
 __all__ = [
     "Accept",
@@ -146,7 +146,7 @@ class Manifest:
         """The manifest as it is sent. Raises `ConfigError` if the metadata is not plain or too large."""
         try:
             metadata = encode(self.metadata)
-            _decode_metadata(metadata)
+            decode_plain(metadata)
         except (
             msgspec.MsgspecError,
             NotImplementedError,
@@ -240,9 +240,9 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
         PeerProtocolError: it contradicts itself, or is over a limit; says what.
     """
     try:
-        metadata = _decode_metadata(reply.metadata)
+        metadata = decode_plain(reply.metadata)
         tensors = tuple(_read_spec(position, *entry) for position, entry in enumerate(reply.tensors))
-    except (msgspec.MsgspecError, ConfigError, RecursionError) as error:
+    except (msgspec.MsgspecError, ConfigError) as error:
         raise PeerProtocolError(f"bad manifest: {error}") from error
     for size in (sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)):
         if size > max_state_bytes:
@@ -270,17 +270,6 @@ def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: 
     if spec.encoded_bytes != nbytes:
         raise ConfigError(f"tensor {position} should take {spec.encoded_bytes} bytes, not {nbytes}")
     return spec
-
-
-def _no_extensions(code: int, _data: memoryview) -> NoReturn:
-    raise msgspec.ValidationError(f"MessagePack extension {code} in metadata")
-
-
-_metadata_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
-
-
-def _decode_metadata(data: bytes) -> Any:
-    return _metadata_decoder.decode(data)
 
 
 def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:

@@ -12,6 +12,7 @@ An entry whose subkey is a peer id can only be written by that peer (see `shoal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -94,7 +95,7 @@ async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[t
             addresses, priority = msgspec.convert(value, tuple[_Addresses, float])
         except msgspec.ValidationError:
             continue  # another peer's malformed entry hides that peer only
-        if peer != node.peer_id:
+        if peer != node.peer_id and math.isfinite(priority):  # NaN would upset the order of all
             donors.append((Contact(peer, _addresses(addresses, peer)), priority))
     return donors
 

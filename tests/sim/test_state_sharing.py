@@ -14,6 +14,8 @@ from shoal import sim
 from shoal.averager import Averager, TensorLock, find_donors
 from shoal.averager.directory import declare_donor
 from shoal.core import PeerCore
+from shoal.dht import DhtSettings, StorageLimits
+from shoal.events import Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, start_core
 
@@ -87,3 +89,52 @@ def test_a_priority_that_is_no_number_hides_its_donor_only(priority: float) -> N
             await swarm.run_on(name, core.close)
 
     sim.run(main, seed=2)
+
+
+def test_the_longest_period_between_declarations_leaves_no_gap() -> None:
+    """At every moment of two hours a newcomer finds the donor: a declaration holds until the one after the next."""
+
+    async def main() -> None:
+        swarm: Swarm[Averager] = Swarm(network=SimNetwork(1))
+        hosts: list[SimHost] = []
+
+        async def peer(host: SimHost) -> Averager:
+            hosts.append(host)
+            return sharing(await start_core(host, hosts[0]), torch.zeros(1), declare_state_period_s=1800.0)
+
+        donor = await swarm.start_peer("donor", peer)
+        new = await swarm.start_peer("new", peer)
+        donor.sharing.enable()
+        await sim.sleep(10.0)
+        for _ in range(24):
+            found = await swarm.run_on("new", find_donors, new.core.node, "state", timeout_s=10.0)
+            assert [contact.peer for contact, _ in found] == [donor.core.peer_id]
+            await sim.sleep(300.0)
+        for name, averager in swarm.peers.items():
+            await swarm.run_on(name, averager.close)
+            await swarm.run_on(name, averager.core.close)
+
+    sim.run(main, seed=3)
+
+
+def test_a_donor_that_cannot_be_declared_says_so() -> None:
+    """Whatever keeps it out of the DHT, its owner is told: here, records that end too soon."""
+
+    async def main() -> None:
+        swarm: Swarm[Averager] = Swarm(network=SimNetwork(1))
+        warned: list[str] = []
+
+        async def peer(host: SimHost) -> Averager:
+            host.env.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+            forgetful = DhtSettings(storage=StorageLimits(lifetime_s=10.0))
+            return sharing(await start_core(host, None, dht_settings=forgetful), torch.zeros(1))
+
+        donor = await swarm.start_peer("donor", peer)
+        donor.sharing.enable()
+        await sim.sleep(1.0)
+        reason = "expiration_time is 60 s ahead, the most is 10 s: store again before it ends"
+        assert warned == [f"newcomers may not find this donor: {reason}"]
+        await swarm.run_on("donor", donor.close)
+        await swarm.run_on("donor", donor.core.close)
+
+    sim.run(main, seed=4)

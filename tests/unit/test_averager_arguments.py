@@ -90,6 +90,7 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
         ({"target_group_size": 257}, "target_group_size must be None"),
         ({"allreduce_timeout_s": float("inf")}, "allreduce_timeout must be a number of seconds"),
         ({"declare_state_period_s": 0}, "declare_state_period must be"),
+        ({"declare_state_period_s": 1801.0}, "declare_state_period must be at most 1800 seconds, got 1801.0"),
         ({"next_chunk_timeout_s": float("nan")}, "next_chunk_timeout must be"),
         ({"auxiliary": 1}, "auxiliary must be True or False"),
         ({"auxiliary": True, "client_mode": True}, "set client_mode=False"),

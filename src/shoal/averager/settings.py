@@ -17,6 +17,9 @@ __all__ = ["AveragerSettings", "check_group_bits"]
 
 _MAX_GROUP = 256
 _MAX_BITS = 64
+_MAX_DECLARE_STATE_PERIOD_S = 1800.0
+"""A declaration holds for two periods, and the DHT keeps a record for an hour."""
+
 _SECONDS = (
     "averaging_expiration",
     "request_timeout",
@@ -48,7 +51,7 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed.
         group_bits: which of several groups, `0` and `1`; drawn anew after each round, unless empty.
-        declare_state_period_s: how often a donor declares itself.
+        declare_state_period_s: how often a donor declares itself; at most 1800.
         fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
             without a call of `StateSharing.changed`; None if it never does.
         settings: named values that must be equal on all peers; a difference is refused by name.
@@ -123,6 +126,8 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
             self.averaging_expiration_s,
         )
         _need(self.sender_timeout_s >= 1, "sender_timeout", self.sender_timeout_s, "at least 1 second")
+        period, longest = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
+        _need(period <= longest, "declare_state_period", period, f"at most {longest:g} seconds")
         sender = self.sender_timeout_s
         for name, limit in (
             ("reducer_timeout", self.reducer_timeout_s),

@@ -92,6 +92,7 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
         ({"declare_state_period_s": 0}, "declare_state_period must be"),
         ({"declare_state_period_s": 1801.0}, "declare_state_period must be at most 1800 seconds, got 1801.0"),
         ({"next_chunk_timeout_s": float("nan")}, "next_chunk_timeout must be"),
+        ({"next_chunk_timeout_s": 1.9}, "next_chunk_timeout must be at least 2 seconds, got 1.9"),
         ({"auxiliary": 1}, "auxiliary must be True or False"),
         ({"auxiliary": True, "client_mode": True}, "set client_mode=False"),
         ({"auxiliary": True, "bandwidth": 0.0}, "auxiliary=True with bandwidth=0"),

@@ -46,13 +46,16 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_state_bytes: the largest state that is taken.
-        stall_s: a donor that answers or sends nothing for this long is left.
+        answer_timeout_s: for each answer of a donor that is asked for its state. One that needs longer to make its
+            snapshot says "not yet" after two seconds.
+        stall_s: a donor that sends nothing for this long is left.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         require_finite: refuse a state that holds NaN or infinity.
         max_donors: donors that are asked, and send, at the same time.
     """
 
     max_state_bytes: int = 64 << 30
+    answer_timeout_s: float = 5.0
     stall_s: float = 5.0
     manifest_timeout_s: float = 60.0
     require_finite: bool = True
@@ -251,7 +254,7 @@ class _Download:
         give_up_at = self._now() + limits.manifest_timeout_s
         while self._now() < give_up_at:
             request = GetManifest(self._prefix)
-            reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.stall_s)
+            reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
                 manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
                 if self._accept is not None and (reason := self._accept(manifest)):

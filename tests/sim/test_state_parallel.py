@@ -384,6 +384,34 @@ def test_no_more_donors_are_bothered_than_allowed() -> None:
     run(main)
 
 
+def test_all_donors_of_the_state_feed_it_and_those_beyond_sixteen_stand_by() -> None:
+    """Sixteen of eighteen send at once, sixteen times as fast as one; where two of them die the other two step in."""
+
+    async def main() -> None:
+        swarm = new_swarm(bandwidth_bytes_s=None)
+        limits = ShareLimits(upload_bytes_per_s=MIB)
+        names = [f"donor{i}" for i in range(18)]
+        donors = [await swarm.start_peer(name, node(Box(random_tensors(1, 32)), limits=limits)) for name in names]
+        await swarm.start_peer("new", node())
+        everybody = donors_of(*donors, priorities=alike(*donors))
+        state = await fetch(swarm, "new", everybody)
+        assert len(state.donors) == 16
+        assert state.duration_s < 32 / 16 + 1
+        download = asyncio.create_task(fetch(swarm, "new", everybody))
+        await sleep(1.0)
+        sending = [name for name, each in zip(names, donors, strict=True) if each.donor and each.donor.receivers]
+        assert len(sending) == 16
+        for name in sending[:2]:
+            swarm.crash(name)
+        state = await download
+        assert same(state.tensors, random_tensors(1, 32))
+        assert state.duration_s < 32 / 16 + 2
+        standing_by = {donor.peer for name, donor in zip(names, donors, strict=True) if name not in sending}
+        assert standing_by <= set(state.donors)
+
+    run(main)
+
+
 def test_ten_newcomers_at_once_are_all_served_and_share_the_donors() -> None:
     """A crowd on three donors: everybody gets the state, in the time that the donors' lines allow."""
 

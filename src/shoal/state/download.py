@@ -1,6 +1,7 @@
 """The receiver's side: get a complete, verified state from donors that may lie, stall, change or die.
 
-The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time.
+The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time;
+the others stand by for those that fail.
 Of the snapshots that they describe one is chosen; all donors whose tensors are the same, chunk hash by chunk hash, feed
 the download in parallel (see `feed`). Rules:
 
@@ -51,7 +52,7 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
         stall_s: a donor that sends nothing for this long is left.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         require_finite: refuse a state that holds NaN or infinity.
-        max_donors: donors that are asked, and send, at the same time.
+        max_donors: donors that are asked, and send, at the same time; others take the places of those that end.
     """
 
     max_state_bytes: int = 64 << 30
@@ -59,7 +60,7 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
     stall_s: float = 5.0
     manifest_timeout_s: float = 60.0
     require_finite: bool = True
-    max_donors: int = 4
+    max_donors: int = 16
 
 
 @dataclass(frozen=True)

@@ -533,7 +533,8 @@ class ManifestReply(Message, frozen=True):
     """What a donor offers: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack.
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack. `infinite` are
+    the positions of the tensors that hold infinities.
     """
 
     snapshot: RoundID
@@ -542,6 +543,7 @@ class ManifestReply(Message, frozen=True):
     tensors: list[tuple[list[int], str, str, int]]
     chunk_bytes: int
     hashes: list[Digest]
+    infinite: list[int] = []
 
 
 class ManifestPending(Message, frozen=True):

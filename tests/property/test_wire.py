@@ -69,7 +69,7 @@ MESSAGES: list[wire.Message] = [
     wire.AskVerdict(b"r" * 16),
     PROGRESS,
     wire.TellProgress("run", PROGRESS),
-    wire.ManifestReply(b"s" * 16, 3, b"\xc0", [([2, 3], "float32", "none", 24)], 1 << 20, [b"h" * 32]),
+    wire.ManifestReply(b"s" * 16, 3, b"\xc0", [([2, 3], "float32", "none", 24)], 1 << 20, [b"h" * 32], [0]),
     wire.ManifestPending(busy=True),
     wire.GetManifest("run"),
     wire.Chunk(3, 65536),

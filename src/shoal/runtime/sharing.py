@@ -44,7 +44,8 @@ class SharesState:
         """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
 
         `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
-        seconds may be given the same copy.
+        seconds may be given the same copy. A state with NaN is not given to others, nor one with infinities in the
+        averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
             (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).
@@ -57,7 +58,9 @@ class SharesState:
         codecs = [self._state_compression.choose(info) for info in chosen]
         # An epoch is a whole number from 0. It decides only between donors that have declared the same priority.
         epoch = min(max(0, int(self.state_sharing_priority)), _MAX_EPOCH)
-        return SharedState(metadata=metadata, tensors=tensors, codecs=codecs, epoch=epoch)
+        averaged = {tensor.data_ptr() for tensor in self._held.tensors}
+        others = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() not in averaged]
+        return SharedState(metadata, tensors, codecs, epoch, may_be_infinite=others)
 
     @property
     def allow_state_sharing(self) -> bool:

@@ -16,7 +16,7 @@ Two kinds of message start something:
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Generic, NoReturn, TypeVar, cast, get_args
 
 import msgspec
 
@@ -31,6 +31,7 @@ __all__ = [
     "Opening",
     "Request",
     "decode",
+    "decode_plain",
     "encode",
 ]
 
@@ -118,8 +119,29 @@ def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) ->
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack, or not such a message; says where.
     """
+    return cast(M, _read(_decoder(kind), data))
+
+
+def _no_extensions(code: int, _data: memoryview) -> NoReturn:
+    raise msgspec.ValidationError(f"MessagePack extension {code}")
+
+
+_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
+
+
+def decode_plain(data: bytes | memoryview) -> Any:
+    """Read plain values that some peer's user gave: None, bool, numbers, text, bytes, lists, dictionaries.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
+    """
+    return _read(_plain_decoder, data)
+
+
+def _read(decoder: msgspec.msgpack.Decoder[Any], data: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
+    """Decode what may be hostile: whatever is wrong with it is one kind of error."""
     try:
-        return cast(M, _decoder(kind).decode(data))
+        return decoder.decode(data)
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(f"text that is not UTF-8: {error.reason}") from error
     except RecursionError as error:
@@ -511,7 +533,8 @@ class ManifestReply(Message, frozen=True):
     """What a donor offers: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack.
+    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack. `infinite` are
+    the positions of the tensors that hold infinities.
     """
 
     snapshot: RoundID
@@ -520,6 +543,7 @@ class ManifestReply(Message, frozen=True):
     tensors: list[tuple[list[int], str, str, int]]
     chunk_bytes: int
     hashes: list[Digest]
+    infinite: list[int] = []
 
 
 class ManifestPending(Message, frozen=True):

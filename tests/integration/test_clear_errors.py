@@ -133,6 +133,10 @@ def test_wrong_arguments_of_a_step_are_named() -> None:
             (lambda: one.load_state_from_peers(timeout=-1), "timeout"),
             (lambda: one.set_group_bits("12"), "group_bits"),
             (lambda: setattr(one, "state_sharing_priority", float("inf")), "state_sharing_priority"),
+            (lambda: setattr(one, "state_sharing_priority", float("nan")), "state_sharing_priority"),
+            (lambda: setattr(one, "state_sharing_priority", 10**400), "state_sharing_priority"),
+            (lambda: setattr(one, "state_sharing_priority", True), "state_sharing_priority"),
+            (lambda: setattr(one, "state_sharing_priority", "1"), "state_sharing_priority"),
         ):
             with pytest.raises(shoal.ConfigError, match=named):
                 call()

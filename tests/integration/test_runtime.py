@@ -23,7 +23,7 @@ import torch
 
 import shoal
 from shoal.errors import ClosedError, LocalError, PeerUnreachable, ShoalError
-from shoal.events import Event, GroupFormed, PeerConnected, PeerLost
+from shoal.events import Event, GroupFormed, PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.optim.collaboration import Phase
 from shoal.peer import PeerID
 from shoal.runtime.pool import DaemonPool
@@ -442,6 +442,49 @@ def test_shared_state_is_a_present_one() -> None:
     with two_peers() as (first, second), Mine([torch.ones(3)], first, start=True, prefix="p"):
         other = averager(second, torch.zeros(3))
         until(lambda: (other.load_state_from_peers(timeout=10) or (0, None))[0] >= 2)
+
+
+def test_infinities_are_for_tensors_beside_the_averaged_ones() -> None:
+    """A mask in `get_current_state` arrives; as soon as an averaged tensor is infinite, nobody gets the state."""
+
+    class Mine(shoal.DecentralizedAverager):
+        def get_current_state(self) -> Any:
+            with self.get_tensors() as tensors:
+                return None, [*tensors, torch.full((3, 3), float("-inf")).triu(1)], None
+
+    with two_peers() as (first, second), Mine([torch.ones(3)], first, start=True, prefix="p") as donor:
+        other = averager(second, torch.zeros(3), allow_state_sharing=False)
+        _, tensors = until(lambda: other.load_state_from_peers(timeout=10))
+        assert tensors[1].tolist() == torch.full((3, 3), float("-inf")).triu(1).tolist()
+        warned = threading.Event()
+        first.events.subscribe(lambda event: warned.set() if isinstance(event, Warned) else None)
+        with donor.get_tensors() as held:
+            held[0][1] = float("inf")
+        assert other.load_state_from_peers(timeout=10) is None
+        assert warned.wait(LONG_S)
+
+
+@pytest.mark.parametrize(("low", "high"), [(-7.5, -7.25), (0.25, 0.5), (2.0**64, 1e300)])
+def test_any_finite_priority_orders_donors(low: float, high: float) -> None:
+    """Below zero, broken, beyond 64 bits: the donor with the higher one gives the state, and nobody lied."""
+    with two_peers() as (first, second), shoal.DHT([first.invite()], start=True) as third:
+        donors = [averager(first, torch.full((3,), 1.0)), averager(second, torch.full((3,), 2.0))]
+        seen: list[Event] = []
+        third.events.subscribe(seen.append)
+        receiver = averager(third, torch.zeros(3), allow_state_sharing=False)
+        for donor, priority in zip(donors, (low, high), strict=True):
+            donor.state_sharing_priority = priority
+            assert donor.state_sharing_priority == priority
+
+        def declared() -> set[float]:
+            found = third.get("p.all_averagers", latest=True)
+            return {entry.value[1] for entry in found.value.values()} if found else set()
+
+        until(lambda: declared() == {low, high})
+        state = receiver.load_state_from_peers(timeout=10)
+        assert state is not None
+        assert state[1][0].tolist() == [2.0] * 3
+        assert not [event for event in seen if isinstance(event, PeerDropped)]
 
 
 def test_shutdown_in_mid_round_leaves_the_tensors_alone() -> None:

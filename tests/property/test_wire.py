@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any, Union
 
@@ -68,7 +69,7 @@ MESSAGES: list[wire.Message] = [
     wire.AskVerdict(b"r" * 16),
     PROGRESS,
     wire.TellProgress("run", PROGRESS),
-    wire.ManifestReply(b"s" * 16, 3, b"\xc0", [([2, 3], "float32", "none", 24)], 1 << 20, [b"h" * 32]),
+    wire.ManifestReply(b"s" * 16, 3, b"\xc0", [([2, 3], "float32", "none", 24)], 1 << 20, [b"h" * 32], [0]),
     wire.ManifestPending(busy=True),
     wire.GetManifest("run"),
     wire.Chunk(3, 65536),
@@ -203,6 +204,32 @@ def test_particular_damage_is_refused(data: bytes, kind: type[wire.Message]) -> 
     """Wrong ids and addresses, text that is not UTF-8, nesting without end, extension types: one kind of error."""
     with pytest.raises(msgspec.MsgspecError):
         wire.decode(data, kind)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\x92\xc0",
+        b"\xa1\xff",
+        b"\x91" * 60_000 + b"\xc0",
+        b"\xd4\x05x",
+        b"\xd7\xff" + b"\xff" * 8,
+        b"\xdd\xff\xff\xff\xff",
+    ],
+)
+def test_values_that_cannot_be_read_are_one_kind_of_error(data: bytes) -> None:
+    """What users give to each other is as hostile as messages: whoever reads it has one error to think of."""
+    with pytest.raises(msgspec.MsgspecError):
+        wire.decode_plain(data)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_plain_values_or_an_error(data: bytes) -> None:
+    """Noise."""
+    with contextlib.suppress(msgspec.MsgspecError):
+        wire.decode_plain(data)
 
 
 @pytest.mark.parametrize("kind", [wire.Assign, wire.Commit, wire.Join, wire.DhtFind, wire.ManifestReply])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -151,7 +151,15 @@ class Run:
         self.trainers: dict[str, Trainer] = {}
         self._first: SimHost | None = None
 
-    async def add(self, name: str, *, seed: int = 0, client_mode: bool = False, **changes: Any) -> Trainer:
+    async def add(
+        self,
+        name: str,
+        *,
+        seed: int = 0,
+        client_mode: bool = False,
+        extra_tensors: Sequence[torch.Tensor] = (),
+        **changes: Any,
+    ) -> Trainer:
         """Start a trainer; `seed` makes its first parameters."""
         index = len(self.trainers)
 
@@ -164,7 +172,7 @@ class Run:
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock(threading.Lock())
-            training = TrainingState(optimizer, scheduler, unit=settings.target_batch_size)
+            training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
             collaboration = Collaboration(core, training, settings, lock=lock)
             trainer = Trainer(index, parameters, collaboration)
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Hashable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -47,8 +47,10 @@ class Box:
         epoch: int = 0,
         metadata: Any = None,
         codecs: Sequence[CompressionBase] | None = None,
+        may_be_infinite: Collection[int] = (),
     ) -> None:
         self.tensors, self.epoch, self.metadata, self.codecs = list(tensors), epoch, metadata, codecs
+        self.may_be_infinite = may_be_infinite
         self.lock = asyncio.Lock()
         self.holds = 0
 
@@ -61,7 +63,7 @@ class Box:
         """The state under its lock."""
         async with self.lock:
             self.holds += 1
-            yield SharedState(self.metadata, self.tensors, self.codecs, self.epoch)
+            yield SharedState(self.metadata, self.tensors, self.codecs, self.epoch, self.may_be_infinite)
 
     async def write(self, value: float) -> None:
         """Overwrite everything, one tensor after another with other work between, as training would."""

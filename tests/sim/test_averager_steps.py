@@ -11,6 +11,7 @@ import torch
 from shoal import sim
 from shoal.averager import AveragingStage, StepPlan
 from shoal.errors import RoundFailed
+from shoal.events import PeerDropped
 from tests.sim.averaging_kit import Trial, same_bits
 
 
@@ -176,6 +177,30 @@ def test_a_step_can_be_given_up_in_every_stage(stage: AveragingStage) -> None:
         assert not trial.warnings
 
     sim.run(main, seed=7)
+
+
+@pytest.mark.parametrize("bad", [b"\x91" * 60_000 + b"\xc0", b"\xa1\xff", b"\xc1"], ids=["nested", "text", "code"])
+def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes) -> None:
+    """The average was applied when it is looked at: the step succeeds, an event names the peer."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan = StepPlan()
+        plan.gathered = bad
+        steps = (trial.step("p0", plan=plan), trial.step("p1", gather=[7]))
+        dropped: list[PeerDropped] = []
+        trial.swarm.host("p1").env.events.subscribe(
+            lambda event: dropped.append(event) if isinstance(event, PeerDropped) else None
+        )
+        for result in await asyncio.gather(*steps):
+            liar, honest = (trial.swarm.peer(name).core.peer_id for name in ("p0", "p1"))
+            assert result.gathered == {liar: None, honest: [7]}
+        assert [(event.peer, event.where) for event in dropped] == [(liar, "gather")]
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+
+    sim.run(main, seed=8)
 
 
 def test_eight_peers_in_groups_of_two_reach_the_global_average_in_three_rounds() -> None:

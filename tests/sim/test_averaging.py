@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -207,8 +208,12 @@ def test_nobody_else_is_a_failed_round_with_a_reason() -> None:
         assert 5.0 <= loop.time() - began <= 18.0
         with pytest.raises(ConfigError, match="weight"):
             await trial.step("p0", weight=float("nan"))
-        with pytest.raises(ConfigError, match="gather"):
-            await trial.step("p0", gather=object())
+        nested: list[object] = []
+        for _ in range(5000):
+            nested = [nested]
+        for gather in (object(), nested, msgspec.msgpack.Ext(5, b"x")):
+            with pytest.raises(ConfigError, match="gather"):
+                await trial.step("p0", gather=gather)
         first = asyncio.ensure_future(trial.step("p0", timeout_s=3.0))
         await asyncio.wait([first], timeout=0.1)
         with pytest.raises(LocalError, match="running already"):

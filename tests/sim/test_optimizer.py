@@ -129,6 +129,37 @@ def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
     sim.run(main, seed=2)
 
 
+@pytest.mark.parametrize("diverged", [None, float("nan"), float("inf")])
+def test_a_newcomer_gets_masks_with_infinities_but_no_parameters_that_went_wrong(diverged: float | None) -> None:
+    """A buffer of minus infinity is part of the state; who has lost its parameters gives its state to nobody."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        mask = torch.full((5, 5), float("-inf")).triu(1)
+        donor = await run.add("donor", extra_tensors=[mask])
+        for number in range(4):
+            await donor.take_batch(8, number=number)
+        await donor.finish_epoch(2)
+        if diverged is not None:
+            donor.parameters[0].data[0, 0] = diverged
+        mine = torch.zeros(5, 5)
+        late = await run.add("late", seed=99, extra_tensors=[mine])
+        before = late.parameters[0].clone()
+        await sim.sleep(5.0)
+        await late.take_turn()
+        if diverged is None:
+            assert late.downloads == 1
+            assert torch.equal(mine, mask)
+            assert run.agree(["donor", "late"])
+        else:
+            assert late.downloads == 0
+            assert "tensor 0 of the state holds" in late.failed_downloads[0]
+            assert torch.equal(late.parameters[0], before)
+        await run.close()
+
+    sim.run(main, seed=6)
+
+
 def test_a_crash_costs_no_epoch_and_nobody_steps_alone() -> None:
     """When a peer dies, the survivors go on with what they have; all states stay equal."""
 

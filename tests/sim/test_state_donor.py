@@ -13,7 +13,7 @@ from shoal.clock import Env
 from shoal.errors import ConfigError, PeerRefused, StateUnavailable
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.sim import run, sleep
-from shoal.state import Pacer, ShareLimits, StateDonor
+from shoal.state import DownloadLimits, Pacer, ShareLimits, StateDonor
 from shoal.wire import FetchChunks, GetManifest, ManifestReply, MoreChunks
 from tests.sim.state_kit import (
     MIB,
@@ -138,6 +138,19 @@ def test_a_snapshot_that_takes_long_to_make_is_waited_for() -> None:
         state = await fetch(swarm, "new", donors_of(donor))
         assert same(state.tensors, random_tensors(1, 1))
         assert 20 < state.duration_s < 23
+
+    run(main)
+
+
+def test_the_time_to_copy_is_not_the_silence_of_a_donor() -> None:
+    """Whoever leaves silent donors soon has the same patience while they copy and hash their states."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        donor = await swarm.start_peer("donor", node(Box(random_tensors(1, 4)), change_env=slow(1.5)))
+        await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(donor), limits=DownloadLimits(stall_s=2.0))
+        assert same(state.tensors, random_tensors(1, 4))
 
     run(main)
 

@@ -7,11 +7,17 @@ import asyncio
 import pytest
 import torch
 
-from shoal.compression import Float16Compression, NoCompression
+from shoal.compression import (
+    BlockwiseQuantization,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    Uniform8BitQuantization,
+)
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
-from shoal.events import PeerDropped, StateDownloaded
+from shoal.events import PeerDropped, StateDownloaded, Warned
 from shoal.sim import run, sleep
-from shoal.state import DownloadLimits, matching
+from shoal.state import matching
 from tests.sim.state_kit import MIB, Box, donors_of, fetch, new_swarm, node, random_tensors, same
 
 
@@ -280,20 +286,49 @@ def test_a_state_that_is_not_wanted_is_not_fetched() -> None:
     run(main)
 
 
-def test_a_state_with_nan_is_refused_and_its_donor_named() -> None:
-    """Checked before it is handed over; who wants infinities says so."""
+@pytest.mark.parametrize(
+    "codec", [NoCompression(), Float16Compression(), Uniform8BitQuantization(), BlockwiseQuantization()], ids=repr
+)
+def test_infinities_that_are_meant_arrive_under_any_codec(codec: CompressionBase) -> None:
+    """A mask of minus infinity is exact, what stands beside it is as near as its codec has it, and nobody lied."""
 
     async def main() -> None:
         swarm = new_swarm()
-        bad = await swarm.start_peer("bad", node(Box([torch.zeros(3), torch.tensor([1.0, float("nan")])])))
+        mask = torch.full((40, 40), float("-inf")).triu(1)
+        weights = random_tensors(1, 1)[0]
+        boxes = [Box([weights, mask], codecs=[codec] * 2, may_be_infinite={1}) for _ in range(2)]
+        donors = [await swarm.start_peer(f"donor{i}", node(box)) for i, box in enumerate(boxes)]
+        me = await swarm.start_peer("new", node())
+        state = await fetch(swarm, "new", donors_of(*donors, priorities=[1, 1]))
+        assert torch.equal(state.tensors[1], mask)
+        assert bool(((state.tensors[0] - weights).abs() <= codec.error_bound(weights)).all())
+        assert not me.seen(PeerDropped)
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("values", "may_be_infinite", "what"),
+    [([1.0, float("nan")], {1}, "NaN"), ([float("inf"), 1.0], {0}, "infinity"), ([-float("inf"), 1.0], (), "infinity")],
+)
+def test_a_state_that_went_wrong_is_not_shared(values: list[float], may_be_infinite: set[int], what: str) -> None:
+    """Its owner is warned, whoever asks is told why and is served by another donor, and nobody is called a liar."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(3), torch.tensor(values)], may_be_infinite=may_be_infinite)
+        wrong = await swarm.start_peer("wrong", node(box))
         good = await swarm.start_peer("good", node(Box([torch.zeros(3), torch.ones(2)])))
         me = await swarm.start_peer("new", node())
-        state = await fetch(swarm, "new", donors_of(bad, good))
+        state = await fetch(swarm, "new", donors_of(wrong, good))
         assert (state.donors, state.tensors[1].tolist()) == ((good.peer,), [1.0, 1.0])
-        [dropped] = me.seen(PeerDropped)
-        assert (dropped.peer, "tensor 1" in dropped.reason) == (bad.peer, True)
-        as_is = await fetch(swarm, "new", donors_of(bad, good), limits=DownloadLimits(require_finite=False))
-        assert as_is.donors == (bad.peer,)
+        with pytest.raises(StateUnavailable, match=f"tensor 1 of the state holds {what}"):
+            await fetch(swarm, "new", donors_of(wrong))
+        assert not me.seen(PeerDropped)
+        assert all(what in warning.message for warning in wrong.seen(Warned))
+        assert len(wrong.seen(Warned)) == 2
+        box.tensors[1].fill_(2.0)
+        assert (await fetch(swarm, "new", donors_of(wrong))).tensors[1].tolist() == [2.0, 2.0]
 
     run(main)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -346,21 +347,34 @@ def test_a_donor_that_comes_back_with_another_state_is_not_mixed_in() -> None:
     run(main)
 
 
-def test_a_spoiled_state_is_fetched_once_and_all_its_donors_are_named() -> None:
-    """NaN in a state that three donors have: one download, three names, and the fourth donor's good state is taken."""
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_spoiled_state_is_fetched_once_and_all_its_donors_are_named(
+    value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three donors do not tell what their state holds: one download, three names, and the fourth's good one is taken.
+
+    Who sent a part of another state, that was kept, is not to blame.
+    """
+    monkeypatch.setattr("shoal.state.snapshot.infinite_tensors", lambda tensors, allowed: ())
 
     async def main() -> None:
         swarm = new_swarm()
-        spoiled = [*random_tensors(1, 8), torch.tensor([float("nan")])]
+        spoiled = [*random_tensors(1, 8), torch.tensor([value])]
         donors = [await swarm.start_peer(name, node(Box(spoiled, epoch=5))) for name in NAMES]
-        good = await swarm.start_peer("good", node(Box([*random_tensors(1, 8), torch.zeros(1)], epoch=4)))
+        truth = [*random_tensors(1, 8), torch.zeros(1)]
+        good = await swarm.start_peer("good", node(Box(truth, epoch=4)))
+        first = await swarm.start_peer("first", node(Box(truth, epoch=4)))
         me = await swarm.start_peer("new", node())
         limits = DownloadLimits(max_donors=1)
-        state = await fetch(swarm, "new", donors_of(*donors, good, priorities=[2, 2, 2, 1]), limits=limits)
+        asked = donors_of(first, *donors, good, priorities=[3, 2, 2, 2, 1])
+        download = asyncio.create_task(fetch(swarm, "new", asked, limits=limits))
+        await sleep(1.5)
+        swarm.crash("first")
+        state = await download
         assert (state.epoch, state.donors) == (4, (good.peer,))
         assert {event.peer for event in me.seen(PeerDropped)} == {donor.peer for donor in donors}
         assert state.bytes_received < 18 * MIB
-        with pytest.raises(StateUnavailable, match="NaN"):
+        with pytest.raises(StateUnavailable, match="NaN" if math.isnan(value) else "infinity"):
             await fetch(swarm, "new", donors_of(*donors, priorities=alike(*donors)))
 
     run(main)
@@ -380,6 +394,34 @@ def test_no_more_donors_are_bothered_than_allowed() -> None:
         swarm.crash(name)
         state = await fetch(swarm, "new", donors_of(*donors, priorities=alike(*donors)), limits=limits)
         assert len(state.donors) == 2
+
+    run(main)
+
+
+def test_all_donors_of_the_state_feed_it_and_those_beyond_sixteen_stand_by() -> None:
+    """Sixteen of eighteen send at once, sixteen times as fast as one; where two of them die the other two step in."""
+
+    async def main() -> None:
+        swarm = new_swarm(bandwidth_bytes_s=None)
+        limits = ShareLimits(upload_bytes_per_s=MIB)
+        names = [f"donor{i}" for i in range(18)]
+        donors = [await swarm.start_peer(name, node(Box(random_tensors(1, 32)), limits=limits)) for name in names]
+        await swarm.start_peer("new", node())
+        everybody = donors_of(*donors, priorities=alike(*donors))
+        state = await fetch(swarm, "new", everybody)
+        assert len(state.donors) == 16
+        assert state.duration_s < 32 / 16 + 1
+        download = asyncio.create_task(fetch(swarm, "new", everybody))
+        await sleep(1.0)
+        sending = [name for name, each in zip(names, donors, strict=True) if each.donor and each.donor.receivers]
+        assert len(sending) == 16
+        for name in sending[:2]:
+            swarm.crash(name)
+        state = await download
+        assert same(state.tensors, random_tensors(1, 32))
+        assert state.duration_s < 32 / 16 + 2
+        standing_by = {donor.peer for name, donor in zip(names, donors, strict=True) if name not in sending}
+        assert standing_by <= set(state.donors)
 
     run(main)
 

@@ -1,20 +1,32 @@
-"""What a peer that shares several states may send: one limit for all of them."""
+"""What a peer shares as the others find it: who is declared, and one upload limit for all of its states."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import Averager, TensorLock
+from shoal.averager import Averager, TensorLock, find_donors
+from shoal.averager.directory import declare_donor
+from shoal.core import PeerCore
+from shoal.dht import DhtSettings, StorageLimits
+from shoal.events import Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, start_core
 
 MIB = 1 << 20
 PREFIXES = ("one", "two")
+
+
+def sharing(core: PeerCore, tensor: torch.Tensor, prefix: str = "state", **settings: Any) -> Averager:
+    """An averager of one tensor."""
+    changed = msgspec.structs.replace(SETTINGS, **settings)
+    return Averager(core, [tensor], prefix, changed, lock=TensorLock(threading.Lock()))
 
 
 @pytest.mark.parametrize("limit", [MIB, None])
@@ -28,10 +40,8 @@ def test_all_states_of_a_peer_share_its_upload_limit(limit: float | None) -> Non
         async def peer(host: SimHost) -> list[Averager]:
             first.append(host)
             core = await start_core(host, first[0], state_upload_limit=limit)
-            return [
-                Averager(core, [torch.full((MIB // 2,), float(i))], prefix, SETTINGS, lock=TensorLock(threading.Lock()))
-                for i, prefix in enumerate(PREFIXES)
-            ]
+            tensors = [torch.full((MIB // 2,), float(i)) for i in range(2)]
+            return [sharing(core, tensor, prefix) for tensor, prefix in zip(tensors, PREFIXES, strict=True)]
 
         donor = await swarm.start_peer("donor", peer)
         for name in PREFIXES:
@@ -53,3 +63,78 @@ def test_all_states_of_a_peer_share_its_upload_limit(limit: float | None) -> Non
 
     took_s = sim.run(main, seed=1)
     assert (3.5 < took_s < 6.0) if limit else took_s < 3.0
+
+
+@pytest.mark.parametrize("priority", [float("nan"), float("inf"), -float("inf")])
+def test_a_priority_that_is_no_number_hides_its_donor_only(priority: float) -> None:
+    """NaN compares with nothing: one such entry would decide in which order the others are asked."""
+
+    async def main() -> None:
+        swarm: Swarm[PeerCore] = Swarm(network=SimNetwork(1))
+        hosts: list[SimHost] = []
+
+        async def peer(host: SimHost) -> PeerCore:
+            hosts.append(host)
+            return await start_core(host, hosts[0])
+
+        for name, declared in (("good", 1.0), ("odd", priority), ("better", 2.0), ("new", None)):
+            core = await swarm.start_peer(name, peer)
+            if declared is not None:
+                expiration = core.env.clock.time() + 60
+                await swarm.run_on(name, declare_donor, core.node, core.endpoint, "state", declared, expiration)
+        found = await swarm.run_on("new", find_donors, swarm.peer("new").node, "state", timeout_s=10.0)
+        expected = {swarm.peer("good").peer_id: 1.0, swarm.peer("better").peer_id: 2.0}
+        assert {contact.peer: told for contact, told in found} == expected
+        for name, core in swarm.peers.items():
+            await swarm.run_on(name, core.close)
+
+    sim.run(main, seed=2)
+
+
+def test_the_longest_period_between_declarations_leaves_no_gap() -> None:
+    """At every moment of two hours a newcomer finds the donor: a declaration holds until the one after the next."""
+
+    async def main() -> None:
+        swarm: Swarm[Averager] = Swarm(network=SimNetwork(1))
+        hosts: list[SimHost] = []
+
+        async def peer(host: SimHost) -> Averager:
+            hosts.append(host)
+            return sharing(await start_core(host, hosts[0]), torch.zeros(1), declare_state_period_s=1800.0)
+
+        donor = await swarm.start_peer("donor", peer)
+        new = await swarm.start_peer("new", peer)
+        donor.sharing.enable()
+        await sim.sleep(10.0)
+        for _ in range(24):
+            found = await swarm.run_on("new", find_donors, new.core.node, "state", timeout_s=10.0)
+            assert [contact.peer for contact, _ in found] == [donor.core.peer_id]
+            await sim.sleep(300.0)
+        for name, averager in swarm.peers.items():
+            await swarm.run_on(name, averager.close)
+            await swarm.run_on(name, averager.core.close)
+
+    sim.run(main, seed=3)
+
+
+def test_a_donor_that_cannot_be_declared_says_so() -> None:
+    """Whatever keeps it out of the DHT, its owner is told: here, records that end too soon."""
+
+    async def main() -> None:
+        swarm: Swarm[Averager] = Swarm(network=SimNetwork(1))
+        warned: list[str] = []
+
+        async def peer(host: SimHost) -> Averager:
+            host.env.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+            forgetful = DhtSettings(storage=StorageLimits(lifetime_s=10.0))
+            return sharing(await start_core(host, None, dht_settings=forgetful), torch.zeros(1))
+
+        donor = await swarm.start_peer("donor", peer)
+        donor.sharing.enable()
+        await sim.sleep(1.0)
+        reason = "expiration_time is 60 s ahead, the most is 10 s: store again before it ends"
+        assert warned == [f"newcomers may not find this donor: {reason}"]
+        await swarm.run_on("donor", donor.close)
+        await swarm.run_on("donor", donor.core.close)
+
+    sim.run(main, seed=4)

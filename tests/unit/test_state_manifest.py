@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -51,6 +52,7 @@ def test_a_manifest_goes_over_the_wire_unchanged() -> None:
     lossy = TensorSpec((2, 3), torch.float64, Float16Compression())
     metadata = {"epoch": 3, "lr": [0.5, None, True], "b": b"\x00", "name": "x"}
     sent = manifest(spec(300), spec(), spec(0, 5), lossy, spec(7, dtype=torch.bool), metadata=metadata, epoch=3)
+    sent = replace(sent, infinite=(0, 3))
     message = decode(encode(sent.to_message()), ManifestReply)
     assert read_manifest(message, max_state_bytes=LIMIT) == sent
 
@@ -81,8 +83,13 @@ def test_a_state_without_tensors_has_no_chunks() -> None:
         ({"chunk_bytes": -1024}, "chunks of -1024 bytes"),
         ({"chunk_bytes": MAX_CHUNK_BYTES + 1}, "chunks of"),
         ({"epoch": -1}, "epoch -1"),
+        ({"infinite": [1]}, "infinities"),
+        ({"infinite": [-1]}, "infinities"),
+        ({"infinite": [0, 0]}, "infinities"),
+        ({"tensors": [([150], "int64", "none", 1200)], "infinite": [0]}, "infinities"),
         ({"metadata": b""}, "manifest"),
         ({"metadata": b"\xc1"}, "manifest"),
+        ({"metadata": b"\xa1\xff"}, "not UTF-8"),
         ({"metadata": b"\x91" * 100_000}, "manifest"),
         ({"metadata": b"\xdd\xff\xff\xff\xff\x00"}, "manifest"),
         ({"metadata": msgspec.msgpack.encode(msgspec.msgpack.Ext(5, b"x"))}, "extension 5"),
@@ -172,6 +179,13 @@ def test_layouts_are_the_same_only_if_every_byte_means_the_same() -> None:
         manifest(spec(300), spec(0)),
     ):
         assert not base.same_layout(other)
+
+
+def test_who_tells_of_other_infinities_has_another_state() -> None:
+    """So whoever hides one, or makes one up, does not feed the download of an honest donor's state."""
+    base = manifest(spec(300))
+    assert base.same_content(manifest(spec(300)))
+    assert not base.same_content(replace(base, infinite=(0,)))
 
 
 def test_matching_names_the_first_difference() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -413,7 +415,7 @@ def test_tensors_of_every_kind_come_out_as_they_went_in() -> None:
     manifest, data = encoded(tensors, [plain, plain, plain, plain, plain, half, plain])
     assembly = Assembly(manifest)
     fill(assembly, manifest, data)
-    for out, tensor in zip(assembly.finish(require_finite=True), tensors, strict=True):
+    for out, tensor in zip(assembly.finish(), tensors, strict=True):
         assert (out.dtype, out.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(out, tensor)
 
@@ -424,7 +426,7 @@ def test_an_uncompressed_tensor_is_received_in_its_final_memory() -> None:
     assembly = Assembly(manifest)
     fill(assembly, manifest, data)
     place = assembly.buffers(0)[0]
-    [tensor] = assembly.finish(require_finite=True)
+    [tensor] = assembly.finish()
     tensor[0] = -1.0
     assert bytes(place[:4]) == bytes(view_bytes(torch.tensor([-1.0])))
 
@@ -458,20 +460,22 @@ def test_a_changed_byte_is_seen() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("codec", [NoCompression(), Float16Compression()], ids=repr)
-def test_values_that_are_not_finite_are_refused_unless_wanted(
+def test_values_that_are_not_finite_are_refused_unless_told_of(
     value: float, codec: NoCompression | Float16Compression
 ) -> None:
-    """Checked before the tensors are handed over; the tensor is named."""
+    """Checked before the tensors are handed over; the tensor is named. NaN is never meant."""
     bad = torch.zeros(3000)
     bad[2999] = value
     manifest, data = encoded([torch.zeros(2), bad], [codec] * 2)
-    assembly = Assembly(manifest)
-    fill(assembly, manifest, data)
-    with pytest.raises(PeerProtocolError, match="tensor 1"):
-        assembly.finish(require_finite=True)
-    assembly = Assembly(manifest)
-    fill(assembly, manifest, data)
-    assert not bool(torch.isfinite(assembly.finish(require_finite=False)[1]).all())
+    for infinite, taken in (((), False), ((0,), False), ((1,), not math.isnan(value))):
+        told = replace(manifest, infinite=infinite)
+        assembly = Assembly(told)
+        fill(assembly, told, data)
+        if taken:
+            assert torch.equal(assembly.finish()[1], bad)
+        else:
+            with pytest.raises(PeerProtocolError, match="tensor 1 of its state holds"):
+                assembly.finish()
 
 
 def test_integers_need_not_be_looked_at() -> None:
@@ -480,4 +484,4 @@ def test_integers_need_not_be_looked_at() -> None:
     manifest, data = encoded(tensors, [NoCompression()] * 2)
     assembly = Assembly(manifest)
     fill(assembly, manifest, data)
-    assert [t.tolist() for t in assembly.finish(require_finite=True)] == [[1, 2], [True, False]]
+    assert [t.tolist() for t in assembly.finish()] == [[1, 2], [True, False]]

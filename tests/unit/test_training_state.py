@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from shoal.compression import NoCompression
+from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
+from shoal.state import Manifest, TensorSpec
 
 
 def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[torch.nn.Parameter]]:
@@ -122,3 +125,15 @@ def test_gradients_that_come_after_the_average_are_dropped() -> None:
     assert not training.accumulate(4)
     training.step()
     assert parameters[0].tolist() == [-1.0] * 3
+
+
+@pytest.mark.parametrize(("infinite", "taken"), [((), True), ((1,), True), ((0,), False), ((1, 2), False)])
+def test_a_state_with_infinities_in_what_is_trained_is_not_taken(infinite: tuple[int, ...], taken: bool) -> None:
+    """Extra tensors may hold some; of parameters and the optimizer's statistics a donor may say it, and is refused."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0), extra_tensors=[torch.zeros(3)])
+    specs = tuple(TensorSpec((3,), torch.float32, NoCompression()) for _ in range(3))
+    manifest = Manifest(b"s" * 16, 4, None, specs, 1 << 20, (b"h" * 32,), infinite)
+    why = why_not_ours(training, manifest, 4)
+    assert (why is None) == taken
+    assert why is None or f"tensor {infinite[-1] if 1 in infinite else 0} of its state" in why

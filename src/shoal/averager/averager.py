@@ -35,7 +35,7 @@ from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFi
 from shoal.matchmaking import Group, Matchmaker, next_group_bits
 from shoal.peer import PeerID
 from shoal.state import SharedState
-from shoal.wire import Member
+from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
 
@@ -334,7 +334,7 @@ class Averager:
 
     def _unpack(self, member: Member) -> Any:
         try:
-            return msgspec.msgpack.decode(member.gathered)
+            return decode_plain(member.gathered)
         except msgspec.MsgspecError as error:
             peer = member.contact.peer
             self.core.env.events.emit(PeerDropped(peer=peer, where="gather", reason=str(error)))

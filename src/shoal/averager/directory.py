@@ -12,6 +12,7 @@ An entry whose subkey is a peer id can only be written by that peer (see `shoal.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -79,10 +80,24 @@ class DhtDirectory:
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
-    """Say that this peer shares its state under `prefix`."""
+    """Say that this peer shares its state under `prefix`.
+
+    Args:
+        node: the DHT node.
+        endpoint: tells our own contact.
+        prefix: which state.
+        priority: donors with a higher one are asked first.
+        expiration: until when this holds, wall clock, seconds.
+
+    Raises:
+        PeerUnreachable: no DHT node took it.
+        ConfigError: the DHT does not keep a record for so long.
+    """
     addresses = [str(address) for address in endpoint.contact.addresses]
     value = [addresses, float(priority)]
-    await node.store(f"{prefix}.all_averagers", value, expiration, endpoint.peer_id.raw, timeout_s=_DONOR_TIMEOUT_S)
+    key, me = f"{prefix}.all_averagers", endpoint.peer_id.raw
+    if not await node.store(key, value, expiration, me, timeout_s=_DONOR_TIMEOUT_S):
+        raise PeerUnreachable("no DHT node took the declaration of a donor")
 
 
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
@@ -94,7 +109,7 @@ async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[t
             addresses, priority = msgspec.convert(value, tuple[_Addresses, float])
         except msgspec.ValidationError:
             continue  # another peer's malformed entry hides that peer only
-        if peer != node.peer_id:
+        if peer != node.peer_id and math.isfinite(priority):  # NaN would upset the order of all
             donors.append((Contact(peer, _addresses(addresses, peer)), priority))
     return donors
 

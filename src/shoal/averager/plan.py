@@ -14,6 +14,7 @@ from shoal.allreduce.round import Outcome
 from shoal.clock import Clock
 from shoal.errors import ConfigError, RoundFailed
 from shoal.peer import PeerID
+from shoal.wire import decode_plain
 
 __all__ = ["AveragingStage", "StepPlan", "StepResult"]
 
@@ -148,7 +149,8 @@ def _finite(value: object) -> bool:
 def _pack(gather: object) -> bytes:
     try:
         packed = msgspec.msgpack.encode(gather)
-    except (TypeError, msgspec.MsgspecError, OverflowError) as error:
+        decode_plain(packed)  # what the others could not read is the caller's mistake, and said here
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(
             f"gather cannot be sent: {error} (use numbers, text, bytes, lists and dictionaries)"
         ) from error

@@ -17,6 +17,12 @@ __all__ = ["AveragerSettings", "check_group_bits"]
 
 _MAX_GROUP = 256
 _MAX_BITS = 64
+_MAX_DECLARE_STATE_PERIOD_S = 1800.0
+"""A declaration holds for two periods, and the DHT keeps a record for an hour."""
+
+_MIN_NEXT_CHUNK_TIMEOUT_S = 2.0
+"""Donors hold a piece of their state for 1.5 s while they average."""
+
 _SECONDS = (
     "averaging_expiration",
     "request_timeout",
@@ -42,13 +48,13 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
             decider; None: twice `sender_timeout_s`. It must be more than that: an owner may be waiting for a sender.
-        next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one.
+        next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
         bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
         min_vector_size: who would reduce fewer elements than this reduces none.
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed.
         group_bits: which of several groups, `0` and `1`; drawn anew after each round, unless empty.
-        declare_state_period_s: how often a donor declares itself.
+        declare_state_period_s: how often a donor declares itself; at most 1800.
         fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
             without a call of `StateSharing.changed`; None if it never does.
         settings: named values that must be equal on all peers; a difference is refused by name.
@@ -123,6 +129,10 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
             self.averaging_expiration_s,
         )
         _need(self.sender_timeout_s >= 1, "sender_timeout", self.sender_timeout_s, "at least 1 second")
+        chunk, least = self.next_chunk_timeout_s, _MIN_NEXT_CHUNK_TIMEOUT_S
+        _need(chunk >= least, "next_chunk_timeout", chunk, f"at least {least:g} seconds")
+        period, longest = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
+        _need(period <= longest, "declare_state_period", period, f"at most {longest:g} seconds")
         sender = self.sender_timeout_s
         for name, limit in (
             ("reducer_timeout", self.reducer_timeout_s),

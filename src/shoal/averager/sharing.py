@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -13,7 +13,7 @@ from shoal.averager.directory import declare_donor, find_donors
 from shoal.averager.lock import TensorLock
 from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
-from shoal.errors import ShoalError, StateUnavailable
+from shoal.errors import ClosedError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.state import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
 
@@ -94,15 +94,22 @@ class StateSharing:
 
     async def _declare_loop(self) -> None:
         while True:
-            with suppress(ShoalError):  # the next time, then
-                await self.declare()
+            await self.declare()
             await asyncio.sleep(self._settings.declare_state_period_s)
 
     async def declare(self) -> None:
-        """Tell the DHT now that this peer shares its state, with the present priority."""
-        if self._donor is not None:
-            expiration = self._core.env.clock.time() + 2 * self._settings.declare_state_period_s
-            await declare_donor(self._core.node, self._core.endpoint, self._prefix, self.priority, expiration)
+        """Tell the DHT now that this peer shares its state, with the present priority; a failure is an event."""
+        if self._donor is None:
+            return
+        core, prefix = self._core, self._prefix
+        expiration = core.env.clock.time() + 2 * self._settings.declare_state_period_s
+        try:
+            await declare_donor(core.node, core.endpoint, prefix, self.priority, expiration)
+        except ClosedError:
+            pass  # this peer leaves
+        except ShoalError as error:  # the next time, then
+            message = f"newcomers may not find this donor: {error}"
+            core.env.events.emit(Warned(where=f"state of {prefix}", message=message))
 
     async def load(self, *, timeout_s: float, **options: Any) -> DownloadedState:
         """Download the state of another peer; nothing is applied.

@@ -34,6 +34,7 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None, codec
             *choose_codecs(codec, tensors[fixed:], TensorRole.OPTIMIZER, first_key=fixed),
         ],
         epoch=name.epoch,
+        may_be_infinite=_extra(training),
     )
 
 
@@ -52,6 +53,8 @@ def name_of(metadata: Any) -> StateName:
 def why_not_ours(training: TrainingState, manifest: Manifest, epoch: int) -> str | None:
     """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
 
+    Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
+
     Args:
         training: what is trained here.
         manifest: of the offered state.
@@ -63,4 +66,11 @@ def why_not_ours(training: TrainingState, manifest: Manifest, epoch: int) -> str
     for index, tensor in enumerate(training.describe()):
         if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):
             return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
+    if wrong := set(manifest.infinite).difference(_extra(training)):
+        return f"tensor {min(wrong)} of its state, which is trained, holds infinities"
     return None
+
+
+def _extra(training: TrainingState) -> range:
+    """Where the extra tensors are in a state."""
+    return range(len(training.parameters), len(training.describe()))

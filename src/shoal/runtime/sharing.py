@@ -23,6 +23,8 @@ T = TypeVar("T")
 
 DEFAULT_STATE_TIMEOUT_S = 600.0
 
+_MAX_EPOCH = (1 << 63) - 1
+
 
 class SharesState:
     """The part of `DecentralizedAverager` that is about state."""
@@ -42,7 +44,8 @@ class SharesState:
         """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
 
         `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
-        seconds may be given the same copy.
+        seconds may be given the same copy. A state with NaN is not given to others, nor one with infinities in the
+        averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
             (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).
@@ -53,7 +56,11 @@ class SharesState:
         metadata, tensors, infos = self._held.export(self.get_current_state)
         chosen = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
         codecs = [self._state_compression.choose(info) for info in chosen]
-        return SharedState(metadata=metadata, tensors=tensors, codecs=codecs, epoch=int(self.state_sharing_priority))
+        # An epoch is a whole number from 0. It decides only between donors that have declared the same priority.
+        epoch = min(max(0, int(self.state_sharing_priority)), _MAX_EPOCH)
+        averaged = {tensor.data_ptr() for tensor in self._held.tensors}
+        others = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() not in averaged]
+        return SharedState(metadata, tensors, codecs, epoch, may_be_infinite=others)
 
     @property
     def allow_state_sharing(self) -> bool:
@@ -74,15 +81,23 @@ class SharesState:
 
     @property
     def state_sharing_priority(self) -> float:
-        """Donors with a higher priority are asked first; 0 as long as it is not set."""
+        """Donors with a higher priority are asked first: any finite number; 0 as long as it is not set.
+
+        Raises:
+            ConfigError: the number that is set is not finite, or no number.
+        """
         return self._averager.sharing.priority if self._averager is not None else 0.0
 
     @state_sharing_priority.setter
     def state_sharing_priority(self, value: float) -> None:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise ConfigError(f"state_sharing_priority must be a finite number, got {value!r}")
+        try:
+            priority = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+        except OverflowError:
+            priority = math.inf
+        if not math.isfinite(priority):
+            raise ConfigError(f"state_sharing_priority must be a finite number, got {value!r:.80}")
         averager = self._core()
-        averager.sharing.priority = float(value)
+        averager.sharing.priority = priority
         self.dht.loop_thread.submit(averager.sharing.declare())
 
     @overload

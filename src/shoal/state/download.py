@@ -1,6 +1,7 @@
 """The receiver's side: get a complete, verified state from donors that may lie, stall, change or die.
 
-The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time.
+The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time;
+the others stand by for those that fail.
 Of the snapshots that they describe one is chosen; all donors whose tensors are the same, chunk hash by chunk hash, feed
 the download in parallel (see `feed`). Rules:
 
@@ -10,7 +11,8 @@ the download in parallel (see `feed`). Rules:
 - Of several states the one of the latest epoch is chosen; then the one that most donors have; then the first asked's.
 - Donors of another state wait until nobody is left who has the chosen one. Then they are asked anew: chunks whose hash
   is the same are kept. If the state is laid out differently the download begins anew.
-- A donor that breaks the protocol (a wrong hash, an impossible manifest) is dropped by name and not asked again.
+- A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
+  did not tell of) is dropped by name and not asked again.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
 """
 
@@ -46,17 +48,18 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_state_bytes: the largest state that is taken.
-        stall_s: a donor that answers or sends nothing for this long is left.
+        answer_timeout_s: for each answer of a donor that is asked for its state. One that needs longer to make its
+            snapshot says "not yet" after two seconds.
+        stall_s: a donor that sends nothing for this long is left.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
-        require_finite: refuse a state that holds NaN or infinity.
-        max_donors: donors that are asked, and send, at the same time.
+        max_donors: donors that are asked, and send, at the same time; others take the places of those that end.
     """
 
     max_state_bytes: int = 64 << 30
+    answer_timeout_s: float = 5.0
     stall_s: float = 5.0
     manifest_timeout_s: float = 60.0
-    require_finite: bool = True
-    max_donors: int = 4
+    max_donors: int = 16
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,7 @@ class _Download:
         self._accept, self._limits = accept, limits
         self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
         self._turns: dict[asyncio.Task[None], Donor] = {}
+        self._described: dict[PeerID, Manifest] = {}  # by each donor, the last time
         self._offers: dict[Donor, Manifest] = {}  # what was described while no state is chosen
         self._choose_at: float | None = None
         self._chosen = asyncio.Event()
@@ -251,7 +255,7 @@ class _Download:
         give_up_at = self._now() + limits.manifest_timeout_s
         while self._now() < give_up_at:
             request = GetManifest(self._prefix)
-            reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.stall_s)
+            reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
                 manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
                 if self._accept is not None and (reason := self._accept(manifest)):
@@ -265,6 +269,7 @@ class _Download:
         raise PeerTimeout(f"made no snapshot within {limits.manifest_timeout_s:g} s", donor.peer)
 
     async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
+        self._described[donor.peer] = manifest
         if not self._chosen.is_set():
             self._offers[donor] = manifest
             if self._choose_at is None:
@@ -316,12 +321,12 @@ class _Download:
         # Whatever comes of it, the buffers are used up: another state would begin anew.
         self._target, self._bytes_before = None, bytes_received
         try:
-            finish = target.assembly.finish
-            tensors = await self._env.executor.run(finish, require_finite=self._limits.require_finite)
+            tensors = await self._env.executor.run(target.assembly.finish)
         except PeerProtocolError as error:
             self._spoiled.append(manifest)
-            for peer in donors:  # each has this state, or sent a part of it
-                self._drop(peer, error.message)
+            for peer, theirs in self._described.items():
+                if theirs.same_content(manifest):
+                    self._drop(peer, error.message)
             return None
         duration_s = self._now() - self._started
         self._env.events.emit(

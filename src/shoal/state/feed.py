@@ -33,10 +33,11 @@ from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 __all__ = ["Feed", "Target"]
 
 _READ_BYTES = 128 << 10
-"""Bytes that must arrive within the stall limit: whoever is slower than 26 kB/s counts as stalled."""
+"""Within the stall limit a whole piece must arrive, or this much of a larger one. A donor cuts pieces as small as its
+upload limit needs (`Pacer`), so that slow is not stalled: what bounds slow ones is the deadline of the download."""
 
 _LOOKS = 8
-"""How often it is looked within the stall limit whether they did."""
+"""How often it is looked within the stall limit how much of a piece has come."""
 
 _CHECKS_AT_ONCE = 4
 END_WITHIN_S = 1.0
@@ -121,7 +122,7 @@ class Feed:
         contact: the donor.
         snapshot: the snapshot's name at this donor.
         target: what is fed.
-        stall_s: a donor that sends nothing for this long is left.
+        stall_s: a donor that sends neither a piece nor much of one for this long is left.
 
     Attributes:
         chunks_brought: chunks that were verified, from this donor, in this turn.
@@ -355,7 +356,7 @@ def _wrong(chunk: int, peer: PeerID) -> PeerProtocolError:
 
 
 class _Patience:
-    """Keeps the limit of a read `stall_s` ahead of the last bytes that came, however many are read at once.
+    """Keeps the limit of a read `stall_s` ahead of what came last: a piece, or `_READ_BYTES` of one that is still read.
 
     Args:
         stream: where they come from.

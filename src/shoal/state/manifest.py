@@ -6,11 +6,13 @@ only as far as it was checked here, before anything is allocated for it:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
 - there are as many hashes as chunks;
+- tensors that hold infinities are told of in order, and could hold some;
 - metadata is plain: None, bool, int, float, str, bytes, list, dict.
 
 Two manifests of the same layout describe the same bytes wherever their hashes are equal, whoever made them: a download
 takes chunks from several donors, and goes on from one to the next, on that. Encoding and cutting follow from values,
-shapes, dtypes and codecs alone, so donors of equal states have equal hashes. Metadata is no part of that: it may hold
+shapes, dtypes and codecs alone, so donors of equal states have equal hashes. Which tensors hold infinities (masks,
+bounds) each donor says itself; who says otherwise has another state. Metadata is no part of that: it may hold
 what is a donor's own, and comes from one of them.
 """
 
@@ -21,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -29,7 +31,7 @@ from blake3 import blake3
 
 from shoal.compression import CompressionBase, NoCompression, codec_by_name, dtype_by_name, dtype_name
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.wire import ManifestReply, encode
+from shoal.wire import ManifestReply, decode_plain, encode
 
 __all__ = [
     "Accept",
@@ -99,6 +101,7 @@ class Manifest:
         tensors: the tensors in order.
         chunk_bytes: size of every chunk but the last.
         hashes: digest of every chunk.
+        infinite: positions of the tensors that hold infinities, ascending.
     """
 
     snapshot: bytes
@@ -107,6 +110,7 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
     chunk_bytes: int
     hashes: tuple[bytes, ...]
+    infinite: tuple[int, ...] = ()
     offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Where each tensor's encoding begins, and where the last one ends."""
 
@@ -125,7 +129,7 @@ class Manifest:
 
     def same_content(self, other: Manifest) -> bool:
         """Whether both describe the same tensors, bit for bit. Metadata and epoch are each donor's own."""
-        return self.same_layout(other) and self.hashes == other.hashes
+        return self.same_layout(other) and self.hashes == other.hashes and self.infinite == other.infinite
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:
         """First byte of a chunk within the encoded state, and the byte after its last."""
@@ -146,7 +150,7 @@ class Manifest:
         """The manifest as it is sent. Raises `ConfigError` if the metadata is not plain or too large."""
         try:
             metadata = encode(self.metadata)
-            _decode_metadata(metadata)
+            decode_plain(metadata)
         except (
             msgspec.MsgspecError,
             NotImplementedError,
@@ -162,7 +166,8 @@ class Manifest:
                 "put large values into tensors"
             )
         tensors = [(list(s.shape), dtype_name(s.dtype), s.codec.name, s.encoded_bytes) for s in self.tensors]
-        return ManifestReply(self.snapshot, self.epoch, metadata, tensors, self.chunk_bytes, list(self.hashes))
+        hashes, infinite = list(self.hashes), list(self.infinite)
+        return ManifestReply(self.snapshot, self.epoch, metadata, tensors, self.chunk_bytes, hashes, infinite)
 
 
 Accept = Callable[[Manifest], str | None]
@@ -240,9 +245,9 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
         PeerProtocolError: it contradicts itself, or is over a limit; says what.
     """
     try:
-        metadata = _decode_metadata(reply.metadata)
+        metadata = decode_plain(reply.metadata)
         tensors = tuple(_read_spec(position, *entry) for position, entry in enumerate(reply.tensors))
-    except (msgspec.MsgspecError, ConfigError, RecursionError) as error:
+    except (msgspec.MsgspecError, ConfigError) as error:
         raise PeerProtocolError(f"bad manifest: {error}") from error
     for size in (sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)):
         if size > max_state_bytes:
@@ -251,7 +256,12 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
         raise PeerProtocolError(f"bad manifest: chunks of {reply.chunk_bytes} bytes")
     if reply.epoch < 0:
         raise PeerProtocolError(f"bad manifest: epoch {reply.epoch}")
-    manifest = Manifest(reply.snapshot, reply.epoch, metadata, tensors, reply.chunk_bytes, tuple(reply.hashes))
+    infinite = tuple(reply.infinite)
+    floats = (position for position, spec in enumerate(tensors) if spec.dtype.is_floating_point)
+    if not set(floats).issuperset(infinite) or list(infinite) != sorted(set(infinite)):
+        raise PeerProtocolError("bad manifest: what it says of infinities cannot be")
+    hashes = tuple(reply.hashes)
+    manifest = Manifest(reply.snapshot, reply.epoch, metadata, tensors, reply.chunk_bytes, hashes, infinite)
     chunks = -(-manifest.total_bytes // manifest.chunk_bytes)
     if len(manifest.hashes) != chunks:
         raise PeerProtocolError(f"bad manifest: {len(manifest.hashes)} hashes for {chunks} chunks")
@@ -270,17 +280,6 @@ def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: 
     if spec.encoded_bytes != nbytes:
         raise ConfigError(f"tensor {position} should take {spec.encoded_bytes} bytes, not {nbytes}")
     return spec
-
-
-def _no_extensions(code: int, _data: memoryview) -> NoReturn:
-    raise msgspec.ValidationError(f"MessagePack extension {code} in metadata")
-
-
-_metadata_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
-
-
-def _decode_metadata(data: bytes) -> Any:
-    return _metadata_decoder.decode(data)
 
 
 def _show(tensor: tuple[tuple[int, ...], torch.dtype]) -> str:

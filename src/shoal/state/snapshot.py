@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from shoal.clock import Env
-from shoal.compression import CompressionBase, allocate
+from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.state.manifest import Manifest, chunk_digest, chunk_size, describe
+from shoal.state.values import infinite_tensors
 from shoal.wire import ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
@@ -48,12 +49,15 @@ class SharedState:
         tensors: the live tensors, on any device; they are read, not kept.
         codecs: one per tensor; None for no compression.
         epoch: which epoch this is.
+        may_be_infinite: positions of tensors that may hold infinities (masks). A state with infinities elsewhere,
+            or with NaN, went wrong: it is not shared.
     """
 
     metadata: Any
     tensors: Sequence[torch.Tensor]
     codecs: Sequence[CompressionBase] | None = None
     epoch: int = 0
+    may_be_infinite: Collection[int] = ()
 
 
 HoldState = Callable[[], AbstractAsyncContextManager[SharedState]]
@@ -182,17 +186,27 @@ class SnapshotStore:
         run = self._env.executor.run
         async with self._hold() as state:
             version = self._version()
-            layout = self._plan(state)
-            data = await run(_encode_all, layout, state.tensors)
+            layout, data = await run(self._encode, state, self._env.rng.randbytes(16))
         manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         return Snapshot(version, manifest, manifest.to_message(), data)
 
-    def _plan(self, state: SharedState) -> Manifest:
+    def _encode(self, state: SharedState, name: bytes) -> tuple[Manifest, memoryview]:
+        """The manifest but for the hashes, and the copy. Runs in a thread."""
+        layout = self._plan(state, name)
+        _, data = allocate(layout.total_bytes, torch.uint8)
+        for position, (spec, tensor) in enumerate(zip(layout.tensors, state.tensors, strict=True)):
+            spec.codec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
+        return layout, data
+
+    def _plan(self, state: SharedState, name: bytes) -> Manifest:
         """The manifest but for the hashes; a state that cannot be sent is found out here, before it is copied."""
-        specs = describe(state.tensors, state.codecs)
+        specs = list(describe(state.tensors, state.codecs))
+        infinite = infinite_tensors(state.tensors, state.may_be_infinite)
+        for position in infinite:  # a codec with a scale would make NaN of all that shares it
+            specs[position] = replace(specs[position], codec=NoCompression())
         total = sum(spec.encoded_bytes for spec in specs)
         chunk_bytes = chunk_size(total)
-        plan = Manifest(self._env.rng.randbytes(16), state.epoch, state.metadata, specs, chunk_bytes, ())
+        plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), infinite)
         size = len(encode(plan.to_message())) + _HASH_BYTES * -(-total // chunk_bytes)
         if size > self._max_message_bytes:
             raise ConfigError(
@@ -240,13 +254,6 @@ class SnapshotStore:
         now = asyncio.get_running_loop().time()
         self._snapshots = [s for s in self._snapshots if s.streams > 0 or now - s.used_at < self._linger_s]
         self._free_later()
-
-
-def _encode_all(layout: Manifest, tensors: Sequence[torch.Tensor]) -> memoryview:
-    _, data = allocate(layout.total_bytes, torch.uint8)
-    for position, (spec, tensor) in enumerate(zip(layout.tensors, tensors, strict=True)):
-        spec.codec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
-    return data
 
 
 def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def test_all_states_of_a_peer_share_its_upload_limit(limit: float | None) -> Non
             first.append(host)
             core = await start_core(host, first[0], state_upload_limit=limit)
             return [
-                Averager(core, [torch.full((MIB // 2,), float(i))], prefix, SETTINGS, lock=TensorLock(threading.Lock()))
+                Averager(core, [torch.full((MIB // 2,), float(i))], prefix, SETTINGS, lock=TensorLock())
                 for i, prefix in enumerate(PREFIXES)
             ]
 

@@ -325,7 +325,8 @@ class Averager:
     async def _close_last_round(self) -> None:
         """It gave its averages to whoever was left out, until now that the vector is needed for others."""
         if self._closing is not None:
-            await self._closing
+            await asyncio.wait([self._closing])  # who is cancelled here leaves it alone; `_task_done` tells its errors
+            self._closing = None
         if self._last_round is not None:
             await self._last_round.close(orderly=False)
             self._last_round = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import torch
 
@@ -45,7 +44,7 @@ def simulate(
             first[:] = first or [host]
             core = await PeerCore.start(host.identity, host.transport, host.env, known)
             values = torch.arange(numel, dtype=torch.float32).remainder_(1021.0).mul_((rank + 1) / 1024)
-            lock = TensorLock(threading.Lock())
+            lock = TensorLock()
             return Averager(core, [values], "shaped", settings, lock=lock, compression=codec(compression))
 
         names = [f"host{rank}" for rank in range(peers)]

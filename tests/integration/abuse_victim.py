@@ -9,7 +9,6 @@ import asyncio
 import hashlib
 import json
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -59,7 +58,7 @@ async def main(rank: int, addresses: list[str]) -> None:
         peers = [Address.parse(address) for address in addresses]
         core = await PeerCore.start(identity, TcpTransport(identity), env, peers)
         tensor = torch.zeros(NUMEL)
-        averager = Averager(core, [tensor], PREFIX, SETTINGS, lock=TensorLock(threading.Lock()))
+        averager = Averager(core, [tensor], PREFIX, SETTINGS, lock=TensorLock())
         averager.sharing.enable()
         say("joined", [str(address) for address in core.endpoint.contact.addresses])
         generator = torch.Generator().manual_seed(rank)

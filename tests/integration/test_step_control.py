@@ -140,3 +140,68 @@ def test_coroutines_run_in_shoals_thread() -> None:
     dht.shutdown()
     with pytest.raises(ClosedError):
         dht.run_coroutine(both)
+
+
+def test_a_step_ends_at_its_timeout_while_a_thread_holds_the_tensors() -> None:
+    """With the thread's name in the reason, untouched; once they are free the next step works."""
+    with pair() as (one, two):
+        inside, leave = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with one.get_tensors():
+                inside.set()
+                leave.wait(LONG_S)
+
+        thread = threading.Thread(target=hold, name="holder")
+        thread.start()
+        assert inside.wait(LONG_S)
+        with pytest.raises(shoal.RoundFailed, match=r"a get_tensors\(\) block in thread 'holder' held them"):
+            one.step(wait=False, timeout=0.5).result(LONG_S)
+        leave.set()
+        thread.join(LONG_S)
+        assert value(one) == [1.0] * 4
+        coming = two.step(wait=False, timeout=LONG_S)
+        one.step(timeout=LONG_S)
+        coming.result(LONG_S)
+
+
+def test_a_thread_that_holds_the_tensors_nearly_always_starves_no_step() -> None:
+    """It leaves its block and enters the next at once: a step that waits comes in between."""
+    with pair() as (one, two):
+        pause, over = threading.Event(), threading.Event()
+
+        def busy() -> None:
+            while not over.is_set():
+                with two.get_tensors():
+                    pause.wait(0.01)
+
+        thread = threading.Thread(target=busy)
+        thread.start()
+        try:
+            coming = two.step(wait=False, timeout=LONG_S)
+            one.step(timeout=LONG_S)
+            coming.result(LONG_S)
+        finally:
+            over.set()
+            thread.join(LONG_S)
+        assert value(one) == value(two) == [0.5] * 4
+
+
+def test_tensors_that_are_held_are_not_waited_for_in_shoals_own_thread() -> None:
+    """An event subscriber gets them if they are free, and `LocalError` at once if not: nothing could free them."""
+    with pair() as (one, _):
+        got: list[object] = []
+
+        def look() -> None:
+            try:
+                with one.get_tensors() as tensors:
+                    got.append(len(tensors))
+            except LocalError as error:
+                got.append(str(error))
+
+        with one.get_tensors():
+            one.dht.loop_thread.call_soon(look)
+            until(lambda: got)
+        one.dht.loop_thread.call_soon(look)
+        until(lambda: len(got) == 2)
+        assert got == ["no access to the tensors within 0 s: a get_tensors() block in thread 'MainThread' held them", 1]

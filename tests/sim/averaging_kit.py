@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -83,9 +82,7 @@ class Trial:
             transport = self._transport_of(host)
             core = await start_core(host, self._first, client_mode=client_mode, transport=transport)
             settings = msgspec.structs.replace(self.settings, client_mode=client_mode, **changes)
-            return Averager(
-                core, tensors, "trial", settings, lock=TensorLock(threading.Lock()), compression=self.compression
-            )
+            return Averager(core, tensors, "trial", settings, lock=TensorLock(), compression=self.compression)
 
         return await self.swarm.start_peer(name, factory, client_mode=client_mode)
 

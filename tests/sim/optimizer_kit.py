@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,7 +170,7 @@ class Run:
             core = await start_core(host, bootstrap, client_mode=client_mode)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
-            lock = TensorLock(threading.Lock())
+            lock = TensorLock()
             training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
             collaboration = Collaboration(core, training, settings, lock=lock)
             trainer = Trainer(index, parameters, collaboration)

@@ -11,7 +11,7 @@ import torch
 from shoal import sim
 from shoal.averager import AveragingStage, StepPlan
 from shoal.errors import RoundFailed
-from shoal.events import PeerDropped
+from shoal.events import Event, PeerDropped, RoundFinished
 from tests.sim.averaging_kit import Trial, same_bits
 
 
@@ -199,6 +199,44 @@ def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes
         assert [(event.peer, event.where) for event in dropped] == [(liar, "gather")]
         assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
         await trial.close()
+
+    sim.run(main, seed=7)
+
+
+def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> None:
+    """A slow line keeps the end of a round waiting; the step after it is cancelled there. Those after that work."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = [[torch.full((3000,), float(peer))] for peer in range(3)]
+        for peer in range(3):
+            await trial.add(f"p{peer}", values[peer], target_group_size=2)
+        averager = trial.swarm.peer("p0")
+
+        def far_away(event: Event) -> None:
+            if isinstance(event, RoundFinished):
+                trial.swarm.network.set_link("p0", "p1", latency_s=0.45)
+
+        averager.core.env.events.subscribe(far_away)
+        first = [asyncio.ensure_future(trial.step(f"p{peer}")) for peer in range(2)]
+        await first[0]
+        other = asyncio.ensure_future(trial.step("p2", timeout_s=30.0, allow_retries=False))
+        plan = StepPlan()
+        step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=30.0))
+        while not averager.looking:
+            await sim.sleep(0.001)
+        while averager.looking:
+            await sim.sleep(0.001)
+        assert not plan.began, "the end of the last round was not waited for"
+        step.cancel()
+        await asyncio.wait([step])
+        await asyncio.gather(other, *first, return_exceptions=True)
+        for _ in range(2):
+            results = await asyncio.gather(trial.step("p0", timeout_s=10.0), trial.step("p2", timeout_s=10.0))
+            assert [len(result.gathered) for result in results] == [2, 2]
+        assert same_bits([values[0], values[2]])
+        await trial.close()
+        assert not trial.warnings
 
     sim.run(main, seed=8)
 

@@ -234,11 +234,11 @@ def test_lock_is_never_held_while_waiting() -> None:
         values = [[torch.full((30_000,), float(peer))] for peer in range(3)]
         for peer in range(3):
             await trial.add(f"p{peer}", values[peer], target_group_size=3)
-        lock = trial.swarm.peer("p0").lock.lock
+        lock = trial.swarm.peer("p0").lock
         steps = asyncio.gather(*(trial.step(f"p{peer}") for peer in range(3)))
         looks = 0
         while not steps.done():
-            assert lock.acquire(blocking=False), "held while the loop waits"
+            assert lock.acquire("the test", 0.0), "held while the loop waits"
             lock.release()
             looks += 1
             await asyncio.wait([steps], timeout=0.01)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import msgspec
@@ -26,7 +25,7 @@ PREFIXES = ("one", "two")
 def sharing(core: PeerCore, tensor: torch.Tensor, prefix: str = "state", **settings: Any) -> Averager:
     """An averager of one tensor."""
     changed = msgspec.structs.replace(SETTINGS, **settings)
-    return Averager(core, [tensor], prefix, changed, lock=TensorLock(threading.Lock()))
+    return Averager(core, [tensor], prefix, changed, lock=TensorLock())
 
 
 @pytest.mark.parametrize("limit", [MIB, None])

@@ -1,8 +1,8 @@
 """The averager's async core: look for a group, average with it, commit; again after a failure, until the deadline.
 
 Runs in one event loop (`shoal.runtime` gives it a thread, `shoal.sim` virtual time). The lock of the averaged tensors
-is held to copy in and to apply, never while anything is waited for on the network. A failed round leaves them as they
-were.
+is held to copy in and to apply, never while anything is waited for on the network; it is waited for until the step's
+deadline. A failed round leaves them as they were, also one whose average is agreed on and could not be applied in time.
 
 After each round that succeeded the group bits, unless they are empty, are drawn anew from the round's id, so that small
 groups mix and all peers come to the global average in a logarithmic number of rounds (Moshpit SGD).
@@ -11,9 +11,9 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -42,6 +42,7 @@ __all__ = ["Averager"]
 Expected = Callable[[], frozenset[PeerID] | None]
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
+T = TypeVar("T")
 
 
 class Averager:
@@ -195,6 +196,9 @@ class Averager:
         while True:
             try:
                 await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
+                if not self.settings.auxiliary:
+                    async with self._tensors(deadline):
+                        pass  # who cannot give its values would only keep a group waiting
                 with self.core.env.prompt():
                     return await self._try_once(attempt, deadline)
             except SchemaMismatch as error:
@@ -280,7 +284,8 @@ class Averager:
             outcome = await round_.run()
             orderly = True
             if not self.settings.auxiliary:
-                await _to_the_end(self._apply(attempt.apply))
+                async with self._tensors(deadline, group.round_id, "the average was agreed on, and not applied: "):
+                    await _to_the_end(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
@@ -289,14 +294,16 @@ class Averager:
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self._close_last_round()
-        settings, plan = self.settings, attempt.plan
+        loop, settings, plan = asyncio.get_running_loop(), self.settings, attempt.plan
+        formed = loop.time()
         weight = 0.0
         plan.stage = AveragingStage.RUNNING_ALLREDUCE
         if not settings.auxiliary:
-            async with self.lock.held():
+            # No longer than the others wait for a silent member: if we decide, they cannot go on without us.
+            async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
                 plan.began = True
                 weight, scale = attempt.prepare()
-                bad = await self.core.env.executor.run(self.vector.copy_in, scale, weight)
+                bad = await _to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -304,7 +311,7 @@ class Averager:
                 weight = 0.0
         options = RoundOptions(
             min_group_size=settings.min_group_size,
-            timeout_s=max(0.001, min(settings.allreduce_timeout_s, deadline - asyncio.get_running_loop().time())),
+            timeout_s=max(0.001, min(deadline, formed + settings.allreduce_timeout_s) - loop.time()),
             silence_s=settings.sender_timeout_s,
             reducer_silence_s=settings.reducer_timeout_s,
         )
@@ -318,19 +325,32 @@ class Averager:
     async def _close_last_round(self) -> None:
         """It gave its averages to whoever was left out, until now that the vector is needed for others."""
         if self._closing is not None:
-            await self._closing
+            await asyncio.wait([self._closing])  # who is cancelled here leaves it alone; `_task_done` tells its errors
+            self._closing = None
         if self._last_round is not None:
             await self._last_round.close(orderly=False)
             self._last_round = None
 
+    @asynccontextmanager
+    async def _tensors(self, until: float, round_id: bytes | None = None, but: str = "") -> AsyncIterator[None]:
+        """Hold their lock, waited for `until` then (loop time); after that `RoundFailed` says `but`, and who had it."""
+        try:
+            await self.lock.take(max(0.0, until - asyncio.get_running_loop().time()))
+        except TimeoutError:
+            reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
+            raise RoundFailed(reason, round_id=round_id) from None
+        try:
+            yield
+        finally:
+            self.lock.release()
+
     async def _apply(self, apply: Apply | None) -> None:
         executor = self.core.env.executor
-        async with self.lock.held():
-            if apply is not None:
-                await executor.run(apply, self.vector)
-            else:
-                await executor.run(self.vector.apply, self.settings.averaging_alpha)
-            self.sharing.changed()
+        if apply is not None:
+            await executor.run(apply, self.vector)
+        else:
+            await executor.run(self.vector.apply, self.settings.averaging_alpha)
+        self.sharing.changed()
 
     def _unpack(self, member: Member) -> Any:
         try:
@@ -395,11 +415,11 @@ class _Attempt(msgspec.Struct, frozen=True):
     apply: Apply | None
 
 
-async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Wait for something that must not be left half done, also when the waiting is cancelled."""
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Self, TypeVar
 
@@ -112,7 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
         self._shutdown_timeout = shutdown_timeout
         self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors, unit=target_batch_size)
-        self._lock = threading.Lock()
+        self._lock = TensorLock()
         averager = AveragerSettings(
             averaging_expiration_s=matchmaking_time,
             request_timeout_s=min(3.0, matchmaking_time / 2),
@@ -137,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
                 core,
                 self._training,
                 settings,
-                lock=TensorLock(self._lock),
+                lock=self._lock,
                 compression=grad_compression,
                 state_compression=state_averaging_compression,
                 download_compression=load_state_compression,

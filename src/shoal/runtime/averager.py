@@ -1,7 +1,8 @@
 """`DecentralizedAverager`: averaging with other peers, as users hold it.
 
 The lock of the tensors is the user's for as long as a `with get_tensors()` block lasts, and shoal's for the
-milliseconds of copying in and applying. It is never held while anything is waited for.
+milliseconds of copying in and applying. shoal never holds it while it waits for anything; who waits for it gets it in
+the order of asking.
 """
 
 from __future__ import annotations
@@ -226,16 +227,21 @@ class DecentralizedAverager(SharesState):
     def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
         """The averaged tensors, locked: no round changes or reads them within the block. Keep it short.
 
-        The lock is never held while a round waits for the network, so it is free within milliseconds.
+        The lock is never held while a round waits for the network, so it is free within milliseconds. A round that
+        needs the tensors waits for the end of the block, behind others that asked before it, and fails when its step's
+        timeout comes first.
 
         Raises:
             LocalError: this thread is within such a block already, and would wait for itself; or somebody else has been
-                for minutes.
+                for minutes; or, in shoal's own thread, anybody has it.
             ClosedError: this process is a fork of the one that made the averager.
         """
-        if self._averager is not None and self.dht.loop_thread.forked:
-            self.dht.loop_thread.check_alive()
-        with self._held.held() as tensors:
+        in_loop = False
+        if self._averager is not None:
+            if self.dht.loop_thread.forked:
+                self.dht.loop_thread.check_alive()
+            in_loop = self.dht.loop_thread.is_current()
+        with self._held.held(wait=not in_loop) as tensors:
             yield tensors
 
     @overload

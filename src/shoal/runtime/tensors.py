@@ -32,29 +32,34 @@ class HeldTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)
-        self._raw = threading.Lock()
-        self.lock = TensorLock(self._raw)
+        self.lock = TensorLock()
         self._holder: int | None = None  # the thread within `held`
         self._exporter: int | None = None  # the thread that exports the state, while shoal holds the lock
 
     @contextmanager
-    def held(self) -> Iterator[Sequence[torch.Tensor]]:
-        """Hold the tensors; raises `LocalError` where that would wait for ever."""
+    def held(self, *, wait: bool = True) -> Iterator[Sequence[torch.Tensor]]:
+        """Hold the tensors; raises `LocalError` where that would wait for ever.
+
+        Args:
+            wait: for others that hold them, some minutes at most; False: `LocalError` at once.
+        """
         me = threading.get_ident()
         if self._exporter == me:
             yield self.tensors
             return
         if self._holder == me:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
-        if not self._raw.acquire(timeout=_LOCK_TIMEOUT_S):
-            raise LocalError(f"no access to the tensors within {_LOCK_TIMEOUT_S:g} s: who else is in get_tensors()?")
+        limit_s = _LOCK_TIMEOUT_S if wait else 0.0
+        if not self.lock.acquire(f"a get_tensors() block in thread {threading.current_thread().name!r}", limit_s):
+            holder = self.lock.holder or "somebody"
+            raise LocalError(f"no access to the tensors within {limit_s:g} s: {holder} held them")
         self._holder = me
         try:
             yield self.tensors
         finally:
             self.lock.generation += 1
             self._holder = None
-            self._raw.release()
+            self.lock.release()
 
     def check_not_held(self) -> None:
         """Raise `LocalError` if the calling thread holds them: it is about to wait for somebody who needs them."""

@@ -50,6 +50,7 @@ class Trial:
         compression: codec for averaging.
         bandwidth_bytes_s: of every host.
         transport_of: what a host's peer stands on, if not on the host's own transport.
+        heard: called with the name of a host and each event there.
 
     Attributes:
         warnings: internal errors that any peer reported: there must be none.
@@ -62,13 +63,14 @@ class Trial:
         compression: CompressionBase | None = None,
         bandwidth_bytes_s: float | None = None,
         transport_of: Callable[[SimHost], Transport] = lambda host: host.transport,
+        heard: Callable[[str, Event], None] = lambda name, event: None,
     ) -> None:
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Averager] = Swarm(network=SimNetwork(seed, bandwidth_bytes_s=bandwidth_bytes_s))
         self.settings, self.compression = settings, compression
         self.warnings: list[str] = []
         self._first: SimHost | None = None
-        self._transport_of = transport_of
+        self._transport_of, self._heard = transport_of, heard
 
     async def add(
         self, name: str, tensors: Sequence[torch.Tensor], *, client_mode: bool = False, **changes: Any
@@ -77,6 +79,7 @@ class Trial:
 
         async def factory(host: SimHost) -> Averager:
             host.env.events.subscribe(lambda event: note_internal_error(self.warnings, name, event))
+            host.env.events.subscribe(lambda event: self._heard(name, event))
             if self._first is None:
                 self._first = host
             transport = self._transport_of(host)

@@ -9,7 +9,7 @@ import hashlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,6 +86,48 @@ def corruptible(host: SimHost) -> Transport:
 def corruptible_trial(settings: AveragerSettings, **options: Any) -> Trial:
     """A swarm whose members can turn bad."""
     return Trial(settings=settings, bandwidth_bytes_s=BANDWIDTH_BYTES_S, transport_of=corruptible, **options)
+
+
+class Participant(NamedTuple):
+    """One of those whom a numbered plan is played against.
+
+    Attributes:
+        name: of its host.
+        weight: of its values in every round.
+        client: it only dials.
+        auxiliary: it only reduces.
+    """
+
+    name: str
+    weight: float
+    client: bool
+    auxiliary: bool
+
+    @property
+    def counts(self) -> bool:
+        """Whether its values make a difference."""
+        return self.weight > 0 and not self.auxiliary
+
+
+def numbered_participants(number: int) -> tuple[Participant, ...]:
+    """Who takes part in the plan of this number, always the same: 2 to 6, of all kinds.
+
+    The first can be dialed, since all others join at it; the second counts.
+    """
+    rng = random.Random(f"participants/{number}")
+    found: list[Participant] = []
+    for place in range(rng.choice((2, 3, 4, 4, 5, 5, 6, 6))):
+        client = place > 0 and rng.random() < 0.25
+        auxiliary = place != 1 and not client and rng.random() < 0.2
+        weight = rng.choice((0.1, 1.0, 1.0, 2.0, 30.0) if place == 1 else (0.0, 0.1, 1.0, 1.0, 2.0, 30.0))
+        found.append(Participant(f"p{place}", weight, client, auxiliary))
+    return tuple(found)
+
+
+def can_average(participants: Sequence[Participant]) -> bool:
+    """Whether these can form a group that has an average."""
+    reachable = any(not each.client for each in participants)
+    return len(participants) > 1 and reachable and any(each.counts for each in participants)
 
 
 def standstill_s(plan: FaultPlan, host: str) -> float:

@@ -1,0 +1,159 @@
+"""Is it the average? A committed round against what its members brought to it.
+
+What a member brings is written down when its group is formed. The commit names, for each part, who is counted in it:
+the average must be the mean of what those brought, by their weights, computed here in float64. So whoever is counted
+twice, or is named and not counted, or counted and not named, shows. Allowed is what sums in the tensors' precision
+lose, and what the codec says that it loses: of each contribution, and of the average.
+
+With error feedback a member also brings what its earlier encodings lost; with differences the codec sees values less
+the reference. That these are right is held elsewhere (`test_feedback.py`, `test_references.py`): here they are taken as
+they are found.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from shoal.allreduce.interface import has_member
+from shoal.allreduce.partition import Part
+from shoal.allreduce.run_buffers import RunBuffers, sum_dtype
+from shoal.averager import Averager, StepResult
+from shoal.compression import BFloat16Compression, CompressionBase, TopKCompression
+from shoal.compression.wrapped import WrappedCompression
+from shoal.peer import PeerID
+from shoal.wire import Held
+
+__all__ = ["Audit"]
+
+_SENT = BFloat16Compression()
+"""What top-k sends the elements with that it sends."""
+
+
+class Brought(NamedTuple):
+    """What one member has when its group is formed; flat vectors of float64.
+
+    Attributes:
+        weight: of its values; 0 also for an auxiliary member.
+        values: of its tensors.
+        owed: what its encodings lost in earlier rounds, times the weights that it had in them.
+        reference: the last average that it took over; 0 where its codec has no use for it.
+    """
+
+    weight: float
+    values: torch.Tensor
+    owed: torch.Tensor
+    reference: torch.Tensor
+
+
+class Audit:
+    """All rounds of a swarm.
+
+    Attributes:
+        checked: how many averages were.
+    """
+
+    def __init__(self) -> None:
+        self.checked = 0
+        self._brought: dict[bytes, dict[PeerID, Brought]] = defaultdict(dict)
+        self._told: dict[bytes, list[tuple[int, int, bytes, float]]] = {}
+
+    def bring(self, round_id: bytes, averager: Averager, weight: float) -> None:
+        """The group of this member is formed; its tensors hold what it will average."""
+        runs = averager.vector._runs
+        self._brought[round_id][averager.core.peer_id] = Brought(
+            weight=0.0 if averager.settings.auxiliary else weight,
+            values=_flat(averager.tensors),
+            owed=_flat([run.residual.kept if run.residual else torch.zeros(run.local.numel()) for run in runs]),
+            reference=_flat(
+                [run.reference.values if run.reference else torch.zeros(run.local.numel()) for run in runs]
+            ),
+        )
+
+    def check(self, averager: Averager, result: StepResult) -> None:
+        """A member has just succeeded, and its tensors are as they were left.
+
+        Raises:
+            AssertionError: the average is not what the commit says, or the commit says what cannot be.
+        """
+        outcome = result.outcome
+        # Without the digests: a member that turns bad may lie about these, the same in all that it says.
+        told = [(held.part, held.attempt, held.contributors, held.weight) for held in outcome.commit.parts]
+        assert self._told.setdefault(result.round_id, told) == told, "two commits of one round"
+        if averager.settings.auxiliary:
+            return  # it has no average
+        round_, average = averager._last_round, _flat(averager.tensors)
+        assert round_ is not None
+        assert len(outcome.commit.parts) == len(round_.parts)
+        all_brought = self._brought[result.round_id]
+        brought = [all_brought.get(member.contact.peer) for member in outcome.members]
+        for part, held in zip(round_.parts, outcome.commit.parts, strict=True):
+            try:
+                _check_part(averager.vector._runs[part.run], part, held, brought, average)
+            except AssertionError as error:
+                error.add_note(f"in round {result.round_id.hex()}: {part}, {held}")
+                raise
+        self.checked += 1
+
+
+def _check_part(
+    run: RunBuffers, part: Part, held: Held, brought: Sequence[Brought | None], average: torch.Tensor
+) -> None:
+    """One part of one average."""
+    counted, others = _sorted(held, brought)
+    place = slice(part.start, part.stop)
+    weights = torch.tensor([[each.weight] for each in counted], dtype=torch.float64)
+    total = float(weights.sum())
+    assert abs(held.weight - total) <= 1e-9 * total, f"the weights are {held.weight} in all, counted are {total}"
+    base = torch.zeros(part.numel, dtype=torch.float64)
+    if run.against is not None:
+        base = counted[0].reference[place]
+        assert all(torch.equal(each.reference[place], base) for each in counted), "not all have the reference"
+    # What the codec saw of each, if it was sent: who averages a part does not send it, and loses nothing.
+    seen = torch.stack([each.values[place] - base + each.owed[place] / each.weight for each in counted])
+    mean, got = (weights * seen).sum(0) / total, average[place] - base
+    lost = (weights * torch.stack([run.codec.error_bound(row.to(run.dtype)) for row in seen])).sum(0) / total
+    size = (weights * seen.abs()).sum(0) / total + base.abs()
+    lost += (len(counted) + 8) * torch.finfo(sum_dtype(run.dtype)).eps * size
+    # Who averaged it also made good what it owed, though it may not be counted.
+    means = [mean, *(mean + each.owed[place] / total for each in others if each.owed[place].any())]
+    wrong = min((_beyond(run.codec, each, got, lost) for each in means), key=torch.max)
+    at = int(wrong.argmax())
+    assert wrong[at] <= 0, (
+        f"the average is {average[place][at]:.9g} at {part.start + at}, the mean of the {len(counted)} counted is "
+        f"{(mean + base)[at]:.9g}: {wrong[at]:.3g} more than what may be lost"
+    )
+
+
+def _sorted(held: Held, brought: Sequence[Brought | None]) -> tuple[list[Brought], list[Brought]]:
+    """Who is counted in a part, and who else had the group."""
+    counted, others = [], []
+    for index, each in enumerate(brought):
+        if not has_member(held.contributors, index):
+            others += [] if each is None else [each]
+            continue
+        assert each is not None, f"member {index} is counted, and never had the group"
+        assert each.weight > 0, f"member {index} is counted, and has no weight"
+        counted.append(each)
+    assert counted, "nobody is counted"
+    return counted, others
+
+
+def _beyond(codec: CompressionBase, mean: torch.Tensor, average: torch.Tensor, lost: torch.Tensor) -> torch.Tensor:
+    """How much further the average is from the mean than it may be, as it was encoded."""
+    while isinstance(codec, WrappedCompression):
+        codec = codec.codec
+    if isinstance(codec, TopKCompression):
+        last = torch.where(average == 0, mean.abs(), _SENT.error_bound(average.float()))
+    else:
+        # It was encoded as it came out, not as it should be: the codec's steps may be a little wider there.
+        last = 2 * codec.max_error(mean) + lost.max() / 4
+    return (average - mean).abs() - lost - last
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """All elements in one vector, a copy."""
+    return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])

@@ -56,3 +56,16 @@ def test_what_nobody_refers_to_is_freed(pool: Ranks, stage: int) -> None:
     """Autograd's hooks do not keep a model, an optimizer or their memory alive."""
     for found in pool.play(2, programs.gone, stage):
         assert found == [True, True, True]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
+    """`optimizer.state_dict()` of rank 0 on all ranks, as plain programs do it, would be other tiles' moments."""
+    first, second = pool.play(2, programs.state_of_rank_0, stage)
+    assert "state_dict is that of rank 0 of 2" in second[0]
+    assert "this is rank 1 of 2" in second[0]
+    assert "shoal.zero.save()" in second[0]
+    assert (first[0] == "") == (stage < 3)
+    for _, plain, kept in (first, second):
+        assert "an optimizer that is not sharded" in plain
+        assert kept

@@ -162,3 +162,18 @@ def gone(stage: int) -> list[bool]:
     del model, optimizer
     gc.collect()
     return [each() is None for each in found]
+
+
+def state_of_rank_0(stage: int) -> tuple[str, str, bool]:
+    """What each rank says to the state of rank 0, and to that of a plain optimizer; whether it takes its own back."""
+    model, optimizer = sharded(stage, "adamw")
+    backward(model)
+    optimizer.step()
+    box = [optimizer.state_dict() if dist.get_rank() == 0 and stage < 3 else {"share": {"rank": 0, "ranks": 2}}]
+    dist.broadcast_object_list(box)
+    plain = torch.optim.AdamW(Odd().parameters()).state_dict()
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)
+    entries = zip(own["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
+    kept = all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in entries)
+    return said(lambda: optimizer.load_state_dict(box[0])), said(lambda: optimizer.load_state_dict(plain)), kept

@@ -69,3 +69,13 @@ def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
     for _, plain, kept in (first, second):
         assert "an optimizer that is not sharded" in plain
         assert kept
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int) -> None:
+    """Replaced, new or unfrozen after sharding: the step says so, instead of leaving it as it is."""
+    for assigned, replaced, added, unfrozen in pool.play(2, programs.other_parameters, stage):
+        assert "LocalError: scale is another parameter" in assigned
+        assert "LocalError: scale is another parameter" in replaced
+        assert "LocalError: extra is another parameter" in added
+        assert "LocalError: frozen.weight was frozen when the model was sharded" in unfrozen

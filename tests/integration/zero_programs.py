@@ -177,3 +177,27 @@ def state_of_rank_0(stage: int) -> tuple[str, str, bool]:
     entries = zip(own["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
     kept = all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in entries)
     return said(lambda: optimizer.load_state_dict(box[0])), said(lambda: optimizer.load_state_dict(plain)), kept
+
+
+def other_parameters(stage: int) -> list[str]:
+    """What a step says after a parameter was replaced, in several ways, or added, or is trained that was frozen."""
+
+    def assign(model: Odd) -> None:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    def replace(model: Odd) -> None:
+        model.scale = torch.nn.Parameter(model.scale.detach().clone())
+
+    def add(model: Odd) -> None:
+        model.extra = torch.nn.Parameter(torch.zeros(1))
+
+    def unfreeze(model: Odd) -> None:
+        model.frozen.requires_grad_()
+
+    found = []
+    for change in (assign, replace, add, unfreeze):
+        model, optimizer = sharded(stage)
+        change(model)
+        backward(model)
+        found.append(said(optimizer.step))
+    return found

@@ -35,6 +35,7 @@ from shoal.errors import LocalError
 from shoal.zero.buckets import Bucket, buckets_of
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.optimizer import Piece
+from shoal.zero.roster import Roster
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Tile, assign, tile_numel
 
@@ -55,6 +56,7 @@ class FlatEngine:
     """Stage 1 or 2 for some parameters.
 
     Args:
+        model: is only asked whether it is still the same.
         parameters: those that are trained, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.
@@ -68,6 +70,7 @@ class FlatEngine:
 
     def __init__(
         self,
+        model: torch.nn.Module,
         parameters: Mapping[str, torch.nn.Parameter],
         stage: int,
         collectives: Collectives,
@@ -75,6 +78,7 @@ class FlatEngine:
     ) -> None:
         assert stage in (1, 2)
         self._stage, self._collectives, self._parameters = stage, collectives, dict(parameters)
+        self._roster = Roster(model)
         self._buckets = buckets_of(parameters, tile_numel(sum(each.numel() for each in parameters.values())))
         self.plan = assign([bucket.tiles for bucket in self._buckets], collectives.ranks)
         self._holders: dict[str, list[Bucket]] = {name: [] for name in parameters}
@@ -141,7 +145,7 @@ class FlatEngine:
         if self._running and any(bucket.sent for bucket in self._holders[name]):
             self._end()  # it comes once more: that pass broke off, or consists of several
         if not self._running:
-            self.check()
+            self._check_places()
             self._running, self._launched = True, 0
             for bucket in self._buckets:
                 bucket.missing, bucket.sent = set(bucket.parameters), False
@@ -336,7 +340,11 @@ class FlatEngine:
         return [each for each in (*buckets, *means) if each is not None], copies
 
     def check(self) -> None:
-        """Raise `LocalError` if the parameters are no longer where they were."""
+        """Raise `LocalError` if the model has or trains other parameters, or they are no longer where they were."""
+        self._roster.check()
+        self._check_places()
+
+    def _check_places(self) -> None:
         for bucket in self._buckets:
             if name := bucket.moved():
                 raise LocalError(

@@ -155,7 +155,7 @@ def _carry(
     listed = {id(each) for each in _listed(inner)}
     trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
     wide = {} if dtype is None else _narrow(model, trained, dtype)
-    engine = FlatEngine(trained, stage, collectives, wide)
+    engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
     _swap(inner, names, trained, engine)
     return inner, engine, names

@@ -1,4 +1,4 @@
-"""Buckets: parameters whose values lie in one flat tensor, and are reduced and gathered together."""
+"""Buckets: values of parameters that lie side by side, and are reduced and gathered together."""
 
 from __future__ import annotations
 
@@ -7,83 +7,113 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.zero.collectives import Run
-from shoal.zero.tiles import Plan, Tile
+from shoal.zero.tiles import Plan, Tile, cut
 
-__all__ = ["BUCKET_BYTES", "Bucket", "grouped"]
+__all__ = ["BUCKET_BYTES", "Bucket", "buckets_of"]
 
 BUCKET_BYTES = 25 << 20
 
 
 class Bucket:
-    """Some parameters, and their gradients on the way to the owners.
+    """Some parameters or a part of a large one, and their gradients on the way to the owners.
 
     Args:
-        parameters: by name, all of one dtype and device. Their values move into a flat tensor.
-        plan: who owns which tile.
+        parameters: by name, all of one dtype and device.
+        flat: their values, one after another; of a large parameter a part.
+        offsets: where in `flat` each parameter begins; below 0 if that is in a bucket before this one.
+        tile: the largest size of a tile.
 
     Attributes:
         parameters: see above.
-        flat: their values.
+        flat: see above.
+        tiles: that lie in `flat`, in its order.
         runs: who owns which tiles; those of one owner side by side are one run.
-        gradients: laid out as `flat`, this rank's own; None while there are none.
+        gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
+        local: laid out as `flat`: sums of this rank that are not reduced yet; None while there are none.
         missing: names of the parameters that have no gradient of the present pass yet.
+        sent: whether it was, in the present pass.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], plan: Plan) -> None:
-        self.parameters = dict(parameters)
-        self.flat = torch.cat([each.detach().reshape(-1) for each in parameters.values()])
-        self.gradients: torch.Tensor | None = None
-        self.missing = set(parameters)
-        self._offsets: dict[str, int] = {}
-        offset = 0
-        for name, parameter in parameters.items():
-            self._offsets[name] = offset
-            offset += parameter.numel()
-            parameter.data = self.whole(self.flat, name)
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        flat: torch.Tensor,
+        offsets: Mapping[str, int],
+        tile: int,
+    ) -> None:
+        self.parameters, self.flat, self._offsets = dict(parameters), flat, dict(offsets)
+        places = {name: self._range(name) for name in parameters}
+        every = cut({name: each.numel() for name, each in parameters.items()}, tile)
+        self.tiles = [each for each in every if places[each.name][0] <= each.start < places[each.name][1]]
         self.runs: list[tuple[int, list[Tile]]] = []
-        for tile in (tile for name in parameters for tile in plan.of(name)):
+        self.gradients: torch.Tensor | None = None
+        self.local: torch.Tensor | None = None
+        self.missing, self.sent = set(parameters), False
+
+    def share_out(self, plan: Plan) -> None:
+        """Look up who owns which tile."""
+        self.runs = []
+        for tile in self.tiles:
             if not self.runs or self.runs[-1][0] != plan.owner(tile):
                 self.runs.append((plan.owner(tile), []))
             self.runs[-1][1].append(tile)
 
-    def whole(self, flat: torch.Tensor, name: str) -> torch.Tensor:
-        """A parameter's part of a tensor that is laid out as `flat`, in the parameter's shape."""
-        parameter, offset = self.parameters[name], self._offsets[name]
-        return flat[offset : offset + parameter.numel()].view(parameter.shape)
+    def _range(self, name: str) -> tuple[int, int]:
+        """Which of a parameter's values are here."""
+        offset = self._offsets[name]
+        return max(-offset, 0), min(self.parameters[name].numel(), self.flat.numel() - offset)
+
+    def place(self, flat: torch.Tensor, name: str) -> torch.Tensor:
+        """A parameter's place in a tensor that is laid out as `flat`, one-dimensional."""
+        start, stop = self._range(name)
+        return flat[self._offsets[name] + start : self._offsets[name] + stop]
+
+    def values(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """What belongs there of a tensor that has the shape of the parameter."""
+        start, stop = self._range(name)
+        return tensor.reshape(-1)[start:stop]
 
     def part(self, flat: torch.Tensor, tile: Tile) -> torch.Tensor:
-        """A tile's part of it, one-dimensional."""
+        """A tile's part of a tensor that is laid out as `flat`."""
         return flat[self._offsets[tile.name] + tile.start : self._offsets[tile.name] + tile.stop]
 
     def pieces(self, flat: torch.Tensor) -> list[Run]:
         """The runs of it."""
 
-        def cut(first: Tile, last: Tile) -> torch.Tensor:
+        def between(first: Tile, last: Tile) -> torch.Tensor:
             return flat[self._offsets[first.name] + first.start : self._offsets[last.name] + last.stop]
 
-        return [Run(owner, cut(tiles[0], tiles[-1])) for owner, tiles in self.runs]
-
-    def collect(self, name: str) -> torch.Tensor:
-        """Take a parameter's gradient into `gradients`, zeros where there is none; returns its place there."""
-        assert self.gradients is not None
-        place, gradient = self.whole(self.gradients, name), self.parameters[name].grad
-        if gradient is None:
-            place.zero_()
-        elif gradient.data_ptr() != place.data_ptr():
-            place.copy_(gradient)
-        self.missing.discard(name)
-        return place
+        return [Run(owner, between(tiles[0], tiles[-1])) for owner, tiles in self.runs]
 
     def moved(self) -> str | None:
         """The name of a parameter that is no longer where it was, if there is one."""
         for name, parameter in self.parameters.items():
-            if parameter.numel() and parameter.data_ptr() != self.whole(self.flat, name).data_ptr():
+            if parameter.data_ptr() != self.flat.data_ptr() + self._offsets[name] * self.flat.itemsize:
                 return name
         return None
 
 
-def grouped(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[str, torch.nn.Parameter]]:
-    """Parameters for one bucket each: backwards, as their gradients come; of one dtype and device."""
+def buckets_of(parameters: Mapping[str, torch.nn.Parameter], tile: int) -> list[Bucket]:
+    """Move the values of parameters into common memory, and divide it into buckets.
+
+    Args:
+        parameters: by name; none is empty. Those of a bucket follow each other backwards, as their gradients come.
+        tile: the largest size of a tile. A parameter that is larger than a bucket is divided between tiles.
+    """
+    found = []
+    for group in _grouped(parameters):
+        flat = torch.cat([each.detach().reshape(-1) for each in group.values()])
+        offsets, offset = {}, 0
+        for name, parameter in group.items():
+            offsets[name] = offset
+            parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            offset += parameter.numel()
+        found.append(Bucket(group, flat, offsets, tile))
+    return found
+
+
+def _grouped(parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[dict[str, torch.nn.Parameter]]:
+    """Parameters side by side: of one dtype and device, together no larger than a bucket, if there are several."""
     group: dict[str, torch.nn.Parameter] = {}
     size, kind = 0, None
     for name, parameter in reversed(list(parameters.items())):

@@ -262,11 +262,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all."""
-        return self.inner.state_dict()
+        """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all.
+
+        ``share`` in it tells whose it is, and of what.
+        """
+        return {**self.inner.state_dict(), "share": self._share()}
+
+    def _share(self) -> dict[str, Any]:
+        pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
+        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.names, "pieces": pieces}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave. Raises `ValueError` if it does not fit."""
+        """Take back what `state_dict` gave on this rank.
+
+        Raises:
+            ConfigError: it is of another rank, or of what was sharded otherwise, or does not fit.
+        """
+        here, there = self._share(), state_dict.get("share")
+        if there != here:
+            of = f"rank {there['rank']} of {there['ranks']}" if there else "an optimizer that is not sharded"
+            raise ConfigError(
+                f"state_dict is that of {of}, or of another model or groups, and this is rank {here['rank']} of "
+                f"{here['ranks']}: each rank can load what it saved itself. shoal.zero.save() and load() carry the "
+                "state of all ranks, to any number of them"
+            )
         self.inner.load_state_dict(state_dict)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 

@@ -23,7 +23,8 @@ from shoal.zero.watch import Watch
 __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_sharded: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine | None] = weakref.WeakKeyDictionary()
+"""What carries each model, in stages 1 and 2; it lives as long as the model."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -90,9 +91,8 @@ def shard(
         inner, carrier, names = _carry(model, optimizer_factory, stage, dtype, collectives)
     agreement.alike(_groups(inner, names), "optimizer")
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
-    # Trainers clear gradients by the model; and what is loaded into it must reach the optimizer's copies.
-    model.zero_grad = optimizer.zero_grad  # type: ignore[method-assign]
-    _sharded.add(model)
+    _sharded[model] = carrier if isinstance(carrier, FlatEngine) else None  # the other one refers to the model
+    # What is loaded into the model must reach the optimizer's copies.
     model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
     return model, optimizer
 
@@ -155,7 +155,7 @@ def _carry(
     listed = {id(each) for each in _listed(inner)}
     trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
     wide = {} if dtype is None else _narrow(model, trained, dtype)
-    engine = FlatEngine(trained, stage, collectives, wide)
+    engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
     _swap(inner, names, trained, engine)
     return inner, engine, names

@@ -1,0 +1,98 @@
+"""What lies in `.grad` of a parameter whose gradient is not there, but with its owners.
+
+A stand-in has the parameter's shape and no memory: all its values are one, which is no number. So a gradient counts as
+cleared when its stand-in is gone from `.grad`, whoever took it away (`model.zero_grad()`, that of a module around it or
+of a compiled one, `parameter.grad = None`), or when zeros were written over it (`set_to_none=False`). Nobody can take
+it for a gradient either: what is computed from it is no number, and torch refuses to scale it in place, as its own
+`clip_grad_norm_` would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+
+from shoal.errors import LocalError
+
+__all__ = ["StandIns"]
+
+
+class StandIns:
+    """For some parameters.
+
+    Args:
+        parameters: by name.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        self._held: dict[str, None] = {}  # a set that keeps its order
+        kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+        for name, each in parameters.items():
+            kinds.setdefault((each.dtype, each.device), []).append(name)
+        # One value for each parameter; those of a kind in one tensor, which is read at once.
+        self._marks = [
+            (torch.full((len(names),), math.nan, dtype=dtype, device=device), names)
+            for (dtype, device), names in kinds.items()
+        ]
+        self._of = {
+            name: mark.expand(parameters[name].shape)
+            for marks, names in self._marks
+            for name, mark in zip(names, marks, strict=True)
+        }
+
+    @property
+    def held(self) -> list[str]:
+        """Names of the parameters whose gradients were taken, and not cleared since."""
+        return list(self._held)
+
+    def put(self, name: str) -> None:
+        """The gradient of a parameter was taken."""
+        self._parameters[name].grad = self._of[name]
+        self._held[name] = None
+
+    def lift(self, name: str) -> None:
+        """A gradient is about to be added: to nothing, since what there was is elsewhere."""
+        if self._parameters[name].grad is self._of[name]:
+            self._parameters[name].grad = None
+
+    def loose(self, name: str) -> torch.Tensor | None:
+        """A parameter's gradient, if there is one that was not taken."""
+        gradient = self._parameters[name].grad
+        return None if gradient is self._of[name] else gradient
+
+    def clear(self) -> None:
+        """Clear all gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        for marks, _ in self._marks:
+            marks.fill_(math.nan)
+        self._held.clear()
+
+    def cleared(self) -> list[str]:
+        """Names of those that others have cleared since they were taken; each is told once.
+
+        Raises:
+            LocalError: something else than zeros was written over one.
+        """
+        if not self._held:
+            return []
+        for marks, names in self._marks:
+            values = marks.tolist()
+            if all(map(math.isnan, values)):
+                continue
+            marks.fill_(math.nan)
+            for name, value in zip(names, values, strict=True):
+                if value == 0:
+                    self.lift(name)
+                elif not math.isnan(value):
+                    raise LocalError(
+                        f"the gradient of {name} was overwritten: it is reduced already, and with its owners. Change "
+                        "the loss instead; clip with optimizer.clip_grad_norm_()"
+                    )
+        found = [name for name in self._held if self._parameters[name].grad is None]
+        for name in found:
+            del self._held[name]
+        return found

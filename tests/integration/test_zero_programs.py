@@ -1,0 +1,81 @@
+"""Sharded training in ordinary torch programs: what they do beside `backward`, `step` and `zero_grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration import zero_programs as programs
+from tests.integration.ranks import Ranks, ranks
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Processes for all tests of this module."""
+    with ranks() as made:
+        yield made
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_are_cleared_by_whoever_clears_them(pool: Ranks, stage: int) -> None:
+    """However a program does it, nothing comes back of what was there: as with `optimizer.zero_grad`, to the bit."""
+    for found in pool.play(2, programs.cleared, stage):
+        assert found == dict.fromkeys(programs.CLEARINGS, True)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_some_gradients_are_cleared(pool: Ranks, stage: int) -> None:
+    """Those of the other layers still count."""
+    assert all(pool.play(2, programs.cleared_in_part, stage))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_to_ask_for_gradients_changes_none(pool: Ranks, stage: int) -> None:
+    """`torch.autograd.grad` of the parameters, between the backward pass and the step."""
+    assert all(pool.play(2, programs.asked_in_between, stage))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_who_changes_a_reduced_gradient_is_told(pool: Ranks, stage: int) -> None:
+    """Clipping by torch among others, which on one rank would see a part of the gradients, or none."""
+    wanted = [
+        "more than one element of the written-to tensor",
+        "more than one element of the written-to tensor",
+        "the gradient of scale was overwritten",
+        "the gradient of scale was set by hand",
+    ]
+    for found in pool.play(2, programs.changed_by_others, stage):
+        for words, (said, unchanged) in zip(wanted, found, strict=True):
+            assert words in said
+            assert unchanged
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_nobody_refers_to_is_freed(pool: Ranks, stage: int) -> None:
+    """Autograd's hooks do not keep a model, an optimizer or their memory alive."""
+    for found in pool.play(2, programs.gone, stage):
+        assert found == [True, True, True]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
+    """`optimizer.state_dict()` of rank 0 on all ranks, as plain programs do it, would be other tiles' moments."""
+    first, second = pool.play(2, programs.state_of_rank_0, stage)
+    assert "state_dict is that of rank 0 of 2" in second[0]
+    assert "this is rank 1 of 2" in second[0]
+    assert "shoal.zero.save()" in second[0]
+    assert (first[0] == "") == (stage < 3)
+    for _, plain, kept in (first, second):
+        assert "an optimizer that is not sharded" in plain
+        assert kept
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int) -> None:
+    """Replaced, new or unfrozen after sharding: the step says so, instead of leaving it as it is."""
+    for assigned, replaced, added, unfrozen in pool.play(2, programs.other_parameters, stage):
+        assert "LocalError: scale is another parameter" in assigned
+        assert "LocalError: scale is another parameter" in replaced
+        assert "LocalError: extra is another parameter" in added
+        assert "LocalError: frozen.weight was frozen when the model was sharded" in unfrozen

@@ -1,0 +1,203 @@
+"""What ordinary torch programs do with a model and its optimizer, on the ranks of the tests of `shoal.zero`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+import shoal.zero
+from shoal.errors import LocalError
+from shoal.zero.optimizer import ShardedOptimizer
+from tests.integration.zero_cases import Odd, loss_of, make
+
+State = dict[str, torch.Tensor]
+
+
+def said(function: Callable[[], object]) -> str:
+    """What it raises, in words; empty if it does not."""
+    try:
+        function()
+    except (LocalError, RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def backward(model: torch.nn.Module, step: int = 0, micro: int = 0, factor: float = 1.0) -> None:
+    """Of this rank's micro-batch."""
+    torch.autograd.backward(loss_of(model, step, dist.get_rank(), micro) * factor)
+
+
+def sharded(stage: int, kind: str = "sgd", dtype: torch.dtype | None = None) -> tuple[Odd, ShardedOptimizer]:
+    """The usual model."""
+    model = Odd()
+    return shoal.zero.shard(model, make(kind, model), stage=stage, dtype=dtype)
+
+
+def same(one: State, other: State) -> bool:
+    """To the bit."""
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def moved(model: torch.nn.Module, before: State) -> float:
+    """How far any weight is from before."""
+    after = shoal.zero.full_state_dict(model)
+    return max(float((after[name] - value).abs().max()) for name, value in before.items())
+
+
+def _none(model: torch.nn.Module) -> None:
+    for each in model.parameters():
+        each.grad = None
+
+
+def _zeros(model: torch.nn.Module) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.zero_()
+
+
+def _data(model: torch.nn.Module) -> None:
+    for each in model.parameters():
+        if each.grad is not None:
+            each.grad.data.zero_()
+
+
+CLEARINGS: dict[str, Callable[[torch.nn.Module], None]] = {
+    "the model's own": torch.nn.Module.zero_grad,
+    "a module around it": lambda model: torch.nn.ModuleDict({"model": model}).zero_grad(),
+    "to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "grad = None": _none,
+    "grad.zero_()": _zeros,
+    "grad.data.zero_()": _data,
+}
+
+
+def cleared(stage: int) -> dict[str, bool]:
+    """For each way to clear gradients whether all is as with the optimizer's own.
+
+    A pass whose gradients are infinite, and one within `no_sync`, are cleared before they are used.
+    """
+
+    def train(clear: Callable[[torch.nn.Module], None] | None) -> State:
+        model, optimizer = sharded(stage)
+
+        def forget() -> None:
+            if clear is None:
+                optimizer.zero_grad()
+            else:
+                clear(model)
+
+        backward(model, 9, factor=float("inf"))
+        forget()
+        for step in range(3):
+            with optimizer.no_sync():
+                backward(model, 7)
+            forget()
+            backward(model, step)
+            backward(model, step, 1)
+            optimizer.step()
+            forget()
+        assert optimizer.skipped == 0
+        return shoal.zero.full_state_dict(model)
+
+    wanted = train(None)
+    return {how: same(train(clear), wanted) for how, clear in CLEARINGS.items()}
+
+
+def cleared_in_part(stage: int) -> bool:
+    """One layer's gradients are let go of, the others stay: whether all is as on one process."""
+    model, optimizer = sharded(stage)
+    alone = Odd()
+    plain = make("sgd", alone)([each for each in alone.parameters() if each.requires_grad])
+    for step in range(2):
+        backward(model, step)
+        (loss_of(alone, step, 0) / 2 + loss_of(alone, step, 1) / 2).backward()  # type: ignore[no-untyped-call]
+        if step == 0:
+            model.layers[1].zero_grad()
+            alone.layers[1].zero_grad()
+    optimizer.step()
+    plain.step()
+    return moved(model, alone.state_dict()) < 1e-6
+
+
+def asked_in_between(stage: int) -> bool:
+    """Whether a step is what it is without `torch.autograd.grad` of all parameters before it."""
+    found = []
+    for asks in (False, True):
+        model, optimizer = sharded(stage)
+        backward(model)
+        if asks:
+            torch.autograd.grad(loss_of(model, 1, 0), [each for each in model.parameters() if each.requires_grad])
+        optimizer.step()
+        found.append(shoal.zero.full_state_dict(model))
+    return same(*found)
+
+
+def changed_by_others(stage: int) -> list[tuple[str, bool]]:
+    """What torch's own clipping says, and a gradient that is overwritten; whether the step after it does nothing."""
+    found = []
+    for change in (
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+        lambda model: model.scale.grad.fill_(1.0),
+        lambda model: setattr(model.scale, "grad", torch.ones(1)),
+    ):
+        model, optimizer = sharded(stage)
+        before = shoal.zero.full_state_dict(model)
+        backward(model)
+        words = said(lambda change=change, model=model: change(model)) or said(optimizer.step)  # type: ignore[misc]
+        found.append((words, moved(model, before) == 0.0))
+    return found
+
+
+def gone(stage: int) -> list[bool]:
+    """Whether model, optimizer and engine are, when nobody refers to them any more."""
+    model, optimizer = sharded(stage, "adamw")
+    backward(model)
+    optimizer.step()
+    found = [weakref.ref(each) for each in (model, optimizer, optimizer.carrier)]
+    del model, optimizer
+    gc.collect()
+    return [each() is None for each in found]
+
+
+def state_of_rank_0(stage: int) -> tuple[str, str, bool]:
+    """What each rank says to the state of rank 0, and to that of a plain optimizer; whether it takes its own back."""
+    model, optimizer = sharded(stage, "adamw")
+    backward(model)
+    optimizer.step()
+    box = [optimizer.state_dict() if dist.get_rank() == 0 and stage < 3 else {"share": {"rank": 0, "ranks": 2}}]
+    dist.broadcast_object_list(box)
+    plain = torch.optim.AdamW(Odd().parameters()).state_dict()
+    own = optimizer.state_dict()
+    optimizer.load_state_dict(own)
+    entries = zip(own["state"].values(), optimizer.state_dict()["state"].values(), strict=True)
+    kept = all(torch.equal(one["exp_avg"], other["exp_avg"]) for one, other in entries)
+    return said(lambda: optimizer.load_state_dict(box[0])), said(lambda: optimizer.load_state_dict(plain)), kept
+
+
+def other_parameters(stage: int) -> list[str]:
+    """What a step says after a parameter was replaced, in several ways, or added, or is trained that was frozen."""
+
+    def assign(model: Odd) -> None:
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+
+    def replace(model: Odd) -> None:
+        model.scale = torch.nn.Parameter(model.scale.detach().clone())
+
+    def add(model: Odd) -> None:
+        model.extra = torch.nn.Parameter(torch.zeros(1))
+
+    def unfreeze(model: Odd) -> None:
+        model.frozen.requires_grad_()
+
+    found = []
+    for change in (assign, replace, add, unfreeze):
+        model, optimizer = sharded(stage)
+        change(model)
+        backward(model)
+        found.append(said(optimizer.step))
+    return found

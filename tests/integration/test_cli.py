@@ -20,7 +20,8 @@ from shoal.peer import Address
 from shoal.wire import Contact, Progress, encode
 from tests.integration.workers import LONG_S, Talk, environment, nobody, until
 
-SHOAL = [sys.executable, "-X", "dev", "-m", "shoal.cli"]
+# All warnings, but not `-X dev`: asyncio would then say on stderr how slow a busy machine is.
+SHOAL = [sys.executable, "-W", "default", "-m", "shoal.cli"]
 
 
 @contextmanager

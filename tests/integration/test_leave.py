@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -14,7 +15,7 @@ import torch
 
 import shoal
 from shoal.errors import ConfigError
-from shoal.events import Event, PeerLost, RoundFinished
+from shoal.events import Event, GroupFormed, PeerLost, RoundFinished
 from tests.integration.leaver import NUMEL
 from tests.integration.workers import Talk
 
@@ -51,6 +52,23 @@ class Heard:
         with self._news:
             assert self._news.wait_for(lambda: any(isinstance(event, kind) for event in self.events), 60)
             return next(event for event in self.events if isinstance(event, kind))
+
+
+@contextlib.contextmanager
+def held_in_the_round(averager: shoal.DecentralizedAverager) -> Iterator[None]:
+    """A group is formed, and then this member's tensors are held: it gives no values, and the round does not end."""
+    holding = contextlib.ExitStack()
+
+    def hold(event: Event) -> None:
+        if isinstance(event, GroupFormed):
+            holding.enter_context(averager.get_tensors())
+
+    remove = averager.dht.events.subscribe(hold)
+    try:
+        yield
+    finally:
+        remove()
+        holding.close()
 
 
 @pytest.fixture
@@ -127,7 +145,7 @@ def test_a_round_that_does_not_end_within_the_grace_is_given_up(meeting: shoal.D
         Leaver("impatient", meeting) as leaver,
     ):
         leaver.expect("ready")
-        with averager.get_tensors():
+        with held_in_the_round(averager):
             step = averager.step(timeout=60, wait=False, allow_retries=False)
             leaver.expect("GroupFormed")
             leaver.signal(signal.SIGTERM)
@@ -174,7 +192,7 @@ def test_the_second_sigterm_ends_at_once(meeting: shoal.DHT) -> None:
         Leaver("round", meeting) as leaver,
     ):
         leaver.expect("ready")
-        with averager.get_tensors():
+        with held_in_the_round(averager):
             step = averager.step(timeout=60, wait=False)
             leaver.expect("GroupFormed")
             leaver.signal(signal.SIGTERM)

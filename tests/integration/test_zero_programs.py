@@ -79,3 +79,10 @@ def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int)
         assert "LocalError: scale is another parameter" in replaced
         assert "LocalError: extra is another parameter" in added
         assert "LocalError: frozen.weight was frozen when the model was sharded" in unfrozen
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bfloat16_gradients_are_added_up_in_float32(pool: Ranks, stage: int, sync: bool) -> None:
+    """64 equal ones, reduced each for itself or all at the end, are 64 times one of them: in bfloat16 they are not."""
+    assert all(pool.play(2, programs.many_micro_batches, stage, sync, 64))

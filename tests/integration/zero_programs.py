@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
@@ -201,3 +202,32 @@ def other_parameters(stage: int) -> list[str]:
         backward(model)
         found.append(said(optimizer.step))
     return found
+
+
+class Sum(torch.nn.Module):
+    """Its gradient is the same for each micro-batch: `factors`, which bfloat16 can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64, 8))
+        made = torch.Generator().manual_seed(1)
+        self.register_buffer("factors", torch.randn(64, 8, generator=made).bfloat16().float())
+
+    def forward(self) -> torch.Tensor:
+        """A number."""
+        return (self.weight * self.factors).sum()
+
+
+def many_micro_batches(stage: int, sync: bool, count: int) -> bool:
+    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients."""
+    model = Sum()
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
+    )
+    for number in range(count):
+        with nullcontext() if sync or number == count - 1 else optimizer.no_sync():
+            model().backward()
+    optimizer.step()
+    pieces = list(optimizer.carrier.pieces())
+    wanted = -count * model.factors.reshape(-1)
+    return bool(pieces) and all(torch.equal(each.values, wanted[each.start : each.stop]) for each in pieces)

@@ -107,9 +107,7 @@ class FlatEngine:
         values = self._values(tile)
         if tile.name in wide:
             values = wide[tile.name].reshape(-1)[tile.start : tile.stop].clone()
-        elif values.itemsize < torch.float32.itemsize:
-            values = values.float()
-        return torch.nn.Parameter(values)
+        return torch.nn.Parameter(values.to(_wide(values.dtype)))
 
     def _values(self, tile: Tile) -> torch.Tensor:
         return self._parameters[tile.name].detach().view(-1)[tile.start : tile.stop]
@@ -162,8 +160,9 @@ class FlatEngine:
         assert gradient is not None
         for bucket in self._holders[name]:
             if bucket.local is None:
-                stays = self._stage == 1 and not self._occupied(bucket)
-                bucket.local = self._staying(bucket).zero_() if stays else torch.zeros_like(bucket.flat)
+                dtype = _wide(bucket.flat.dtype)
+                stays = self._stage == 1 and dtype == bucket.flat.dtype and not self._occupied(bucket)
+                bucket.local = self._staying(bucket).zero_() if stays else torch.zeros_like(bucket.flat, dtype=dtype)
             bucket.place(bucket.local, name).add_(bucket.values(gradient, name))
         self._stand_ins.put(name)
 
@@ -185,24 +184,24 @@ class FlatEngine:
         bucket = self._buckets[self._launched]
         self._launched += 1
         bucket.sent = True
-        lent = None
-        if bucket.local is not None:
-            gradients = bucket.local
+        sums, lent = bucket.local, None
+        if sums is not None and sums.dtype == bucket.flat.dtype:
+            gradients = sums
         elif self._stage == 1 and not self._occupied(bucket):
             gradients = self._staying(bucket)
         else:
             gradients = lent = self._collectives.scratch.take(bucket.flat)
         for name in bucket.parameters:
-            place, gradient = bucket.place(gradients, name), self._stand_ins.loose(name)
-            if bucket.local is not None:
-                if gradient is not None:
-                    place.add_(bucket.values(gradient, name))
-            elif gradient is None:  # not used in this pass
-                place.zero_()
-            else:
-                place.copy_(bucket.values(gradient, name))
+            gradient = self._stand_ins.loose(name)
+            if sums is None:
+                place = bucket.place(gradients, name)
+                place.zero_() if gradient is None else place.copy_(bucket.values(gradient, name))  # not used, or used
+            elif gradient is not None:
+                bucket.place(sums, name).add_(bucket.values(gradient, name))
             if bucket is self._holders[name][-1]:
                 self._stand_ins.put(name)
+        if sums is not None and gradients is not sums:
+            gradients[: sums.numel()].copy_(sums)
         bucket.local = None
         pending = self._collectives.reduce_scatter(
             bucket.pieces(gradients), lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces)
@@ -350,6 +349,11 @@ class FlatEngine:
                 raise LocalError(
                     f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
                 )
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are added up in, and stepped."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

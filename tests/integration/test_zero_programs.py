@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.integration import zero_programs as programs
 from tests.integration.ranks import Ranks, ranks
@@ -86,3 +87,17 @@ def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int)
 def test_bfloat16_gradients_are_added_up_in_float32(pool: Ranks, stage: int, sync: bool) -> None:
     """64 equal ones, reduced each for itself or all at the end, are 64 times one of them: in bfloat16 they are not."""
     assert all(pool.play(2, programs.many_micro_batches, stage, sync, 64))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_float32_values_of_all_that_computes_in_bfloat16(pool: Ranks, stage: int) -> None:
+    """Every rank can have them whole: trained ones as they are stepped, frozen ones as they were before sharding."""
+    assert pool.play(2, programs.wide_values, stage) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_what_is_written_into_parameters_counts(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
+    """Whoever writes it; with float32 copies as without, the next step begins with it."""
+    for found in pool.play(2, programs.written, stage, dtype):
+        assert found == dict.fromkeys(programs.WRITINGS, True)

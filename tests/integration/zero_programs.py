@@ -13,6 +13,7 @@ import torch.distributed as dist
 import shoal.zero
 from shoal.errors import LocalError
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.shard import engine_of
 from tests.integration.zero_cases import Odd, loss_of, make
 
 State = dict[str, torch.Tensor]
@@ -207,6 +208,8 @@ def other_parameters(stage: int) -> list[str]:
 class Sum(torch.nn.Module):
     """Its gradient is the same for each micro-batch: `factors`, which bfloat16 can hold."""
 
+    factors: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(64, 8))
@@ -231,3 +234,59 @@ def many_micro_batches(stage: int, sync: bool, count: int) -> bool:
     pieces = list(optimizer.carrier.pieces())
     wanted = -count * model.factors.reshape(-1)
     return bool(pieces) and all(torch.equal(each.values, wanted[each.start : each.stop]) for each in pieces)
+
+
+def wide_values(stage: int) -> tuple[bool, bool, bool]:
+    """After steps in bfloat16: whether whole float32 values are those of the pieces, or as before, or as written.
+
+    Trained ones, frozen ones, and frozen ones that were replaced.
+    """
+    model = Odd()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    model, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=torch.bfloat16)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    assert engine is not None
+    found = dict(engine.wide())
+    assert found.keys() == before.keys()
+    assert not any(torch.equal(found["scale"], each["scale"]) for each in (before, dict(model.named_parameters())))
+    pieces = engine.pieces()
+    equal = all(torch.equal(each.values, found[each.name].reshape(-1)[each.start : each.stop]) for each in pieces)
+    kept = torch.equal(found["frozen.weight"], before["frozen.weight"])
+    engine.write("frozen.weight", before["frozen.weight"] / 3)
+    return equal, kept, torch.equal(dict(engine.wide())["frozen.weight"], before["frozen.weight"] / 3)
+
+
+WRITINGS: dict[str, Callable[[Odd], object]] = {
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: torch.full_like(each, 0.25) for name, each in model.state_dict().items()}
+    ),
+    "that of a part": lambda model: (
+        [
+            each.load_state_dict({name: torch.full_like(value, 0.25) for name, value in each.state_dict().items()})
+            for each in model.children()
+        ]
+        + [torch.nn.init.constant_(model.scale, 0.25)]
+    ),
+    "in place": lambda model: [torch.nn.init.constant_(each, 0.25) for each in model.parameters()],
+    "data": lambda model: [each.data.fill_(0.25) for each in model.parameters()],
+}
+
+
+def written(stage: int, dtype: torch.dtype | None) -> dict[str, bool]:
+    """For each way to write into parameters whether it counts: in a step without decay whose gradients are zero."""
+    found = {}
+    for how, write in WRITINGS.items():
+        model, optimizer = sharded(stage, "sgd", dtype)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        with torch.no_grad():
+            write(model)
+        backward(model, factor=0.0)
+        optimizer.step()
+        values = [value for name, value in shoal.zero.full_state_dict(model).items() if name != "shift"]
+        found[how] = all(bool((value == 0.25).all()) for value in values)
+    return found

@@ -34,10 +34,11 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.errors import LocalError
 from shoal.zero.buckets import Bucket, buckets_of
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
+from shoal.zero.copies import Copies
 from shoal.zero.optimizer import Piece
 from shoal.zero.roster import Roster
 from shoal.zero.standins import StandIns
-from shoal.zero.tiles import Tile, assign, tile_numel
+from shoal.zero.tiles import Tile, assign, cut, tile_numel
 
 __all__ = ["FlatEngine"]
 
@@ -60,7 +61,7 @@ class FlatEngine:
         parameters: those that are trained, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.
-        wide: float32 values of parameters that have been made narrower; the optimizer's copies begin with them.
+        wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
 
     Attributes:
         plan: who owns which tile.
@@ -79,14 +80,23 @@ class FlatEngine:
         assert stage in (1, 2)
         self._stage, self._collectives, self._parameters = stage, collectives, dict(parameters)
         self._roster = Roster(model)
-        self._buckets = buckets_of(parameters, tile_numel(sum(each.numel() for each in parameters.values())))
+        size = tile_numel(sum(each.numel() for each in parameters.values()))
+        self._buckets = buckets_of(parameters, size)
         self.plan = assign([bucket.tiles for bucket in self._buckets], collectives.ranks)
         self._holders: dict[str, list[Bucket]] = {name: [] for name in parameters}
         for bucket in self._buckets:
             bucket.share_out(self.plan)
             for name in bucket.parameters:
                 self._holders[name].append(bucket)
-        self.own = {tile: self._own(tile, wide or {}) for tile in self.plan.owned(collectives.rank)}
+        wide, rank = wide or {}, collectives.rank
+        self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
+        narrow = {name: each for name, each in parameters.items() if each.dtype != _wide(each.dtype)}
+        self._copies = Copies(narrow, self.plan, self.own, collectives)
+        frozen = {name: each for name, each in model.named_parameters() if name in wide.keys() - parameters.keys()}
+        tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
+        plan = assign([tiles], collectives.ranks)
+        kept = {tile: wide[tile.name].reshape(-1)[tile.start : tile.stop].clone() for tile in plan.owned(rank)}
+        self._frozen = Copies(frozen, plan, kept, collectives)
         self._stand_ins = StandIns(parameters)
         self._totals: list[torch.Tensor] = []  # to see whether all is finite
         self._arrivals: set[str] = set()  # since they were cleared
@@ -301,11 +311,12 @@ class FlatEngine:
         return [name not in self._arrivals for name in self._parameters]
 
     def hand_over(self, absent: Sequence[bool]) -> None:
-        """The optimizer finds the gradients where they are; none where no rank had any.
+        """The optimizer finds values and gradients where they are; no gradient where no rank had any.
 
         Args:
             absent: for each parameter whether it was absent on all ranks.
         """
+        self._copies.adopt()
         nowhere = {name for name, gone in zip(self._parameters, absent, strict=True) if gone}
         for tile, values in self.own.items():
             if tile.name in nowhere:
@@ -313,29 +324,34 @@ class FlatEngine:
 
     def publish(self) -> None:
         """Send the new values of the own tiles to all ranks, and receive theirs."""
-        for tile, values in self.own.items():
-            if values.dtype != (target := self._values(tile)).dtype:
-                target.copy_(values)
+        self._copies.publish()
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
 
-    def adopt(self) -> None:
-        """The parameters were changed from outside, equally on all ranks: take that over into the float32 copies."""
-        for tile, values in self.own.items():
-            if values.dtype != (source := self._values(tile)).dtype:
-                values.data.copy_(source)
-
     def pieces(self) -> Iterator[Piece]:
         """The own tiles."""
+        self._copies.adopt()
         for tile, values in self.own.items():
             yield Piece(tile.name, tile.start, tile.stop, values, values.data)
+
+    def wide(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and float32 values of each parameter that has fewer bits; frozen ones too, if `shard` narrowed them.
+
+        All ranks go through all of it: one after another is gathered.
+        """
+        yield from self._copies.whole()
+        yield from self._frozen.whole()
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Replace a frozen parameter that `shard` narrowed, by float32 values: the same on all ranks."""
+        self._frozen.write(name, values)
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the float32 copies of 16-bit parameters."""
         self._look()
-        copies = [values for tile, values in self.own.items() if values.dtype != self._values(tile).dtype]
         buckets = [each for bucket in self._buckets for each in (bucket.gradients, bucket.local)]
         means = [values.grad for values in self.own.values()]
+        copies = [*self._copies.own.values(), *self._frozen.own.values()]
         return [each for each in (*buckets, *means) if each is not None], copies
 
     def check(self) -> None:

@@ -93,10 +93,6 @@ class Carrier(Protocol):
         """What this rank keeps of the parameters, in an order of its own."""
         ...
 
-    def adopt(self) -> None:
-        """The parameters were changed from outside."""
-        ...
-
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
         ...

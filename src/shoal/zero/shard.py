@@ -20,7 +20,7 @@ from shoal.zero.optimizer import Carrier, ShardedOptimizer
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
 
-__all__ = ["shard"]
+__all__ = ["engine_of", "shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sharded: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine | None] = weakref.WeakKeyDictionary()
@@ -60,6 +60,9 @@ def shard(
         group: the ranks; None for all.
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
             parameters' own. Buffers stay as they are. A model of bfloat16 parameters gets float32 copies in any case.
+            In stages 1 and 2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`;
+            what is written into a parameter later counts as it is rounded there. Frozen ones keep their float32 values
+            as well, each rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Returns:
@@ -92,9 +95,12 @@ def shard(
     agreement.alike(_groups(inner, names), "optimizer")
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
     _sharded[model] = carrier if isinstance(carrier, FlatEngine) else None  # the other one refers to the model
-    # What is loaded into the model must reach the optimizer's copies.
-    model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
     return model, optimizer
+
+
+def engine_of(model: torch.nn.Module) -> FlatEngine | None:
+    """What carries a model in stage 1 or 2, if it was sharded so."""
+    return _sharded.get(model)
 
 
 def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:
@@ -154,30 +160,34 @@ def _carry(
     inner = _build(factory, parameters)
     listed = {id(each) for each in _listed(inner)}
     trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
-    wide = {} if dtype is None else _narrow(model, trained, dtype)
+    wide = {} if dtype is None else _narrow(model, dtype)
     engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
     _swap(inner, names, trained, engine)
     return inner, engine, names
 
 
-def _narrow(
-    model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Let the model compute in `dtype`, as FSDP2's policy does; returns the trained parameters' float32 values."""
-    wide = {name: each.detach() for name, each in trained.items() if each.dtype == torch.float32}
+def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Let the model compute in `dtype`, as FSDP2's policy does; returns the parameters' float32 values."""
+    wide = {name: each.detach() for name, each in model.named_parameters() if each.dtype == torch.float32}
     for each in model.parameters():
         if each.dtype == torch.float32:
             each.data = each.data.to(dtype)
-
-    def cast(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tree_map(narrowed, args), tree_map(narrowed, kwargs)
-
-    def narrowed(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-    model.register_forward_pre_hook(cast, with_kwargs=True)
+    model.register_forward_pre_hook(_Cast(dtype), with_kwargs=True)
     return wide
+
+
+class _Cast:
+    """A hook that casts what a model is called with. It has a name, so that the model can be pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tree_map(self._narrowed, args), tree_map(self._narrowed, kwargs)
+
+    def _narrowed(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
 def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:

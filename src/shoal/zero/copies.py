@@ -14,7 +14,7 @@ import torch
 from shoal.zero.collectives import Collectives, Run
 from shoal.zero.tiles import Plan, Tile
 
-__all__ = ["Copies"]
+__all__ = ["Copies", "wide_dtype"]
 
 
 class Copies:
@@ -74,3 +74,8 @@ class Copies:
         for tile in self._plan.of(name):
             if tile in self.own:
                 self.own[tile].copy_(values.reshape(-1)[tile.start : tile.stop])
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are added up in, and stepped."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

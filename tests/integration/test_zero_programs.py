@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.integration import zero_cases as cases
 from tests.integration import zero_programs as programs
 from tests.integration.ranks import Ranks, ranks
 
@@ -101,3 +102,15 @@ def test_what_is_written_into_parameters_counts(pool: Ranks, stage: int, dtype: 
     """Whoever writes it; with float32 copies as without, the next step begins with it."""
     for found in pool.play(2, programs.written, stage, dtype):
         assert found == dict.fromkeys(programs.WRITINGS, True)
+
+
+@pytest.mark.parametrize("clears", [True, False])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_training_goes_on_after_a_backward_pass_that_broke_off(pool: Ranks, stage: int, clears: bool) -> None:
+    """On all ranks, some buckets sent: nobody waits for the others, and nothing is left of it."""
+    wanted, _, _ = cases.alone(2, "sgd", steps=2)
+    for found in pool.play(2, programs.broken_off, stage, clears):
+        assert found.keys() == wanted.keys()
+        assert all(
+            torch.allclose(value, wanted[name], rtol=0, atol=0 if clears else 1e-6) for name, value in found.items()
+        )

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 
 import shoal.zero
 from shoal.errors import LocalError
+from shoal.zero import buckets
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.shard import engine_of
 from tests.integration.zero_cases import Odd, loss_of, make
@@ -290,3 +291,48 @@ def written(stage: int, dtype: torch.dtype | None) -> dict[str, bool]:
         values = [value for name, value in shoal.zero.full_state_dict(model).items() if name != "shift"]
         found[how] = all(bool((value == 0.25).all()) for value in values)
     return found
+
+
+class Breaks(torch.autograd.Function):
+    """Does nothing, but its backward pass may break off."""
+
+    @staticmethod
+    def forward(_: object, hidden: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_: object, *__: torch.Tensor) -> torch.Tensor:
+        """Out of memory, say."""
+        raise ArithmeticError("too large")
+
+
+def broken_off(stage: int, clears: bool) -> State:
+    """A backward pass that breaks off on all ranks, when some buckets were sent; then training as if nothing had been.
+
+    Or without clearing: what had come counts, as everywhere.
+    """
+    with small_buckets():
+        model, optimizer = sharded(stage)
+    handle = model.layers[1].register_forward_hook(lambda *each: Breaks.apply(each[-1]))  # type: ignore[no-untyped-call]
+    try:
+        backward(model, 9, factor=0.0 if not clears else 100.0)
+    except ArithmeticError:
+        handle.remove()
+    if clears:
+        optimizer.zero_grad()
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return shoal.zero.full_state_dict(model)
+
+
+@contextmanager
+def small_buckets() -> Iterator[None]:
+    """Models that are sharded in this block have many, as large ones do."""
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1000
+    try:
+        yield
+    finally:
+        buckets.BUCKET_BYTES = before

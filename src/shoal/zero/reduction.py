@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from shoal.errors import LocalError
+from shoal.errors import LocalError, RankLost
 from shoal.zero.buckets import Bucket
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.copies import wide_dtype
@@ -121,8 +121,9 @@ class Reduction:
         for bucket in self._holders[name]:
             bucket.missing.discard(name)
         # In the same order on all ranks, whatever the order in which gradients come.
-        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
-            self._launch()
+        with self._unless_lost():
+            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                self._launch()
 
     def _hold(self, name: str) -> None:
         """Add a gradient to those of this rank that are not reduced yet."""
@@ -204,24 +205,35 @@ class Reduction:
 
     def _end(self) -> None:
         """The pass is over: reduce what got no gradient in it, and wait for everything."""
-        while self._launched < len(self._buckets):
-            self._launch()
-        while self._flying:
-            self._land()
+        with self._unless_lost():
+            while self._running and self._launched < len(self._buckets):
+                self._launch()
+            while self._flying:
+                self._land()
         self._running = False
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Without a rank nothing that is on its way arrives: let it be."""
+        try:
+            yield
+        except RankLost:
+            self._flying.clear()
+            self._running = False
+            raise
 
     # ----------------------------------------------------------------------------------------- between backward passes
 
     def clear(self) -> None:
         """Let go of all gradients."""
+        self._end()  # of a pass that broke off: others wait for what is left of it
         self._stand_ins.clear()
         for bucket in self._buckets:
             bucket.local = None
         for values in self._own.values():
             values.grad = None
-        for forgotten in (self._totals, self._arrivals, self._flying):
-            forgotten.clear()
-        self._running = False  # a pass that broke off
+        self._totals.clear()
+        self._arrivals.clear()
 
     def _look(self) -> None:
         """Let go of the gradients that were cleared by others."""
@@ -247,7 +259,9 @@ class Reduction:
 
         Raises:
             LocalError: the last backward passes were within `no_sync`.
+            RankLost: a backward pass broke off, and a rank is gone.
         """
+        self._end()
         self._look()
         if any(bucket.local is not None for bucket in self._buckets):
             raise LocalError(

@@ -114,3 +114,15 @@ def test_training_goes_on_after_a_backward_pass_that_broke_off(pool: Ranks, stag
         assert all(
             torch.allclose(value, wanted[name], rtol=0, atol=0 if clears else 1e-6) for name, value in found.items()
         )
+
+
+@pytest.mark.parametrize("bucket_bytes", [1000, 300])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_activation_checkpoints_are_one_backward_pass(pool: Ranks, stage: int, bucket_bytes: int) -> None:
+    """Reentrant ones, too, which run one for each segment: the same weights, and nothing sent for each.
+
+    Only a layer that comes again after its bucket was sent has all of them sent again.
+    """
+    for plain, new, reentrant in pool.play(2, programs.checkpointed, stage, bucket_bytes):
+        assert plain == new == (True, plain[1])
+        assert reentrant == (True, plain[1] * (1 if bucket_bytes == 1000 else 2))

@@ -6,15 +6,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
 from shoal.errors import LocalError
 from shoal.zero import buckets
+from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer
-from shoal.zero.shard import engine_of
 from tests.integration.zero_cases import Odd, loss_of, make
 
 State = dict[str, torch.Tensor]
@@ -329,10 +331,53 @@ def broken_off(stage: int, clears: bool) -> State:
 
 
 @contextmanager
-def small_buckets() -> Iterator[None]:
+def small_buckets(nbytes: int = 1000) -> Iterator[None]:
     """Models that are sharded in this block have many, as large ones do."""
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, 1000
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, nbytes
     try:
         yield
     finally:
         buckets.BUCKET_BYTES = before
+
+
+class Segments(torch.nn.Module):
+    """Layers, one of them twice, whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor, reentrant: bool | None) -> torch.Tensor:
+        """`reentrant` as in `torch.utils.checkpoint`; None for no checkpoints."""
+        for layer in [*self.layers, self.layers[1]]:
+            if reentrant is None:
+                hidden = layer(hidden).tanh()
+            else:
+                segment = torch.nn.Sequential(layer, torch.nn.Tanh())
+                within = partial(checkpoint, segment, use_reentrant=reentrant)
+                hidden = checkpoint(within, hidden, use_reentrant=reentrant)
+        return hidden
+
+
+def checkpointed(stage: int, bucket_bytes: int) -> list[tuple[bool, int]]:
+    """Whether weights are those without activation checkpoints, and bytes reduced: with none, new, reentrant ones."""
+    found: list[tuple[bool, int]] = []
+    wanted: State | None = None
+    for reentrant in (None, False, True):
+        model = Segments()
+        with small_buckets(bucket_bytes):
+            model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        for step in range(4):
+            made = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            inputs = torch.randn(3, 8, generator=made).requires_grad_()
+            with optimizer.no_sync() if step == 1 else nullcontext():
+                torch.autograd.backward(model(inputs, reentrant).square().sum())
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = shoal.zero.full_state_dict(model)
+        wanted = wanted or state
+        close = all(torch.allclose(value, wanted[name], rtol=0, atol=1e-6) for name, value in state.items())
+        found.append((close, optimizer.traffic().reduced))
+    return found

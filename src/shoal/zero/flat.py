@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
@@ -26,7 +27,15 @@ from shoal.zero.reduction import Reduction
 from shoal.zero.roster import Roster
 from shoal.zero.tiles import Tile, assign, cut, tile_numel
 
-__all__ = ["FlatEngine"]
+__all__ = ["FlatEngine", "engine_of"]
+
+_engines: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine] = weakref.WeakKeyDictionary()
+"""Of the models that are carried. An engine lives as long as its model, to which it does not refer."""
+
+
+def engine_of(model: torch.nn.Module) -> FlatEngine | None:
+    """What carries a model, if it was sharded in stage 1 or 2."""
+    return _engines.get(model)
 
 
 class FlatEngine:
@@ -69,6 +78,7 @@ class FlatEngine:
         kept = {tile: wide[tile.name].reshape(-1)[tile.start : tile.stop].clone() for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
         self._reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
+        _engines[model] = self
 
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
         values = self._values(tile)

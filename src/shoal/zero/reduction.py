@@ -117,13 +117,32 @@ class Reduction:
             self._running, self._launched = True, 0
             for bucket in self._buckets:
                 bucket.missing, bucket.sent = set(bucket.parameters), False
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)  # noqa: SLF001 (as FSDP2 does)
+            self._call_at_the_end()
         for bucket in self._holders[name]:
             bucket.missing.discard(name)
         # In the same order on all ranks, whatever the order in which gradients come.
         with self._unless_lost():
             while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
                 self._launch()
+
+    def _call_at_the_end(self, *_: object) -> None:
+        """Have `_ended` called when autograd is through with the present graph."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001 (as FSDP2 does)
+
+    def _ended(self) -> None:
+        """A graph is at its end: either the backward pass is, or a part of it (reentrant activation checkpointing)."""
+        around = torch._C._current_autograd_node()  # noqa: SLF001 (there is no other way to ask)
+        following = [node for node, _ in around.next_functions if node is not None] if around is not None else []
+        if not following:
+            self._end()
+            return
+
+        def once(*_: object) -> None:
+            handle.remove()
+            self._call_at_the_end()
+
+        # Of the graph around it, in which no callback can be queued from here.
+        handle = following[0].register_prehook(once)
 
     def _hold(self, name: str) -> None:
         """Add a gradient to those of this rank that are not reduced yet."""

@@ -20,11 +20,10 @@ from shoal.zero.optimizer import Carrier, ShardedOptimizer
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
 
-__all__ = ["engine_of", "shard"]
+__all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-_sharded: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine | None] = weakref.WeakKeyDictionary()
-"""What carries each model, in stages 1 and 2; it lives as long as the model."""
+_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -94,13 +93,8 @@ def shard(
         inner, carrier, names = _carry(model, optimizer_factory, stage, dtype, collectives)
     agreement.alike(_groups(inner, names), "optimizer")
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
-    _sharded[model] = carrier if isinstance(carrier, FlatEngine) else None  # the other one refers to the model
+    _sharded.add(model)
     return model, optimizer
-
-
-def engine_of(model: torch.nn.Module) -> FlatEngine | None:
-    """What carries a model in stage 1 or 2, if it was sharded so."""
-    return _sharded.get(model)
 
 
 def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:

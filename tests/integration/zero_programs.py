@@ -141,20 +141,29 @@ def asked_in_between(stage: int) -> bool:
     return same(*found)
 
 
-def changed_by_others(stage: int) -> list[tuple[str, bool]]:
-    """What torch's own clipping says, and a gradient that is overwritten; whether the step after it does nothing."""
-    found = []
-    for change in (
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
-        lambda model: model.scale.grad.fill_(1.0),
-        lambda model: setattr(model.scale, "grad", torch.ones(1)),
-    ):
+CHANGES: dict[str, Callable[[Odd, ShardedOptimizer], object]] = {
+    "more than one element of the written-to tensor": lambda model, _: torch.nn.utils.clip_grad_norm_(
+        model.parameters(), 1e-3
+    ),
+    "Please clone() the tensor": lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "the gradient of scale was overwritten": lambda model, _: model.scale.grad.fill_(1.0),  # type: ignore[union-attr]
+    "the gradient of scale was set by hand": lambda model, _: setattr(model.scale, "grad", torch.ones(1)),
+    "gradients in param_groups were changed": lambda _, optimizer: torch.nn.utils.clip_grad_norm_(
+        [each for group in optimizer.param_groups for each in group["params"]], 1e-3
+    ),
+}
+"""Of gradients after a backward pass, by what is said of them."""
+
+
+def changed_by_others(stage: int) -> dict[str, tuple[str, bool]]:
+    """What each of `CHANGES`, or the step after it, says; and whether it leaves the weights as they are."""
+    found = {}
+    for name, change in CHANGES.items():
         model, optimizer = sharded(stage)
         before = shoal.zero.full_state_dict(model)
         backward(model)
-        words = said(lambda change=change, model=model: change(model)) or said(optimizer.step)  # type: ignore[misc]
-        found.append((words, moved(model, before) == 0.0))
+        words = said(partial(change, model, optimizer)) or said(optimizer.step)
+        found[name] = words, moved(model, before) == 0.0
     return found
 
 
@@ -381,3 +390,43 @@ def checkpointed(stage: int, bucket_bytes: int) -> list[tuple[bool, int]]:
         close = all(torch.allclose(value, wanted[name], rtol=0, atol=1e-6) for name, value in state.items())
         found.append((close, optimizer.traffic().reduced))
     return found
+
+
+def scaled_loss(stage: int) -> str:
+    """What a step with torch's loss scaling says."""
+    model, optimizer = sharded(stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.autograd.backward(scaler.scale(loss_of(model, 0, dist.get_rank())))
+    return said(lambda: scaler.step(optimizer))
+
+
+def graph_of_gradients(stage: int) -> str:
+    """What a backward pass that is to be differentiated says."""
+    model, _ = sharded(stage)
+    return said(lambda: torch.autograd.backward(loss_of(model, 0, dist.get_rank()), create_graph=True))
+
+
+class Pair(torch.nn.Module):
+    """Two layers, of which an optimizer may list one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.listed, self.other = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 6)."""
+        hidden: torch.Tensor = self.other(self.listed(inputs).tanh())
+        return hidden
+
+
+def norm_of_listed(stage: int) -> tuple[float, float]:
+    """The norm that clipping returns, and that of one process, of the gradients of what the optimizer lists."""
+    model, alone = Pair(), Pair()
+    model, optimizer = shoal.zero.shard(
+        model, lambda _: torch.optim.SGD(model.listed.parameters(), lr=1.0), stage=stage
+    )
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    for each in (model, alone):
+        torch.autograd.backward(each(inputs).square().sum())
+    return float(optimizer.clip_grad_norm_(1.0)), float(torch.nn.utils.clip_grad_norm_(alone.listed.parameters(), 1.0))

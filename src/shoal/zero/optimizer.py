@@ -156,7 +156,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.carrier.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
+        """Scale gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
+
+        Those of all parameters that the optimizer lists; others do not count.
 
         Args:
             max_norm: above 0.
@@ -173,7 +175,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"max_norm must be a number above 0, got {max_norm!r}")
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
-        gradients = self.carrier.gradients()
+        self.carrier.gradients()  # raises if there are none to clip yet
+        listed = (each for group in self.param_groups for each in group["params"])
+        gradients = [local(each.grad) for each in listed if each.grad is not None]
         norm = self._norm(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -220,6 +224,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             else:
                 self.skipped += 1
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler asks before it steps, or does not, as it finds on this rank."""
+        if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
+            raise LocalError(
+                "a GradScaler cannot be used in stages 1 and 2, where each rank would decide for itself whether it "
+                "steps: leave it out, bfloat16 and float32 need none"
+            )
+        return False  # of sharded tensors it finds the same on all ranks
 
     def _agree(self) -> tuple[bool, list[bool]]:
         """Whether the gradients of all ranks are finite; and which parameters got none on any rank."""

@@ -70,6 +70,7 @@ class Reduction:
                 self._holders[name].append(bucket)
         self._stand_ins = StandIns(parameters)
         self._totals: list[torch.Tensor] = []  # to see whether all is finite
+        self._versions: dict[Tile, int] = {}  # of the means: to see who changes them
         self._arrivals: set[str] = set()  # since they were cleared
         self._syncing = True
         self._task = -1  # autograd's number of the present pass
@@ -97,6 +98,11 @@ class Reduction:
         """A gradient is about to be added to what is in `.grad`."""
         if gradients[0] is None:
             return  # nothing will be
+        if torch.is_grad_enabled():
+            raise LocalError(
+                "backward(create_graph=True) cannot be reduced: call torch.autograd.grad(create_graph=True) for what "
+                "you differentiate twice, and backward() for the loss that is made of it"
+            )
         if self._task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001 (there is no other way to ask)
             self._task = task
             self._look()
@@ -229,7 +235,14 @@ class Reduction:
                 self._launch()
             while self._flying:
                 self._land()
+        if self._running:
+            self._seal()
         self._running = False
+
+    def _seal(self) -> None:
+        """From here on nobody else may change gradients."""
+        means = {tile: each.grad for tile, each in self._own.items() if each.grad is not None}
+        self._versions = {tile: mean._version for tile, mean in means.items()}  # noqa: SLF001 (counts changes)
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
@@ -251,8 +264,8 @@ class Reduction:
             bucket.local = None
         for values in self._own.values():
             values.grad = None
-        self._totals.clear()
-        self._arrivals.clear()
+        for forgotten in (self._totals, self._versions, self._arrivals):
+            forgotten.clear()
 
     def _look(self) -> None:
         """Let go of the gradients that were cleared by others."""
@@ -274,12 +287,16 @@ class Reduction:
         self._totals = [values.grad.sum() for values in self._own.values() if values.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
-        """The own tiles' gradients, averaged over the ranks; they may be scaled in place.
+        """The own tiles' gradients, averaged over the ranks. They may be scaled in place.
 
         Raises:
-            LocalError: the last backward passes were within `no_sync`.
+            LocalError: the last backward passes were within `no_sync`, or others have changed gradients.
             RankLost: a backward pass broke off, and a rank is gone.
         """
+        self._check_gradients()
+        return [values.grad for values in self._own.values() if values.grad is not None]
+
+    def _check_gradients(self) -> None:
         self._end()
         self._look()
         if any(bucket.local is not None for bucket in self._buckets):
@@ -290,11 +307,18 @@ class Reduction:
             raise LocalError(
                 f"the gradient of {by_hand[0]} was set by hand, and is not reduced: only backward passes reduce any"
             )
-        return [values.grad for values in self._own.values() if values.grad is not None]
+        for tile, version in self._versions.items():
+            gradient = self._own[tile].grad
+            if gradient is not None and gradient._version != version:  # noqa: SLF001
+                raise LocalError(
+                    "gradients in param_groups were changed, and each rank has others there: clip with "
+                    "optimizer.clip_grad_norm_(), and change the loss instead of gradients"
+                )
+        self._versions.clear()  # whoever asked may change them
 
     def finite(self) -> bool:
         """Whether they hold nothing infinite, and only numbers. Raises as `gradients` does."""
-        self.gradients()
+        self._check_gradients()
         return not self._totals or bool(torch.stack(self._totals).isfinite().all())
 
     def absent(self) -> list[bool]:

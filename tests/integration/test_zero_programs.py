@@ -139,3 +139,18 @@ def test_clipping_counts_what_the_optimizer_lists(pool: Ranks, stage: int) -> No
     """In all stages, though others have gradients in stage 3."""
     for norm, wanted in pool.play(2, programs.norm_of_listed, stage):
         assert norm == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_learning_rates_that_part_are_told_on_all_ranks(pool: Ranks, stage: int) -> None:
+    """A schedule that goes by each rank's own loss: every owner would step its tiles with its own rate."""
+    for said in pool.play(2, programs.rates_that_part, stage):
+        assert "ConfigError: rank 1 gave something else than rank 0: 'group 0 lr=0.01" in said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_who_cannot_step_tells_all(pool: Ranks, stage: int) -> None:
+    """Nobody waits for it."""
+    first, second = pool.play(2, programs.one_cannot_step, stage)
+    assert "LocalError: another rank cannot step" in first
+    assert "LocalError: scale is another parameter" in second

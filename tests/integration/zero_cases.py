@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
@@ -327,6 +328,28 @@ def bad_models_differ() -> None:
 def bad_groups_differ() -> None:
     """Another learning rate on rank 1."""
     shoal.zero.shard(Odd(), lambda each: torch.optim.SGD(each, lr=0.1 + dist.get_rank()), stage=1)
+
+
+def bad_tied_on_one_rank() -> None:
+    """Only on rank 0 the head is the embedding."""
+    model = Odd()
+    if dist.get_rank() == 1:
+        model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+    shoal.zero.shard(model, _sgd, stage=1)
+
+
+def bad_sharded_on_one_rank() -> None:
+    """Only on rank 0 `fully_shard` was applied."""
+    model = Odd()
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), "cpu")
+    if dist.get_rank() == 0:
+        fully_shard(model, mesh=mesh)
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_skips_on_one_rank() -> None:
+    """Rank 1 would step with infinite gradients."""
+    shoal.zero.shard(Odd(), _sgd, stage=1, skip_nonfinite=dist.get_rank() == 0)
 
 
 def bad_on_one_rank() -> None:

@@ -430,3 +430,27 @@ def norm_of_listed(stage: int) -> tuple[float, float]:
     for each in (model, alone):
         torch.autograd.backward(each(inputs).square().sum())
     return float(optimizer.clip_grad_norm_(1.0)), float(torch.nn.utils.clip_grad_norm_(alone.listed.parameters(), 1.0))
+
+
+def rates_that_part(stage: int) -> str:
+    """What a step says when a schedule has looked at this rank's own losses."""
+    model, optimizer = sharded(stage)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    backward(model)
+    optimizer.step()
+    for loss in range(3):
+        schedule.step(loss if dist.get_rank() else -loss)
+    before = shoal.zero.full_state_dict(model)
+    backward(model)
+    words = said(optimizer.step)
+    assert moved(model, before) == 0.0
+    return words
+
+
+def one_cannot_step(stage: int) -> str:
+    """What a step says when something was done to the model on rank 1 alone."""
+    model, optimizer = sharded(stage)
+    backward(model)
+    if dist.get_rank() == 1:
+        model.scale = torch.nn.Parameter(torch.ones(1))
+    return said(optimizer.step)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,9 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
+from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
 
-__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "local", "unique_bytes"]
+__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+"""Settings that are the same text wherever they are the same."""
 
 
 class Piece(NamedTuple):
@@ -206,14 +211,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            LocalError: the last backward pass was within `no_sync`, or the model was moved.
+            LocalError: the last backward pass was within `no_sync`, or the model or its gradients were changed in a
+                way that cannot be carried: on all ranks.
+            ConfigError: ranks have other learning rates or other settings of groups: on all ranks.
             RankLost: a rank is gone.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.carrier.check()
         with torch.no_grad():
             finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
@@ -236,12 +242,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return False  # of sharded tensors it finds the same on all ranks
 
     def _agree(self) -> tuple[bool, list[bool]]:
-        """Whether the gradients of all ranks are finite; and which parameters got none on any rank."""
-        finite = self.carrier.finite()
-        flags = torch.tensor([not finite, *self.carrier.absent()], dtype=torch.int32, device=self._device)
-        self._all_reduce(flags)
-        counts = flags.tolist()
-        return not counts[0], [count == self.collectives.ranks for count in counts[1:]]
+        """Whether the gradients of all ranks are finite; and which parameters got none on any rank.
+
+        One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
+        """
+        problem, finite = None, True
+        try:
+            self.carrier.check()
+            finite = self.carrier.finite()
+        except LocalError as error:
+            problem = error
+        settings = described(self.param_groups)
+        number = zlib.crc32(settings.encode())
+        flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
+        found = torch.tensor(flags, dtype=torch.int64, device=self._device)
+        self._all_reduce(found, dist.ReduceOp.MAX)
+        refused, infinite, most, least, *present = found.tolist()
+        if problem is not None:
+            raise problem
+        if refused:
+            raise LocalError("another rank cannot step, and says why")
+        if most != -least:
+            agreement = Agreement(self.collectives.group, self.collectives.watch)
+            agreement.alike(settings, "settings of parameter groups; decide on them by what all ranks know")
+        return not infinite, [not each for each in present]
 
     def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         watch = self.collectives.watch
@@ -304,6 +328,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:
             raise LocalError("parameters cannot be added to an optimizer that is sharded: give all groups to shard()")
         super().add_param_group(param_group)
+
+
+def described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The settings of parameter groups, as far as ranks must have them in common: a line for each."""
+    lines = []
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            known = value.item() if isinstance(value, torch.Tensor) and value.is_cpu and not value.ndim else value
+            if key != "params" and isinstance(known, _PLAIN):
+                lines.append(f"group {number} {key}={known}")
+    return "\n".join(lines)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
-from shoal.zero.optimizer import Carrier, ShardedOptimizer
+from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
 
@@ -85,7 +85,8 @@ def shard(
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
-    agreement.alike(_description(model, stage, dtype), "model, stage and dtype")
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype and skip_nonfinite")
     collectives = Collectives(found, watch, next(model.parameters()).device)
     if not is_sharded(model):
         _take_over(model, collectives)
@@ -97,27 +98,25 @@ def shard(
     return model, optimizer
 
 
-def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:
-    """All that ranks must have in common."""
-    lines = [f"stage {stage}, dtype {dtype}"]
+def _description(model: torch.nn.Module) -> str:
+    """All that ranks must have in common of a model."""
+    lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
+    first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         trained = "trained" if parameter.requires_grad else "frozen"
-        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {trained}")
+        tied = f", is {first[id(parameter)]}" if id(parameter) in first else ""
+        first.setdefault(id(parameter), name)
+        kind = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}"
+        lines.append(f"{name} {kind} {trained}{tied}")
     lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
     return "\n".join(lines)
 
 
 def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str:
-    """The optimizer, as far as ranks must have it in common; tensors in its groups aside."""
+    """The optimizer, as far as ranks must have it in common."""
     lines = [type(inner).__name__]
-    for number, (group, listed) in enumerate(zip(inner.param_groups, names, strict=True)):
-        lines.append(f"group {number} has {len(listed)} parameters: {' '.join(listed)}")
-        lines += [
-            f"group {number} {key}={value}"
-            for key, value in group.items()
-            if key != "params" and not isinstance(value, torch.Tensor)
-        ]
-    return "\n".join(lines)
+    lines += [f"group {number} has {len(listed)} parameters: {' '.join(listed)}" for number, listed in enumerate(names)]
+    return "\n".join([*lines, described(inner.param_groups)])
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding

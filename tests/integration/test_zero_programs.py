@@ -154,3 +154,9 @@ def test_who_cannot_step_tells_all(pool: Ranks, stage: int) -> None:
     first, second = pool.play(2, programs.one_cannot_step, stage)
     assert "LocalError: another rank cannot step" in first
     assert "LocalError: scale is another parameter" in second
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_parameter_without_values(pool: Ranks, stage: int) -> None:
+    """It has no tiles, and needs none."""
+    assert pool.play(2, programs.without_values, stage) == [([0, 3], True)] * 2

@@ -371,6 +371,23 @@ def bad_scalar() -> None:
     shoal.zero.shard(model, _sgd, stage=3)
 
 
+def bad_dtype_of_sharded() -> None:
+    """It has a policy of its own."""
+    model = Odd()
+    fully_shard(model)
+    shoal.zero.shard(model, _sgd, stage=3, dtype=torch.bfloat16)
+
+
+def bad_sparse() -> None:
+    """FSDP2 copies dense gradients."""
+    shoal.zero.shard(torch.nn.Sequential(torch.nn.Embedding(5, 4, sparse=True)), _sgd, stage=3)
+
+
+def bad_whole() -> None:
+    """One that has a mean over each row."""
+    shoal.zero.shard(Odd(), torch.optim.Adafactor, stage=2)
+
+
 def bad_nothing() -> None:
     """All frozen."""
     shoal.zero.shard(Odd().requires_grad_(requires_grad=False), _sgd, stage=1)

@@ -454,3 +454,20 @@ def one_cannot_step(stage: int) -> str:
     if dist.get_rank() == 1:
         model.scale = torch.nn.Parameter(torch.ones(1))
     return said(optimizer.step)
+
+
+def without_values(stage: int) -> tuple[list[int], bool]:
+    """Train a model with parameters of no values, a frozen one among them; the shape of one, and whether it moved."""
+    model = Pair()
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("gone", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.AdamW(each, lr=0.1), stage=stage, dtype=torch.bfloat16
+    )
+    before = shoal.zero.full_state_dict(model)
+    torch.autograd.backward(model(torch.ones(2, 6)).sum() + model.empty.sum())  # type: ignore[operator]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = shoal.zero.full_state_dict(model)
+    return list(after["empty"].shape), not same(before, after)

@@ -24,6 +24,8 @@ __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
+"""Optimizers that need more than a value and its own statistics; some are of other packages."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -47,7 +49,8 @@ def shard(
             optimizer.zero_grad()
 
     Gradients are averaged over the ranks. Stages 1 and 2 need an optimizer that treats each value by itself (SGD, Adam,
-    AdamW, RMSprop, Adagrad, Lion); stage 3 one that works on DTensors.
+    AdamW, RMSprop, Adagrad, and most others; not Adafactor, LBFGS, Muon or SparseAdam); stage 3 one that works on
+    DTensors.
 
     Args:
         model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
@@ -58,10 +61,10 @@ def shard(
         stage: 1 partitions optimizer state, 2 gradients as well, 3 parameters as well.
         group: the ranks; None for all.
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
-            parameters' own. Buffers stay as they are. A model of bfloat16 parameters gets float32 copies in any case.
-            In stages 1 and 2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`;
-            what is written into a parameter later counts as it is rounded there. Frozen ones keep their float32 values
-            as well, each rank its share.
+            parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
+            bfloat16 parameters gets float32 copies in any case. In stages 1 and 2 the parameters themselves become
+            narrow: load weights before, or by `shoal.zero.load`; what is written into a parameter later counts as it is
+            rounded there. Frozen ones keep their float32 values as well, each rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Returns:
@@ -151,12 +154,18 @@ def _carry(
         return inner, carrier, _names(inner, parameters)
     parameters = dict(model.named_parameters())
     inner = _build(factory, parameters)
+    if whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}:
+        raise ConfigError(
+            f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
+            "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
+        )
     listed = {id(each) for each in _listed(inner)}
-    trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
+    known = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
+    trained = {name: each for name, each in known.items() if each.numel()}
     wide = {} if dtype is None else _narrow(model, dtype)
     engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
-    _swap(inner, names, trained, engine)
+    _swap(inner, names, known, engine)
     return inner, engine, names
 
 

@@ -145,7 +145,7 @@ def test_clipping_counts_what_the_optimizer_lists(pool: Ranks, stage: int) -> No
 def test_learning_rates_that_part_are_told_on_all_ranks(pool: Ranks, stage: int) -> None:
     """A schedule that goes by each rank's own loss: every owner would step its tiles with its own rate."""
     for said in pool.play(2, programs.rates_that_part, stage):
-        assert "ConfigError: rank 1 gave something else than rank 0: 'group 0 lr=0.01" in said
+        assert "ConfigError: rank 1 gave something else than rank 0: 'group 0 lr=0.00" in said
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -160,3 +160,12 @@ def test_who_cannot_step_tells_all(pool: Ranks, stage: int) -> None:
 def test_a_parameter_without_values(pool: Ranks, stage: int) -> None:
     """It has no tiles, and needs none."""
     assert pool.play(2, programs.without_values, stage) == [([0, 3], True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_that_an_optimizer_lists(pool: Ranks, stage: int) -> None:
+    """`AdamW(model.parameters())`: they are named in their place, and not trained."""
+    for listed, names, changed in pool.play(2, programs.frozen_listed, stage):
+        assert listed == [["frozen.weight", "frozen.bias", "scale"]]
+        assert names == [["scale"]]
+        assert changed == {"scale"}

@@ -471,3 +471,16 @@ def without_values(stage: int) -> tuple[list[int], bool]:
     optimizer.load_state_dict(optimizer.state_dict())
     after = shoal.zero.full_state_dict(model)
     return list(after["empty"].shape), not same(before, after)
+
+
+def frozen_listed(stage: int) -> tuple[list[list[str]], list[list[str]], set[str]]:
+    """What an optimizer lists that was given frozen parameters, too; what it trains; and what a step changes."""
+    model = Odd()
+    model, optimizer = shoal.zero.shard(
+        model, lambda _: torch.optim.AdamW([*model.frozen.parameters(), model.scale], lr=0.1), stage=stage
+    )
+    before = shoal.zero.full_state_dict(model)
+    backward(model)
+    optimizer.step()
+    after = shoal.zero.full_state_dict(model)
+    return optimizer.listed, optimizer.names, {name for name in before if not torch.equal(before[name], after[name])}

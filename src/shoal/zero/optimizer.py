@@ -114,14 +114,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: steps what this rank keeps.
         carrier: partitions the model.
         collectives: among the ranks.
-        names: of the parameters in each group, whoever keeps them.
+        listed: names of the parameters that the user gave to each group, whoever keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
         inner: the optimizer that was given.
         carrier: see above.
         collectives: see above.
-        names: see above.
+        listed: see above.
+        names: those of them that are trained.
         skipped: how many steps were left out.
     """
 
@@ -131,13 +132,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         carrier: Carrier,
         collectives: Collectives,
-        names: list[list[str]],
+        listed: list[list[str]],
         *,
         skip_nonfinite: bool = True,
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
-        self.collectives, self.names = collectives, names
+        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.collectives, self.listed = collectives, listed
+        self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
         # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
@@ -304,7 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> dict[str, Any]:
         pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
-        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.names, "pieces": pieces}
+        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": pieces}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank.

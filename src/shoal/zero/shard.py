@@ -94,9 +94,9 @@ def shard(
     if not is_sharded(model):
         _take_over(model, collectives)
     with agreement.together():
-        inner, carrier, names = _carry(model, optimizer_factory, stage, dtype, collectives)
-    agreement.alike(_groups(inner, names), "optimizer")
-    optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
+        inner, carrier, listed = _carry(model, optimizer_factory, stage, dtype, collectives)
+    agreement.alike(_groups(inner, listed), "optimizer")
+    optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
     _sharded.add(model)
     return model, optimizer
 
@@ -143,7 +143,7 @@ def _carry(
     dtype: torch.dtype | None,
     collectives: Collectives,
 ) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
-    """Partition; returns the optimizer of what this rank keeps, and the parameters' names in each of its groups."""
+    """Partition; returns the optimizer of what this rank keeps, and the names of what the user's has in each group."""
     sharded = is_sharded(model)
     if stage == 3 and not sharded:
         partition(model, collectives.group, collectives.device, dtype)
@@ -159,13 +159,12 @@ def _carry(
             f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
             "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
         )
-    listed = {id(each) for each in _listed(inner)}
-    known = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
-    trained = {name: each for name, each in known.items() if each.numel()}
+    listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
+    trained = {name: each for name, each in parameters.items() if id(each) in listed}
     wide = {} if dtype is None else _narrow(model, dtype)
     engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
-    _swap(inner, names, known, engine)
+    _swap(inner, names, parameters, engine)
     return inner, engine, names
 
 
@@ -211,9 +210,9 @@ def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _names(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:
-    """Those of the trained parameters in each group."""
-    of = {id(each): name for name, each in parameters.items() if each.requires_grad}
-    return [[of[id(each)] for each in group["params"] if id(each) in of] for group in inner.param_groups]
+    """Those of the parameters in each group, frozen ones too."""
+    of = {id(each): name for name, each in parameters.items()}
+    return [[of[id(each)] for each in group["params"]] for group in inner.param_groups]
 
 
 def _swap(

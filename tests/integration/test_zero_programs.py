@@ -169,3 +169,10 @@ def test_frozen_parameters_that_an_optimizer_lists(pool: Ranks, stage: int) -> N
         assert listed == [["frozen.weight", "frozen.bias", "scale"]]
         assert names == [["scale"]]
         assert changed == {"scale"}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_copies_of_a_model_are_plain_models(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
+    """`deepcopy`, `AveragedModel`, `torch.save(model)`: without the optimizer; whoever trains them sends nothing."""
+    assert pool.play(2, programs.copied, stage, dtype) == [(True, True, True)] * 2

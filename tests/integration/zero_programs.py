@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -484,3 +486,28 @@ def frozen_listed(stage: int) -> tuple[list[list[str]], list[list[str]], set[str
     optimizer.step()
     after = shoal.zero.full_state_dict(model)
     return optimizer.listed, optimizer.names, {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def copied(stage: int, dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
+    """Whether a copy, a mean of weights and a pickled model are plain models of the same weights, without optimizer."""
+    model, optimizer = sharded(stage, "adamw", dtype)
+    backward(model)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    mean.update_parameters(model)
+    found = []
+    for other in (copy.deepcopy(model), mean.module, torch.load(file, weights_only=False)):
+        equal = same(other.state_dict(), model.state_dict())
+        sent = optimizer.traffic().reduced
+        plain = torch.optim.SGD(other.parameters(), lr=0.1)
+        torch.autograd.backward(loss_of(other, 1, dist.get_rank()))
+        plain.step()
+        other.zero_grad()
+        trained = not same(other.state_dict(), model.state_dict())
+        held = {id(each) for each in gc.get_referents(other.__dict__)}
+        apart = optimizer.traffic().reduced == sent and id(optimizer) not in held and "zero_grad" not in other.__dict__
+        found.append(equal and trained and apart)
+    return found[0], found[1], found[2]

@@ -153,7 +153,7 @@ def sharded(
     traffic = optimizer.traffic()
     state = {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
-    return state, norms, tuple(optimizer.memory()), traffic
+    return state, norms, tuple(optimizer.memory()[:3]), traffic
 
 
 def _shard(stage: int, kind: str) -> tuple[Odd, ShardedOptimizer]:
@@ -209,7 +209,7 @@ def narrow(stage: int) -> tuple[str, set[str], list[float], list[float], int]:
     logits = model(torch.zeros(1, dtype=torch.long))
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
     stepped = {str(each.dtype) for group in optimizer.param_groups for each in group["params"]}
-    return str(logits.dtype), stepped, losses[torch.bfloat16], losses[None], optimizer.memory().total
+    return str(logits.dtype), stepped, losses[torch.bfloat16], losses[None], sum(optimizer.memory()[:3])
 
 
 def ordinary(stage: int) -> tuple[list[float], bool, str, bool]:

@@ -84,7 +84,7 @@ def train(stage, corpus, args):
 def held(model, optimizer):
     """Bytes of parameters, gradients and optimizer state on this rank."""
     if isinstance(optimizer, shoal.zero.ShardedOptimizer):
-        return optimizer.memory()
+        return optimizer.memory()[:3]
     parameters = list(model.parameters())
     state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
     gradients = [each.grad for each in parameters if each.grad is not None]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
@@ -152,7 +153,7 @@ def sharded(
     traffic = optimizer.traffic()
     state = {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
-    return state, norms, tuple(optimizer.memory()), traffic
+    return state, norms, tuple(optimizer.memory()[:3]), traffic
 
 
 def _shard(stage: int, kind: str) -> tuple[Odd, ShardedOptimizer]:
@@ -208,7 +209,7 @@ def narrow(stage: int) -> tuple[str, set[str], list[float], list[float], int]:
     logits = model(torch.zeros(1, dtype=torch.long))
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
     stepped = {str(each.dtype) for group in optimizer.param_groups for each in group["params"]}
-    return str(logits.dtype), stepped, losses[torch.bfloat16], losses[None], optimizer.memory().total
+    return str(logits.dtype), stepped, losses[torch.bfloat16], losses[None], sum(optimizer.memory()[:3])
 
 
 def ordinary(stage: int) -> tuple[list[float], bool, str, bool]:
@@ -329,6 +330,28 @@ def bad_groups_differ() -> None:
     shoal.zero.shard(Odd(), lambda each: torch.optim.SGD(each, lr=0.1 + dist.get_rank()), stage=1)
 
 
+def bad_tied_on_one_rank() -> None:
+    """Only on rank 0 the head is the embedding."""
+    model = Odd()
+    if dist.get_rank() == 1:
+        model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+    shoal.zero.shard(model, _sgd, stage=1)
+
+
+def bad_sharded_on_one_rank() -> None:
+    """Only on rank 0 `fully_shard` was applied."""
+    model = Odd()
+    mesh = DeviceMesh.from_group(dist.distributed_c10d._get_default_group(), "cpu")
+    if dist.get_rank() == 0:
+        fully_shard(model, mesh=mesh)
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_skips_on_one_rank() -> None:
+    """Rank 1 would step with infinite gradients."""
+    shoal.zero.shard(Odd(), _sgd, stage=1, skip_nonfinite=dist.get_rank() == 0)
+
+
 def bad_on_one_rank() -> None:
     """Only rank 1 is wrong."""
     shoal.zero.shard(Odd(), _sgd, stage=7 if dist.get_rank() == 1 else 2)
@@ -346,6 +369,23 @@ def bad_scalar() -> None:
     model = Odd()
     model.scalar = torch.nn.Parameter(torch.ones(()))
     shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_dtype_of_sharded() -> None:
+    """It has a policy of its own."""
+    model = Odd()
+    fully_shard(model)
+    shoal.zero.shard(model, _sgd, stage=3, dtype=torch.bfloat16)
+
+
+def bad_sparse() -> None:
+    """FSDP2 copies dense gradients."""
+    shoal.zero.shard(torch.nn.Sequential(torch.nn.Embedding(5, 4, sparse=True)), _sgd, stage=3)
+
+
+def bad_whole() -> None:
+    """One that has a mean over each row."""
+    shoal.zero.shard(Odd(), torch.optim.Adafactor, stage=2)
 
 
 def bad_nothing() -> None:

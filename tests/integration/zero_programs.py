@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
 from shoal.errors import LocalError
+from shoal.zero import buckets
+from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, loss_of, make
 
@@ -136,20 +143,29 @@ def asked_in_between(stage: int) -> bool:
     return same(*found)
 
 
-def changed_by_others(stage: int) -> list[tuple[str, bool]]:
-    """What torch's own clipping says, and a gradient that is overwritten; whether the step after it does nothing."""
-    found = []
-    for change in (
-        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
-        lambda model: model.scale.grad.fill_(1.0),
-        lambda model: setattr(model.scale, "grad", torch.ones(1)),
-    ):
+CHANGES: dict[str, Callable[[Odd, ShardedOptimizer], object]] = {
+    "more than one element of the written-to tensor": lambda model, _: torch.nn.utils.clip_grad_norm_(
+        model.parameters(), 1e-3
+    ),
+    "Please clone() the tensor": lambda model, _: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "the gradient of scale was overwritten": lambda model, _: model.scale.grad.fill_(1.0),  # type: ignore[union-attr]
+    "the gradient of scale was set by hand": lambda model, _: setattr(model.scale, "grad", torch.ones(1)),
+    "gradients in param_groups were changed": lambda _, optimizer: torch.nn.utils.clip_grad_norm_(
+        [each for group in optimizer.param_groups for each in group["params"]], 1e-3
+    ),
+}
+"""Of gradients after a backward pass, by what is said of them."""
+
+
+def changed_by_others(stage: int) -> dict[str, tuple[str, bool]]:
+    """What each of `CHANGES`, or the step after it, says; and whether it leaves the weights as they are."""
+    found = {}
+    for name, change in CHANGES.items():
         model, optimizer = sharded(stage)
         before = shoal.zero.full_state_dict(model)
         backward(model)
-        words = said(lambda change=change, model=model: change(model)) or said(optimizer.step)  # type: ignore[misc]
-        found.append((words, moved(model, before) == 0.0))
+        words = said(partial(change, model, optimizer)) or said(optimizer.step)
+        found[name] = words, moved(model, before) == 0.0
     return found
 
 
@@ -201,3 +217,297 @@ def other_parameters(stage: int) -> list[str]:
         backward(model)
         found.append(said(optimizer.step))
     return found
+
+
+class Sum(torch.nn.Module):
+    """Its gradient is the same for each micro-batch: `factors`, which bfloat16 can hold."""
+
+    factors: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(64, 8))
+        made = torch.Generator().manual_seed(1)
+        self.register_buffer("factors", torch.randn(64, 8, generator=made).bfloat16().float())
+
+    def forward(self) -> torch.Tensor:
+        """A number."""
+        return (self.weight * self.factors).sum()
+
+
+def many_micro_batches(stage: int, sync: bool, count: int) -> bool:
+    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients."""
+    model = Sum()
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
+    )
+    for number in range(count):
+        with nullcontext() if sync or number == count - 1 else optimizer.no_sync():
+            model().backward()
+    optimizer.step()
+    pieces = list(optimizer.carrier.pieces())
+    wanted = -count * model.factors.reshape(-1)
+    return bool(pieces) and all(torch.equal(each.values, wanted[each.start : each.stop]) for each in pieces)
+
+
+def wide_values(stage: int) -> tuple[bool, bool, bool]:
+    """After steps in bfloat16: whether whole float32 values are those of the pieces, or as before, or as written.
+
+    Trained ones, frozen ones, and frozen ones that were replaced.
+    """
+    model = Odd()
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    model, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=torch.bfloat16)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine = engine_of(model)
+    assert engine is not None
+    found = dict(engine.wide())
+    assert found.keys() == before.keys()
+    assert not any(torch.equal(found["scale"], each["scale"]) for each in (before, dict(model.named_parameters())))
+    pieces = engine.pieces()
+    equal = all(torch.equal(each.values, found[each.name].reshape(-1)[each.start : each.stop]) for each in pieces)
+    kept = torch.equal(found["frozen.weight"], before["frozen.weight"])
+    engine.write("frozen.weight", before["frozen.weight"] / 3)
+    return equal, kept, torch.equal(dict(engine.wide())["frozen.weight"], before["frozen.weight"] / 3)
+
+
+WRITINGS: dict[str, Callable[[Odd], object]] = {
+    "load_state_dict": lambda model: model.load_state_dict(
+        {name: torch.full_like(each, 0.25) for name, each in model.state_dict().items()}
+    ),
+    "that of a part": lambda model: (
+        [
+            each.load_state_dict({name: torch.full_like(value, 0.25) for name, value in each.state_dict().items()})
+            for each in model.children()
+        ]
+        + [torch.nn.init.constant_(model.scale, 0.25)]
+    ),
+    "in place": lambda model: [torch.nn.init.constant_(each, 0.25) for each in model.parameters()],
+    "data": lambda model: [each.data.fill_(0.25) for each in model.parameters()],
+}
+
+
+def written(stage: int, dtype: torch.dtype | None) -> dict[str, bool]:
+    """For each way to write into parameters whether it counts: in a step without decay whose gradients are zero."""
+    found = {}
+    for how, write in WRITINGS.items():
+        model, optimizer = sharded(stage, "sgd", dtype)
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        with torch.no_grad():
+            write(model)
+        backward(model, factor=0.0)
+        optimizer.step()
+        values = [value for name, value in shoal.zero.full_state_dict(model).items() if name != "shift"]
+        found[how] = all(bool((value == 0.25).all()) for value in values)
+    return found
+
+
+class Breaks(torch.autograd.Function):
+    """Does nothing, but its backward pass may break off."""
+
+    @staticmethod
+    def forward(_: object, hidden: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_: object, *__: torch.Tensor) -> torch.Tensor:
+        """Out of memory, say."""
+        raise ArithmeticError("too large")
+
+
+def broken_off(stage: int, clears: bool) -> State:
+    """A backward pass that breaks off on all ranks, when some buckets were sent; then training as if nothing had been.
+
+    Or without clearing: what had come counts, as everywhere.
+    """
+    with small_buckets():
+        model, optimizer = sharded(stage)
+    handle = model.layers[1].register_forward_hook(lambda *each: Breaks.apply(each[-1]))  # type: ignore[no-untyped-call]
+    try:
+        backward(model, 9, factor=0.0 if not clears else 100.0)
+    except ArithmeticError:
+        handle.remove()
+    if clears:
+        optimizer.zero_grad()
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return shoal.zero.full_state_dict(model)
+
+
+@contextmanager
+def small_buckets(nbytes: int = 1000) -> Iterator[None]:
+    """Models that are sharded in this block have many, as large ones do."""
+    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, nbytes
+    try:
+        yield
+    finally:
+        buckets.BUCKET_BYTES = before
+
+
+class Segments(torch.nn.Module):
+    """Layers, one of them twice, whose activations are computed again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, hidden: torch.Tensor, reentrant: bool | None) -> torch.Tensor:
+        """`reentrant` as in `torch.utils.checkpoint`; None for no checkpoints."""
+        for layer in [*self.layers, self.layers[1]]:
+            if reentrant is None:
+                hidden = layer(hidden).tanh()
+            else:
+                segment = torch.nn.Sequential(layer, torch.nn.Tanh())
+                within = partial(checkpoint, segment, use_reentrant=reentrant)
+                hidden = checkpoint(within, hidden, use_reentrant=reentrant)
+        return hidden
+
+
+def checkpointed(stage: int, bucket_bytes: int) -> list[tuple[bool, int]]:
+    """Whether weights are those without activation checkpoints, and bytes reduced: with none, new, reentrant ones."""
+    found: list[tuple[bool, int]] = []
+    wanted: State | None = None
+    for reentrant in (None, False, True):
+        model = Segments()
+        with small_buckets(bucket_bytes):
+            model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        for step in range(4):
+            made = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            inputs = torch.randn(3, 8, generator=made).requires_grad_()
+            with optimizer.no_sync() if step == 1 else nullcontext():
+                torch.autograd.backward(model(inputs, reentrant).square().sum())
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        state = shoal.zero.full_state_dict(model)
+        wanted = wanted or state
+        close = all(torch.allclose(value, wanted[name], rtol=0, atol=1e-6) for name, value in state.items())
+        found.append((close, optimizer.traffic().reduced))
+    return found
+
+
+def scaled_loss(stage: int) -> str:
+    """What a step with torch's loss scaling says."""
+    model, optimizer = sharded(stage)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    torch.autograd.backward(scaler.scale(loss_of(model, 0, dist.get_rank())))
+    return said(lambda: scaler.step(optimizer))
+
+
+def graph_of_gradients(stage: int) -> str:
+    """What a backward pass that is to be differentiated says."""
+    model, _ = sharded(stage)
+    return said(lambda: torch.autograd.backward(loss_of(model, 0, dist.get_rank()), create_graph=True))
+
+
+class Pair(torch.nn.Module):
+    """Two layers, of which an optimizer may list one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.listed, self.other = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 6)."""
+        hidden: torch.Tensor = self.other(self.listed(inputs).tanh())
+        return hidden
+
+
+def norm_of_listed(stage: int) -> tuple[float, float]:
+    """The norm that clipping returns, and that of one process, of the gradients of what the optimizer lists."""
+    model, alone = Pair(), Pair()
+    model, optimizer = shoal.zero.shard(
+        model, lambda _: torch.optim.SGD(model.listed.parameters(), lr=1.0), stage=stage
+    )
+    inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
+    for each in (model, alone):
+        torch.autograd.backward(each(inputs).square().sum())
+    return float(optimizer.clip_grad_norm_(1.0)), float(torch.nn.utils.clip_grad_norm_(alone.listed.parameters(), 1.0))
+
+
+def rates_that_part(stage: int) -> str:
+    """What a step says when a schedule has looked at this rank's own losses."""
+    model, optimizer = sharded(stage)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    backward(model)
+    optimizer.step()
+    for loss in range(3):
+        schedule.step(loss if dist.get_rank() else -loss)
+    before = shoal.zero.full_state_dict(model)
+    backward(model)
+    words = said(optimizer.step)
+    assert moved(model, before) == 0.0
+    return words
+
+
+def one_cannot_step(stage: int) -> str:
+    """What a step says when something was done to the model on rank 1 alone."""
+    model, optimizer = sharded(stage)
+    backward(model)
+    if dist.get_rank() == 1:
+        model.scale = torch.nn.Parameter(torch.ones(1))
+    return said(optimizer.step)
+
+
+def without_values(stage: int) -> tuple[list[int], bool]:
+    """Train a model with parameters of no values, a frozen one among them; the shape of one, and whether it moved."""
+    model = Pair()
+    model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 3)))
+    model.register_parameter("gone", torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.AdamW(each, lr=0.1), stage=stage, dtype=torch.bfloat16
+    )
+    before = shoal.zero.full_state_dict(model)
+    torch.autograd.backward(model(torch.ones(2, 6)).sum() + model.empty.sum())  # type: ignore[operator]
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = shoal.zero.full_state_dict(model)
+    return list(after["empty"].shape), not same(before, after)
+
+
+def frozen_listed(stage: int) -> tuple[list[list[str]], list[list[str]], set[str]]:
+    """What an optimizer lists that was given frozen parameters, too; what it trains; and what a step changes."""
+    model = Odd()
+    model, optimizer = shoal.zero.shard(
+        model, lambda _: torch.optim.AdamW([*model.frozen.parameters(), model.scale], lr=0.1), stage=stage
+    )
+    before = shoal.zero.full_state_dict(model)
+    backward(model)
+    optimizer.step()
+    after = shoal.zero.full_state_dict(model)
+    return optimizer.listed, optimizer.names, {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def copied(stage: int, dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
+    """Whether a copy, a mean of weights and a pickled model are plain models of the same weights, without optimizer."""
+    model, optimizer = sharded(stage, "adamw", dtype)
+    backward(model)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    mean.update_parameters(model)
+    found = []
+    for other in (copy.deepcopy(model), mean.module, torch.load(file, weights_only=False)):
+        equal = same(other.state_dict(), model.state_dict())
+        sent = optimizer.traffic().reduced
+        plain = torch.optim.SGD(other.parameters(), lr=0.1)
+        torch.autograd.backward(loss_of(other, 1, dist.get_rank()))
+        plain.step()
+        other.zero_grad()
+        trained = not same(other.state_dict(), model.state_dict())
+        held = {id(each) for each in gc.get_referents(other.__dict__)}
+        apart = optimizer.traffic().reduced == sent and id(optimizer) not in held and "zero_grad" not in other.__dict__
+        found.append(equal and trained and apart)
+    return found[0], found[1], found[2]

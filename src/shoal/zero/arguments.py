@@ -33,12 +33,25 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
     if is_sharded(model):
         if stage == 1:
             yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
+        if dtype is not None:
+            yield (
+                "dtype cannot be given for a model that fully_shard was applied to: give fully_shard a "
+                "MixedPrecisionPolicy instead"
+            )
+        yield from _sparse(model)
     elif stage == 3:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 0:
                 yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
+        yield from _sparse(model)
     else:
         yield from _overlaps(model.named_parameters())
+
+
+def _sparse(model: torch.nn.Module) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+            yield f"{name} has sparse gradients, which FSDP2 cannot reduce: give it sparse=False, or use stage 1 or 2"
 
 
 def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:

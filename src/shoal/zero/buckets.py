@@ -29,7 +29,8 @@ class Bucket:
         tiles: that lie in `flat`, in its order.
         runs: who owns which tiles; those of one owner side by side are one run.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
-        local: laid out as `flat`: sums of this rank that are not reduced yet; None while there are none.
+        local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while
+            there are none.
         missing: names of the parameters that have no gradient of the present pass yet.
         sent: whether it was, in the present pass.
     """

@@ -55,10 +55,15 @@ class Run(NamedTuple):
 
 
 class Scratch:
-    """Memory for what is on its way, lent and taken back: to touch fresh memory takes longer than to fill it."""
+    """Memory for what is on its way, lent and taken back: to touch fresh memory takes longer than to fill it.
+
+    Attributes:
+        nbytes: how much there is, lent or not.
+    """
 
     def __init__(self) -> None:
         self._free: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        self.nbytes = 0
 
     def take(self, like: torch.Tensor, times: int = 1) -> torch.Tensor:
         """One-dimensional, at least `times` as large as `like`, of its dtype and device. Anything may be in it."""
@@ -70,8 +75,10 @@ class Scratch:
             free[:] = [buffer for buffer in free if buffer is not found]
             return found
         if free:  # a larger one in place of one that was too small
-            free.pop()
-        return torch.empty(numel, dtype=like.dtype, device=like.device)
+            self.nbytes -= free.pop().nbytes
+        found = torch.empty(numel, dtype=like.dtype, device=like.device)
+        self.nbytes += found.nbytes
+        return found
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -12,9 +13,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
+from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
 
-__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "local", "unique_bytes"]
+__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
+
+_PLAIN = (bool, int, float, str, tuple, list, type(None))
+"""Settings that are the same text wherever they are the same."""
 
 
 class Piece(NamedTuple):
@@ -42,11 +47,13 @@ class Memory(NamedTuple):
         parameters: of the model, frozen ones too.
         gradients: of all kinds.
         state: of the optimizer, and its float32 copies of the parameters.
+        messages: for what is on its way, kept from one step to the next: about four buckets. The laws leave it out.
     """
 
     parameters: int
     gradients: int
     state: int
+    messages: int
 
     @property
     def total(self) -> int:
@@ -93,10 +100,6 @@ class Carrier(Protocol):
         """What this rank keeps of the parameters, in an order of its own."""
         ...
 
-    def adopt(self) -> None:
-        """The parameters were changed from outside."""
-        ...
-
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
         ...
@@ -113,14 +116,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: steps what this rank keeps.
         carrier: partitions the model.
         collectives: among the ranks.
-        names: of the parameters in each group, whoever keeps them.
+        listed: names of the parameters that the user gave to each group, whoever keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
         inner: the optimizer that was given.
         carrier: see above.
         collectives: see above.
-        names: see above.
+        listed: see above.
+        names: those of them that are trained.
         skipped: how many steps were left out.
     """
 
@@ -130,13 +134,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         carrier: Carrier,
         collectives: Collectives,
-        names: list[list[str]],
+        listed: list[list[str]],
         *,
         skip_nonfinite: bool = True,
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
-        self.collectives, self.names = collectives, names
+        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        self.collectives, self.listed = collectives, listed
+        self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
         # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
@@ -160,7 +166,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.carrier.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scale all gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
+        """Scale gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
+
+        Those of all parameters that the optimizer lists; others do not count.
 
         Args:
             max_norm: above 0.
@@ -177,7 +185,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"max_norm must be a number above 0, got {max_norm!r}")
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
-        gradients = self.carrier.gradients()
+        self.carrier.gradients()  # raises if there are none to clip yet
+        listed = (each for group in self.param_groups for each in group["params"])
+        gradients = [local(each.grad) for each in listed if each.grad is not None]
         norm = self._norm(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -206,14 +216,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            LocalError: the last backward pass was within `no_sync`, or the model was moved.
+            LocalError: the last backward pass was within `no_sync`, or the model or its gradients were changed in a
+                way that cannot be carried: on all ranks.
+            ConfigError: ranks have other learning rates or other settings of groups: on all ranks.
             RankLost: a rank is gone.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.carrier.check()
         with torch.no_grad():
             finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
@@ -225,13 +236,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.skipped += 1
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What torch's GradScaler asks before it steps, or does not, as it finds on this rank."""
+        if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
+            raise LocalError(
+                "a GradScaler cannot be used in stages 1 and 2, where each rank would decide for itself whether it "
+                "steps: leave it out, bfloat16 and float32 need none"
+            )
+        return False  # of sharded tensors it finds the same on all ranks
+
     def _agree(self) -> tuple[bool, list[bool]]:
-        """Whether the gradients of all ranks are finite; and which parameters got none on any rank."""
-        finite = self.carrier.finite()
-        flags = torch.tensor([not finite, *self.carrier.absent()], dtype=torch.int32, device=self._device)
-        self._all_reduce(flags)
-        counts = flags.tolist()
-        return not counts[0], [count == self.collectives.ranks for count in counts[1:]]
+        """Whether the gradients of all ranks are finite; and which parameters got none on any rank.
+
+        One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
+        """
+        problem, finite = None, True
+        try:
+            self.carrier.check()
+            finite = self.carrier.finite()
+        except LocalError as error:
+            problem = error
+        settings = described(self.param_groups)
+        number = zlib.crc32(settings.encode())
+        flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
+        found = torch.tensor(flags, dtype=torch.int64, device=self._device)
+        self._all_reduce(found, dist.ReduceOp.MAX)
+        refused, infinite, most, least, *present = found.tolist()
+        if problem is not None:
+            raise problem
+        if refused:
+            raise LocalError("another rank cannot step, and says why")
+        if most != -least:
+            agreement = Agreement(self.collectives.group, self.collectives.watch)
+            agreement.alike(settings, "settings of parameter groups; decide on them by what all ranks know")
+        return not infinite, [not each for each in present]
 
     def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         watch = self.collectives.watch
@@ -251,7 +290,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         more_gradients, copies = self.carrier.kept()
         state = [value for entry in self.state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
         return Memory(
-            unique_bytes(parameters), unique_bytes([*gradients, *more_gradients]), unique_bytes([*copies, *state])
+            unique_bytes(parameters),
+            unique_bytes([*gradients, *more_gradients]),
+            unique_bytes([*copies, *state]),
+            self.collectives.scratch.nbytes,
         )
 
     def traffic(self) -> Traffic:
@@ -270,7 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _share(self) -> dict[str, Any]:
         pieces = [[piece.name, piece.start, piece.stop] for piece in self.carrier.pieces()]
-        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.names, "pieces": pieces}
+        return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": pieces}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take back what `state_dict` gave on this rank.
@@ -294,6 +336,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "inner" in self.__dict__ and "state" in self.__dict__ and self.param_groups:
             raise LocalError("parameters cannot be added to an optimizer that is sharded: give all groups to shard()")
         super().add_param_group(param_group)
+
+
+def described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """The settings of parameter groups, as far as ranks must have them in common: a line for each."""
+    lines = []
+    for number, group in enumerate(groups):
+        for key, value in group.items():
+            known = value.item() if isinstance(value, torch.Tensor) and value.is_cpu and not value.ndim else value
+            if key != "params" and isinstance(known, _PLAIN):
+                lines.append(f"group {number} {key}={known}")
+    return "\n".join(lines)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:

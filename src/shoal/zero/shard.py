@@ -16,15 +16,16 @@ from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
-from shoal.zero.optimizer import Carrier, ShardedOptimizer
+from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
 
 __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
-_sharded: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine | None] = weakref.WeakKeyDictionary()
-"""What carries each model, in stages 1 and 2; it lives as long as the model."""
+_sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
+"""Optimizers that need more than a value and its own statistics; some are of other packages."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -48,7 +49,8 @@ def shard(
             optimizer.zero_grad()
 
     Gradients are averaged over the ranks. Stages 1 and 2 need an optimizer that treats each value by itself (SGD, Adam,
-    AdamW, RMSprop, Adagrad, Lion); stage 3 one that works on DTensors.
+    AdamW, RMSprop, Adagrad, and most others; not Adafactor, LBFGS, Muon or SparseAdam); stage 3 one that works on
+    DTensors.
 
     Args:
         model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
@@ -59,7 +61,10 @@ def shard(
         stage: 1 partitions optimizer state, 2 gradients as well, 3 parameters as well.
         group: the ranks; None for all.
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
-            parameters' own. Buffers stay as they are. A model of bfloat16 parameters gets float32 copies in any case.
+            parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
+            bfloat16 parameters gets float32 copies in any case. In stages 1 and 2 the parameters themselves become
+            narrow: load weights before, or by `shoal.zero.load`; what is written into a parameter later counts as it is
+            rounded there. Frozen ones keep their float32 values as well, each rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Returns:
@@ -83,41 +88,38 @@ def shard(
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
-    agreement.alike(_description(model, stage, dtype), "model, stage and dtype")
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype and skip_nonfinite")
     collectives = Collectives(found, watch, next(model.parameters()).device)
     if not is_sharded(model):
         _take_over(model, collectives)
     with agreement.together():
-        inner, carrier, names = _carry(model, optimizer_factory, stage, dtype, collectives)
-    agreement.alike(_groups(inner, names), "optimizer")
-    optimizer = ShardedOptimizer(model, inner, carrier, collectives, names, skip_nonfinite=skip_nonfinite)
-    _sharded[model] = carrier if isinstance(carrier, FlatEngine) else None  # the other one refers to the model
-    # What is loaded into the model must reach the optimizer's copies.
-    model.register_load_state_dict_post_hook(lambda *_: optimizer.carrier.adopt())  # type: ignore[no-untyped-call]
+        inner, carrier, listed = _carry(model, optimizer_factory, stage, dtype, collectives)
+    agreement.alike(_groups(inner, listed), "optimizer")
+    optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
+    _sharded.add(model)
     return model, optimizer
 
 
-def _description(model: torch.nn.Module, stage: int, dtype: torch.dtype | None) -> str:
-    """All that ranks must have in common."""
-    lines = [f"stage {stage}, dtype {dtype}"]
+def _description(model: torch.nn.Module) -> str:
+    """All that ranks must have in common of a model."""
+    lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
+    first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         trained = "trained" if parameter.requires_grad else "frozen"
-        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype} {trained}")
+        tied = f", is {first[id(parameter)]}" if id(parameter) in first else ""
+        first.setdefault(id(parameter), name)
+        kind = f"{tuple(parameter.shape)} {parameter.dtype} on {parameter.device.type}"
+        lines.append(f"{name} {kind} {trained}{tied}")
     lines += [f"buffer {name} {tuple(each.shape)} {each.dtype}" for name, each in model.named_buffers()]
     return "\n".join(lines)
 
 
 def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str:
-    """The optimizer, as far as ranks must have it in common; tensors in its groups aside."""
+    """The optimizer, as far as ranks must have it in common."""
     lines = [type(inner).__name__]
-    for number, (group, listed) in enumerate(zip(inner.param_groups, names, strict=True)):
-        lines.append(f"group {number} has {len(listed)} parameters: {' '.join(listed)}")
-        lines += [
-            f"group {number} {key}={value}"
-            for key, value in group.items()
-            if key != "params" and not isinstance(value, torch.Tensor)
-        ]
-    return "\n".join(lines)
+    lines += [f"group {number} has {len(listed)} parameters: {' '.join(listed)}" for number, listed in enumerate(names)]
+    return "\n".join([*lines, described(inner.param_groups)])
 
 
 # ------------------------------------------------------------------------------------------------------------- sharding
@@ -141,7 +143,7 @@ def _carry(
     dtype: torch.dtype | None,
     collectives: Collectives,
 ) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
-    """Partition; returns the optimizer of what this rank keeps, and the parameters' names in each of its groups."""
+    """Partition; returns the optimizer of what this rank keeps, and the names of what the user's has in each group."""
     sharded = is_sharded(model)
     if stage == 3 and not sharded:
         partition(model, collectives.group, collectives.device, dtype)
@@ -152,32 +154,41 @@ def _carry(
         return inner, carrier, _names(inner, parameters)
     parameters = dict(model.named_parameters())
     inner = _build(factory, parameters)
-    listed = {id(each) for each in _listed(inner)}
-    trained = {name: each for name, each in parameters.items() if each.requires_grad and id(each) in listed}
-    wide = {} if dtype is None else _narrow(model, trained, dtype)
+    if whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}:
+        raise ConfigError(
+            f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
+            "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
+        )
+    listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
+    trained = {name: each for name, each in parameters.items() if id(each) in listed}
+    wide = {} if dtype is None else _narrow(model, dtype)
     engine = FlatEngine(model, trained, stage, collectives, wide)
     names = _names(inner, parameters)
-    _swap(inner, names, trained, engine)
+    _swap(inner, names, parameters, engine)
     return inner, engine, names
 
 
-def _narrow(
-    model: torch.nn.Module, trained: Mapping[str, torch.nn.Parameter], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Let the model compute in `dtype`, as FSDP2's policy does; returns the trained parameters' float32 values."""
-    wide = {name: each.detach() for name, each in trained.items() if each.dtype == torch.float32}
+def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Let the model compute in `dtype`, as FSDP2's policy does; returns the parameters' float32 values."""
+    wide = {name: each.detach() for name, each in model.named_parameters() if each.dtype == torch.float32}
     for each in model.parameters():
         if each.dtype == torch.float32:
             each.data = each.data.to(dtype)
-
-    def cast(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        return tree_map(narrowed, args), tree_map(narrowed, kwargs)
-
-    def narrowed(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
-
-    model.register_forward_pre_hook(cast, with_kwargs=True)
+    model.register_forward_pre_hook(_Cast(dtype), with_kwargs=True)
     return wide
+
+
+class _Cast:
+    """A hook that casts what a model is called with. It has a name, so that the model can be pickled."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def __call__(self, _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        return tree_map(self._narrowed, args), tree_map(self._narrowed, kwargs)
+
+    def _narrowed(self, value: Any) -> Any:
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
 def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -199,9 +210,9 @@ def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _names(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:
-    """Those of the trained parameters in each group."""
-    of = {id(each): name for name, each in parameters.items() if each.requires_grad}
-    return [[of[id(each)] for each in group["params"] if id(each) in of] for group in inner.param_groups]
+    """Those of the parameters in each group, frozen ones too."""
+    of = {id(each): name for name, each in parameters.items()}
+    return [[of[id(each)] for each in group["params"]] for group in inner.param_groups]
 
 
 def _swap(

@@ -78,8 +78,8 @@ class Plan:
         return self._owner[tile]
 
     def of(self, name: str) -> Sequence[Tile]:
-        """The tiles of one parameter."""
-        return self._of_parameter[name]
+        """The tiles of one parameter: none if it has no values."""
+        return self._of_parameter.get(name, ())
 
     def owned(self, rank: int) -> list[Tile]:
         """The tiles of one rank."""

@@ -1,0 +1,81 @@
+"""Float32 values of 16-bit parameters, each tile's with its owner.
+
+The optimizer steps those of trained parameters; those of frozen ones are what they were before they were narrowed, for
+whoever asks for the whole model. What a program writes into a parameter, with whatever it writes, counts: a parameter
+that is not its copy, rounded, was written to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from shoal.zero.collectives import Collectives, Run
+from shoal.zero.tiles import Plan, Tile
+
+__all__ = ["Copies", "wide_dtype"]
+
+
+class Copies:
+    """Of some parameters.
+
+    Args:
+        parameters: of 16 bits, by name.
+        plan: who owns which tile of them.
+        own: float32 values of the tiles of this rank, one-dimensional.
+        collectives: among the ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        plan: Plan,
+        own: Mapping[Tile, torch.Tensor],
+        collectives: Collectives,
+    ) -> None:
+        self._parameters, self._plan, self._collectives = dict(parameters), plan, collectives
+        self.own = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
+
+    def _narrow(self, tile: Tile) -> torch.Tensor:
+        return self._parameters[tile.name].detach().reshape(-1)[tile.start : tile.stop]
+
+    def adopt(self) -> None:
+        """Take over what was written into parameters, equally on all ranks."""
+        written = [self._narrow(tile) != values.to(self._narrow(tile).dtype) for tile, values in self.own.items()]
+        if written and torch.stack([each.any() for each in written]).any():
+            for where, (tile, values) in zip(written, self.own.items(), strict=True):
+                values.copy_(torch.where(where, self._narrow(tile).to(values.dtype), values))
+
+    def publish(self) -> None:
+        """Round this rank's copies into the parameters."""
+        for tile, values in self.own.items():
+            self._narrow(tile).copy_(values)
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and float32 values of each parameter, gathered one after another. All ranks go through all of it."""
+        self.adopt()
+        for name, parameter in self._parameters.items():
+            found = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            ends: list[tuple[int, int, int]] = []  # owner, start, stop
+            for tile in self._plan.of(name):
+                owner, start = self._plan.owner(tile), tile.start
+                if ends and ends[-1][0] == owner:
+                    start = ends.pop()[1]
+                ends.append((owner, start, tile.stop))
+                if tile in self.own:
+                    found[tile.start : tile.stop].copy_(self.own[tile])
+            self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
+            yield name, found.view(parameter.shape)
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Replace a parameter, the same on all ranks: the copies take the values, the parameter their rounding."""
+        self._parameters[name].detach().copy_(values)
+        for tile in self._plan.of(name):
+            if tile in self.own:
+                self.own[tile].copy_(values.reshape(-1)[tile.start : tile.stop])
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are added up in, and stepped."""
+    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

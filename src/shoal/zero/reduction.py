@@ -1,0 +1,352 @@
+"""Stages 1 and 2, the backward pass: gradients on their way to the owners of tiles.
+
+When all gradients of a bucket are there, it is sent, while the backward pass goes on; the owner adds up in the order of
+the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way.
+
+- Stage 1 keeps all gradients, each bucket's in one tensor; those of the own tiles are where the mean goes.
+- Stage 2 frees them as soon as they are sent; what it keeps is the mean for each own tile.
+
+Invariant: between passes the `.grad` of each own tile is the mean over the ranks of all that was reduced since it was
+cleared; what was not reduced is in the buckets' `local`; and in the parameters' own `.grad` there are stand-ins
+(`standins`), which tell what the user clears.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from shoal.errors import LocalError, RankLost
+from shoal.zero.buckets import Bucket
+from shoal.zero.collectives import Collectives, Pending, sum_in_order
+from shoal.zero.copies import wide_dtype
+from shoal.zero.standins import StandIns
+from shoal.zero.tiles import Tile
+
+__all__ = ["Reduction"]
+
+_IN_FLIGHT = 2
+"""So many buckets are sent at once: what is received for them is the only memory that a reduction takes."""
+
+
+class _Flight(NamedTuple):
+    """A bucket that is on its way; `lent` is memory to give back."""
+
+    pending: Pending
+    lent: torch.Tensor | None
+
+
+class Reduction:
+    """Of the gradients of some parameters.
+
+    Args:
+        parameters: by name, in the same order on all ranks.
+        buckets: that they are in.
+        own: what gets the means: the tiles of this rank.
+        stage: 1 or 2.
+        collectives: among the ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        buckets: Sequence[Bucket],
+        own: Mapping[Tile, torch.nn.Parameter],
+        stage: int,
+        collectives: Collectives,
+    ) -> None:
+        assert stage in (1, 2)
+        self._stage, self._collectives, self._buckets, self._own = stage, collectives, buckets, own
+        self._holders: dict[str, list[Bucket]] = {name: [] for name in parameters}
+        for bucket in buckets:
+            for name in bucket.parameters:
+                self._holders[name].append(bucket)
+        self._stand_ins = StandIns(parameters)
+        self._totals: list[torch.Tensor] = []  # to see whether all is finite
+        self._versions: dict[Tile, int] = {}  # of the means: to see who changes them
+        self._arrivals: set[str] = set()  # since they were cleared
+        self._syncing = True
+        self._task = -1  # autograd's number of the present pass
+        self._running = False  # a backward pass that reduces
+        self._launched = 0
+        self._flying: deque[_Flight] = deque()
+        # Tensor hooks would also run where autograd.grad() only asks for a gradient, and adds it to nothing.
+        self._nodes = [get_gradient_edge(parameter).node for parameter in parameters.values()]  # hooks live as long
+        for node, (name, parameter) in zip(self._nodes, parameters.items(), strict=True):
+            node.register_prehook(partial(_weakly(self._before), name))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_weakly(self._arrived), name)
+            )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this block keep their gradients to this rank; they are reduced with the next one."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def _before(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A gradient is about to be added to what is in `.grad`."""
+        if gradients[0] is None:
+            return  # nothing will be
+        if torch.is_grad_enabled():
+            raise LocalError(
+                "backward(create_graph=True) cannot be reduced: call torch.autograd.grad(create_graph=True) for what "
+                "you differentiate twice, and backward() for the loss that is made of it"
+            )
+        if self._task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001 (there is no other way to ask)
+            self._task = task
+            self._look()
+        self._stand_ins.lift(name)
+
+    def _arrived(self, name: str, parameter: torch.Tensor) -> None:
+        """A parameter has its gradient of this pass."""
+        self._arrivals.add(name)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+        if not self._syncing:
+            self._hold(name)
+            return
+        if self._running and any(bucket.sent for bucket in self._holders[name]):
+            self._end()  # it comes once more: that pass broke off, or consists of several
+        if not self._running:
+            self.check()
+            self._running, self._launched = True, 0
+            for bucket in self._buckets:
+                bucket.missing, bucket.sent = set(bucket.parameters), False
+            self._call_at_the_end()
+        for bucket in self._holders[name]:
+            bucket.missing.discard(name)
+        # In the same order on all ranks, whatever the order in which gradients come.
+        with self._unless_lost():
+            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+                self._launch()
+
+    def _call_at_the_end(self, *_: object) -> None:
+        """Have `_ended` called when autograd is through with the present graph."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._ended)  # noqa: SLF001 (as FSDP2 does)
+
+    def _ended(self) -> None:
+        """A graph is at its end: either the backward pass is, or a part of it (reentrant activation checkpointing)."""
+        around = torch._C._current_autograd_node()  # noqa: SLF001 (there is no other way to ask)
+        following = [node for node, _ in around.next_functions if node is not None] if around is not None else []
+        if not following:
+            self._end()
+            return
+
+        def once(*_: object) -> None:
+            handle.remove()
+            self._call_at_the_end()
+
+        # Of the graph around it, in which no callback can be queued from here.
+        handle = following[0].register_prehook(once)
+
+    def _hold(self, name: str) -> None:
+        """Add a gradient to those of this rank that are not reduced yet."""
+        gradient = self._stand_ins.loose(name)
+        assert gradient is not None
+        for bucket in self._holders[name]:
+            if bucket.local is None:
+                dtype = wide_dtype(bucket.flat.dtype)
+                stays = self._stage == 1 and dtype == bucket.flat.dtype and not self._occupied(bucket)
+                bucket.local = self._staying(bucket).zero_() if stays else torch.zeros_like(bucket.flat, dtype=dtype)
+            bucket.place(bucket.local, name).add_(bucket.values(gradient, name))
+        self._stand_ins.put(name)
+
+    def _staying(self, bucket: Bucket) -> torch.Tensor:
+        """Stage 1: where a bucket's gradients stay."""
+        if bucket.gradients is None:
+            bucket.gradients = torch.empty_like(bucket.flat)
+        return bucket.gradients
+
+    def _occupied(self, bucket: Bucket) -> bool:
+        """Whether there are means of gradients that were reduced before."""
+        rank = self._collectives.rank
+        return any(self._own[tile].grad is not None for owner, tiles in bucket.runs if owner == rank for tile in tiles)
+
+    def _launch(self) -> None:
+        """Send the gradients of the next bucket to their owners."""
+        while len(self._flying) >= _IN_FLIGHT:
+            self._land()
+        bucket = self._buckets[self._launched]
+        self._launched += 1
+        bucket.sent = True
+        sums, lent = bucket.local, None
+        if sums is not None and sums.dtype == bucket.flat.dtype:
+            gradients = sums
+        elif self._stage == 1 and not self._occupied(bucket):
+            gradients = self._staying(bucket)
+        else:
+            gradients = lent = self._collectives.scratch.take(bucket.flat)
+        for name in bucket.parameters:
+            gradient = self._stand_ins.loose(name)
+            if sums is None:
+                place = bucket.place(gradients, name)
+                place.zero_() if gradient is None else place.copy_(bucket.values(gradient, name))  # not used, or used
+            elif gradient is not None:
+                bucket.place(sums, name).add_(bucket.values(gradient, name))
+            if bucket is self._holders[name][-1]:
+                self._stand_ins.put(name)
+        if sums is not None and gradients is not sums:
+            gradients[: sums.numel()].copy_(sums)
+        bucket.local = None
+        pending = self._collectives.reduce_scatter(
+            bucket.pieces(gradients), lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces)
+        )
+        self._flying.append(_Flight(pending, lent))
+
+    def _land(self) -> None:
+        """Wait for the bucket that was sent first."""
+        pending, lent = self._flying.popleft()
+        pending.wait()
+        if lent is not None:
+            self._collectives.scratch.give(lent)
+
+    def _add(
+        self, bucket: Bucket, gradients: torch.Tensor, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]
+    ) -> None:
+        """Take in what all ranks have for some of our tiles, which lie side by side."""
+        total = sum_in_order(pieces, self._collectives.rank).div_(self._collectives.ranks)
+        self._totals.append(total.sum())
+        offset = 0
+        for tile in tiles:
+            mean, values = total[offset : offset + tile.numel], self._own[tile]
+            offset += tile.numel
+            if values.grad is not None:
+                values.grad += mean
+            elif gradients is bucket.gradients and gradients.dtype == values.dtype:
+                values.grad = bucket.part(gradients, tile).copy_(mean)  # our own piece holds what was there
+            else:
+                values.grad = mean.to(values.dtype, copy=True)
+
+    def _end(self) -> None:
+        """The pass is over: reduce what got no gradient in it, and wait for everything."""
+        with self._unless_lost():
+            while self._running and self._launched < len(self._buckets):
+                self._launch()
+            while self._flying:
+                self._land()
+        if self._running:
+            self._seal()
+        self._running = False
+
+    def _seal(self) -> None:
+        """From here on nobody else may change gradients."""
+        means = {tile: each.grad for tile, each in self._own.items() if each.grad is not None}
+        self._versions = {tile: mean._version for tile, mean in means.items()}  # noqa: SLF001 (counts changes)
+
+    @contextlib.contextmanager
+    def _unless_lost(self) -> Iterator[None]:
+        """Without a rank nothing that is on its way arrives: let it be."""
+        try:
+            yield
+        except RankLost:
+            self._flying.clear()
+            self._running = False
+            raise
+
+    # ----------------------------------------------------------------------------------------- between backward passes
+
+    def clear(self) -> None:
+        """Let go of all gradients."""
+        self._end()  # of a pass that broke off: others wait for what is left of it
+        self._stand_ins.clear()
+        for bucket in self._buckets:
+            bucket.local = None
+        for values in self._own.values():
+            values.grad = None
+        for forgotten in (self._totals, self._versions, self._arrivals):
+            forgotten.clear()
+
+    def _look(self) -> None:
+        """Let go of the gradients that were cleared by others."""
+        if names := set(self._stand_ins.cleared()):
+            self._forget(names)
+
+    def _forget(self, names: Collection[str]) -> None:
+        held = self._stand_ins.held
+        for bucket in self._buckets:
+            if bucket.local is not None:
+                for name in bucket.parameters.keys() & names:
+                    bucket.place(bucket.local, name).zero_()
+                if not bucket.parameters.keys() & held:
+                    bucket.local = None
+        for tile, values in self._own.items():
+            if tile.name in names:
+                values.grad = None
+        self._arrivals.difference_update(names)
+        self._totals = [values.grad.sum() for values in self._own.values() if values.grad is not None]
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The own tiles' gradients, averaged over the ranks. They may be scaled in place.
+
+        Raises:
+            LocalError: the last backward passes were within `no_sync`, or others have changed gradients.
+            RankLost: a backward pass broke off, and a rank is gone.
+        """
+        self._check_gradients()
+        return [values.grad for values in self._own.values() if values.grad is not None]
+
+    def _check_gradients(self) -> None:
+        self._end()
+        self._look()
+        if any(bucket.local is not None for bucket in self._buckets):
+            raise LocalError(
+                "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
+            )
+        if by_hand := [name for name in self._holders if self._stand_ins.loose(name) is not None]:
+            raise LocalError(
+                f"the gradient of {by_hand[0]} was set by hand, and is not reduced: only backward passes reduce any"
+            )
+        for tile, version in self._versions.items():
+            gradient = self._own[tile].grad
+            if gradient is not None and gradient._version != version:  # noqa: SLF001
+                raise LocalError(
+                    "gradients in param_groups were changed, and each rank has others there: clip with "
+                    "optimizer.clip_grad_norm_(), and change the loss instead of gradients"
+                )
+        self._versions.clear()  # whoever asked may change them
+
+    def finite(self) -> bool:
+        """Whether they hold nothing infinite, and only numbers. Raises as `gradients` does."""
+        self._check_gradients()
+        return not self._totals or bool(torch.stack(self._totals).isfinite().all())
+
+    def absent(self) -> list[bool]:
+        """For each parameter whether it got no gradient on this rank since it was cleared."""
+        return [name not in self._arrivals for name in self._holders]
+
+    def held(self) -> list[torch.Tensor]:
+        """All gradients that there are."""
+        self._look()
+        buckets = [each for bucket in self._buckets for each in (bucket.gradients, bucket.local)]
+        means = [values.grad for values in self._own.values()]
+        return [each for each in (*buckets, *means) if each is not None]
+
+    def check(self) -> None:
+        """Raise `LocalError` if the parameters are no longer where they were."""
+        for bucket in self._buckets:
+            if name := bucket.moved():
+                raise LocalError(
+                    f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
+                )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A hook that ends with its object: what autograd refers to, Python's garbage collector does not see through."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        if (alive := found()) is not None:
+            alive(*args)
+
+    return call

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import AveragingStage, StepPlan
+from shoal.averager import AveragingStage, DhtDirectory, StepPlan
 from shoal.errors import RoundFailed
 from shoal.events import Event, RoundFinished
-from tests.sim.averaging_kit import Trial, same_bits
+from shoal.wire import Join, JoinAccepted
+from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
 
 async def _pair(trial: Trial) -> list[list[torch.Tensor]]:
@@ -177,6 +179,40 @@ def test_a_step_can_be_given_up_in_every_stage(stage: AveragingStage) -> None:
         assert not trial.warnings
 
     sim.run(main, seed=7)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> None:
+    """Whom it asks says nothing at all, or promises a group that never begins: the step's timeout ends it."""
+
+    async def main() -> None:
+        settings = msgspec.structs.replace(SETTINGS, averaging_expiration_s=15.0, request_timeout_s=12.0)
+        trial = Trial(settings=settings)
+        await _pair(trial)
+        bad = await trial.add("bad", [torch.zeros(3)])
+
+        async def lead(stream: Any, join: Join) -> None:
+            if answers:
+                await stream.send(JoinAccepted())
+            await sim.sleep(1000.0)
+
+        async def declare() -> None:
+            await bad.close()
+            endpoint = bad.core.endpoint
+            endpoint.serve_stream(Join, lead, scope="trial")
+            directory = DhtDirectory(bad.core.node, endpoint, timeout_s=2.0)
+            await directory.declare("trial.0b", _wall(trial, "bad") + 2.0, endpoint.contact)
+
+        await trial.swarm.run_on("bad", declare)
+        began = _now()
+        with pytest.raises(RoundFailed, match="the peer that was asked to lead") as failure:
+            await trial.step("p0", timeout_s=3.0)
+        assert failure.value.peers == (bad.core.peer_id,)
+        assert _now() - began == pytest.approx(3.0)
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=9)
 
 
 def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> None:

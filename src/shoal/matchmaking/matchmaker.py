@@ -123,8 +123,8 @@ class Matchmaker:
             reference: names the average that our values may be coded against; empty: none.
             bandwidth: bytes/s that we say we have; None: unknown; 0: we reduce nothing.
             window_s: in place of the matchmaker's own.
-            deadline_s: no new window begins after this, counted from now; None: one window only. A search in which
-                another peer was found to lead may take a few `request_timeout_s` longer.
+            deadline_s: the search ends then, counted from now; None: one window only, and a few `request_timeout_s`
+                more if another peer was found to lead.
             expected: who is expected to join, None where not known: if we lead, the group starts as soon as all of
                 them that are alive are there, and waits for them to the end of the window. Called often.
 

@@ -64,7 +64,8 @@ class Rules:
         target_size: a group of this many starts at once; None: no size is full (but for `MAX_GROUP_SIZE`).
         min_size: a smaller group never starts.
         window_s: how long one declaration stands; at its end the group starts or the peer declares again.
-        deadline_s: no new window begins after this, counted from the start; None: one window only.
+        deadline_s: the search is over then, counted from the start, whatever goes on; None: one window only, and as
+            much more as a leader that was found needs to answer and to begin.
         settle_s: shortest quiet time after a join before a group that is not full may start.
         settle_max_s: longest such quiet time that is chosen by what was observed.
         patience_s: a peer that stands in the directory for longer than this without joining is waited for no more.

@@ -22,7 +22,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
     Args:
         thread: where the step runs.
         plan: what the step is to do.
-        deadline: wall-clock seconds at which the step ends in any case.
+        deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether it looks for another group after a failed round.
     """
 
@@ -87,7 +87,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def deadline(self) -> float:
-        """When the step ends in any case, wall-clock seconds."""
+        """When the step's timeout is over, wall-clock seconds: it ends by then, but for the end of the last round."""
         return self._deadline
 
     def get_timeout(self) -> float:

@@ -253,6 +253,27 @@ def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> 
     sim.run(main, seed=8)
 
 
+def test_group_bits_that_are_set_during_a_round_count() -> None:
+    """The round draws none in their place; the other member's are drawn as ever."""
+
+    async def main() -> None:
+        trial = Trial(bandwidth_bytes_s=100_000)
+        for peer in range(2):
+            tensors = [torch.full((30_000,), float(peer))]
+            await trial.add(f"p{peer}", tensors, target_group_size=2, group_bits="0000")
+        plan = StepPlan()
+        steps = asyncio.gather(trial.step("p0", plan=plan), trial.step("p1"))
+        while not plan.began:
+            await sim.sleep(0.01)
+        trial.swarm.peer("p0").group_bits = "1111"
+        await steps
+        assert trial.swarm.peer("p0").group_bits == "1111"
+        assert trial.swarm.peer("p1").group_bits in ("0000", "0001")
+        await trial.close()
+
+    sim.run(main, seed=10)
+
+
 def test_eight_peers_in_groups_of_two_reach_the_global_average_in_three_rounds() -> None:
     """Three digits of a bit each: two of them are the key, and are drawn anew after every round."""
 

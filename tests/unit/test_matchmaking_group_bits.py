@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.matchmaking.group_bits import next_group_bits
+from shoal.matchmaking.group_bits import GroupBits, next_group_bits
 
 ROUND = bytes(range(16))
 
@@ -71,3 +71,15 @@ def test_without_a_target_the_group_decides() -> None:
     assert sorted(drawn("000", 2, None)) == ["000", "001"]
     assert len(set(drawn("000", 5, None))) == 5
     assert len(set(drawn("000", 1, None))) == 1
+
+
+def test_what_the_user_sets_is_what_is_searched_next() -> None:
+    """Set while a round goes on, also to what it was before: the round draws nothing. The one after it does again."""
+    for bits in ("1111", "0000"):
+        mine = GroupBits("0000", target_group_size=2)
+        assert mine.search() == "0000"
+        mine.bits = bits
+        mine.averaged(round_id=ROUND, place=0, size=2)
+        assert mine.search() == bits
+        mine.averaged(round_id=ROUND, place=0, size=2)
+        assert mine.bits == next_group_bits(bits, round_id=ROUND, place=0, size=2, target_group_size=2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from hashlib import sha256
 
-__all__ = ["next_group_bits"]
+__all__ = ["GroupBits", "next_group_bits"]
 
 
 def next_group_bits(bits: str, *, round_id: bytes, place: int, size: int, target_group_size: int | None) -> str:
@@ -38,3 +38,38 @@ def next_group_bits(bits: str, *, round_id: bytes, place: int, size: int, target
     # More members than digits: each digit is had by as many of them, or by one more.
     digit = digits[place % values]
     return (bits + f"{digit:0{width}b}")[-len(bits) :] if bits else ""
+
+
+class GroupBits:
+    """The group bits of one averager, from search to search. What the user sets counts from the next search on.
+
+    Args:
+        bits: to begin with.
+        target_group_size: members of a full group; None: no size is full.
+    """
+
+    def __init__(self, bits: str, *, target_group_size: int | None) -> None:
+        self._bits, self._target_group_size = bits, target_group_size
+        self._searched = False
+
+    @property
+    def bits(self) -> str:
+        """Those of the next search; can be set."""
+        return self._bits
+
+    @bits.setter
+    def bits(self, bits: str) -> None:
+        # Nothing was searched under these yet: no round that goes on now has a say in what comes after them.
+        self._bits, self._searched = bits, False
+
+    def search(self) -> str:
+        """A search begins: its bits."""
+        self._searched = True
+        return self._bits
+
+    def averaged(self, *, round_id: bytes, place: int, size: int) -> None:
+        """It found a group, whose round succeeded; the arguments are those of `next_group_bits`."""
+        if self._searched:
+            self._bits = next_group_bits(
+                self._bits, round_id=round_id, place=place, size=size, target_group_size=self._target_group_size
+            )

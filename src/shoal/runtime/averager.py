@@ -345,7 +345,7 @@ class DecentralizedAverager(SharesState):
     @overload
     def set_group_bits(self, group_bits: str, wait: Literal[False]) -> LoopFuture[None]: ...
     def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:  # noqa: FBT002
-        """Look for this group from the next search on.
+        """Look for this group from the next search on; a round or search that goes on now does not change it.
 
         Args:
             group_bits: a text of 0 and 1; empty: one group for all, and none is drawn after a round.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -251,6 +252,53 @@ def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> 
         assert not trial.warnings
 
     sim.run(main, seed=8)
+
+
+@pytest.mark.parametrize("timeout_s", [40.0, 4.0])
+def test_peers_that_are_left_under_different_bits_meet(timeout_s: float) -> None:
+    """Two of groups of two over two bits: after three windows at the latest, in one step or in as many short ones."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = [[torch.full((5,), 2.0 * peer)] for peer in range(2)]
+        for peer in range(2):
+            await trial.add(f"p{peer}", values[peer], target_group_size=2, group_bits=("00", "11")[peer])
+
+        async def average(peer: int) -> int:
+            for tries in range(1, 10):
+                with suppress(RoundFailed):
+                    await trial.step(f"p{peer}", timeout_s=timeout_s)
+                    return tries
+            return 10
+
+        window_s = min(timeout_s, SETTINGS.averaging_expiration_s)
+        for _ in range(3):  # each round sends them to different keys again
+            began = _now()
+            tries = await asyncio.gather(average(0), average(1))
+            assert max(tries) <= (1 if timeout_s > window_s else 3)
+            assert _now() - began < 3 * window_s
+            assert values[0][0].tolist() == values[1][0].tolist() == [1.0] * 5
+        await trial.close()
+        assert not trial.warnings
+
+    for seed in range(5):
+        sim.run(main, seed=seed)
+
+
+def test_a_search_under_one_key_after_another_says_so() -> None:
+    """A peer that is alone fails at its timeout, and not before."""
+
+    async def main() -> None:
+        trial = Trial()
+        await trial.add("p0", [torch.zeros(3)], target_group_size=2, group_bits="11")
+        began = _now()
+        with pytest.raises(RoundFailed, match=r"nobody else is looking for one \(the last of 5 searches"):
+            await trial.step("p0", timeout_s=22.0, allow_retries=False)
+        assert _now() - began == pytest.approx(22.0)
+        assert trial.swarm.peer("p0").group_bits == "00"
+        await trial.close()
+
+    sim.run(main, seed=11)
 
 
 def test_group_bits_that_are_set_during_a_round_count() -> None:

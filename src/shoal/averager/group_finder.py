@@ -1,4 +1,9 @@
-"""How an averager comes to a group: a search under the key of its group bits."""
+"""How an averager comes to a group: searches under the key of its group bits, one after another, until the deadline.
+
+With group bits a search lasts one window, and after one without a group the bits are drawn anew: else peers that are
+left under different keys would wait for each other there for ever. Without bits all peers have the same key, and one
+search goes on as long as there is time.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from shoal.allreduce.vector import Vector
 from shoal.averager.directory import DhtDirectory
 from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
+from shoal.errors import RoundFailed, SchemaMismatch
 from shoal.matchmaking import Group, GroupBits, Matchmaker
 from shoal.peer import PeerID
 from shoal.wire import Member
@@ -39,7 +45,7 @@ class GroupFinder:
     def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
         self._prefix, self._settings, self._vector = prefix, settings, vector
         self._schema = vector.layout.schema
-        self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size)
+        self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
         self._matchmaker = Matchmaker(
             core.endpoint,
@@ -88,17 +94,34 @@ class GroupFinder:
             SchemaMismatch: only peers with other tensors or settings were met.
             ClosedError: this was closed meanwhile.
         """
+        loop, window_s = asyncio.get_running_loop(), self._settings.averaging_expiration_s
+        searches = 0
         self.looking = True
         try:
-            return await self._matchmaker.form_group(
-                group_key=f"{self._prefix}.0b{self.bits.search()}{tag}",
-                gathered=gathered,
-                reference=self._vector.reference_name,
-                bandwidth=self._settings.bandwidth,
-                window_s=self._settings.averaging_expiration_s,
-                deadline_s=max(0.001, deadline - asyncio.get_running_loop().time()),
-                expected=expected,
-            )
+            while True:
+                began, bits = loop.time(), self.bits.search()
+                searches += 1
+                try:
+                    return await self._matchmaker.form_group(
+                        group_key=f"{self._prefix}.0b{bits}{tag}",
+                        gathered=gathered,
+                        reference=self._vector.reference_name,
+                        bandwidth=self._settings.bandwidth,
+                        window_s=window_s,
+                        deadline_s=max(0.001, deadline - began),
+                        one_window=bool(bits),
+                        expected=expected,
+                    )
+                except SchemaMismatch:
+                    raise
+                except RoundFailed as error:
+                    self.bits.missed()
+                    if bits and began + window_s <= loop.time() < deadline:
+                        continue
+                    if searches == 1:
+                        raise
+                    reason = f"{error.reason} (the last of {searches} searches, under other group bits each)"
+                    raise RoundFailed(reason, error.peers) from None
         finally:
             self.looking = False
 

@@ -140,8 +140,9 @@ class GroupMachine:
         self._out: list[Action] = []
         self._phase = Phase.LOOKING
         self._started_at = self._decided_at = self._window_end = now
-        self._end = now + (rules.window_s if rules.deadline_s is None else rules.deadline_s)
-        self.over_at = math.inf if rules.deadline_s is None else self._end
+        self.over_at = math.inf if rules.deadline_s is None else now + rules.deadline_s
+        one_window = rules.one_window or rules.deadline_s is None
+        self._end = min(now + rules.window_s, self.over_at) if one_window else self.over_at
         self._expiration = math.inf
         self._leader: Contact | None = None
         self._chain: set[PeerID] = set()

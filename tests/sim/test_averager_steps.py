@@ -12,8 +12,8 @@ import torch
 
 from shoal import sim
 from shoal.averager import AveragingStage, DhtDirectory, StepPlan
-from shoal.errors import RoundFailed
-from shoal.events import Event, RoundFinished
+from shoal.errors import LocalError, RoundFailed
+from shoal.events import Event, GroupFormed, RoundFinished
 from shoal.wire import Join, JoinAccepted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
@@ -71,6 +71,90 @@ def test_a_schedule_can_be_moved() -> None:
         await trial.close()
 
     sim.run(main, seed=2)
+
+
+@pytest.mark.parametrize("stage", [AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER])
+def test_a_schedule_is_set_while_something_else_is_waited_for(stage: AveragingStage) -> None:
+    """While a group is looked for the search is given up: whoever looks meanwhile does not meet this peer."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan = StepPlan(triggered=stage is not AveragingStage.AWAITING_TRIGGER)
+        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=100.0)), _now()
+        await sim.sleep(1.0)
+        assert plan.stage is stage
+        plan.scheduled_time = _wall(trial, "p0") + 30.0
+        plan.changed()
+        plan.allow_allreduce()
+        other = asyncio.ensure_future(trial.step("p1", timeout_s=100.0))
+        await sim.sleep(29.0)
+        assert plan.stage is AveragingStage.IDLE
+        await asyncio.gather(step, other)
+        assert 31.0 <= _now() - began < 32.5
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=12)
+
+
+def test_a_schedule_that_does_not_postpone_leaves_the_search_alone() -> None:
+    """Set to None or to a time that is over: the same search finds its group, and is not begun anew."""
+
+    async def main() -> None:
+        trial = Trial()
+        await _pair(trial)
+        plan = StepPlan()
+        waited: list[float] = []
+        trial.swarm.host("p0").env.events.subscribe(
+            lambda event: waited.append(event.waited_s) if isinstance(event, GroupFormed) else None
+        )
+        step = asyncio.ensure_future(trial.step("p0", plan=plan))
+        for scheduled_time in (None, _wall(trial, "p0")):
+            await sim.sleep(1.0)
+            plan.scheduled_time = scheduled_time
+            plan.changed()
+        await asyncio.gather(step, trial.step("p1"))
+        assert waited[0] > 2.0
+        await trial.close()
+
+    sim.run(main, seed=13)
+
+
+def test_what_is_set_counts_or_is_refused() -> None:
+    """A schedule until there is a group, also in its last moment; a weight until the values are taken."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan, late = StepPlan(), list[StepPlan]()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, GroupFormed) and not late:
+                late.append(plan)  # there is a group, and the step does not know it yet
+                plan.scheduled_time = _wall(trial, "p0") + 10.0
+                asyncio.get_running_loop().call_soon(plan.changed)
+
+        trial.swarm.host("p0").env.events.subscribe(hear)
+        first = asyncio.ensure_future(trial.step("p1", timeout_s=60.0))
+        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=60.0)), _now()
+        while not plan.grouped:
+            await sim.sleep(0.001)
+        assert _now() - began > 10.0
+        if not plan.began:
+            plan.weight = 3.0
+        with pytest.raises(LocalError, match="scheduled_time cannot be changed any more: this step has a group"):
+            plan.scheduled_time = None
+        while not plan.began:
+            await sim.sleep(0.001)
+        with pytest.raises(LocalError, match="weight cannot be changed any more: the values of this step were taken"):
+            plan.weight = 2.0
+        await asyncio.gather(step, first)
+        assert values[0][0].tolist() == values[1][0].tolist()
+        await trial.close()
+
+    sim.run(main, seed=14)
 
 
 def test_a_schedule_after_the_timeout_fails_with_the_reason() -> None:

@@ -171,7 +171,9 @@ class Averager:
                     async with self._tensors(deadline):
                         pass  # who cannot give its values would only keep a group waiting
                 with self.core.env.prompt():
-                    return await self._try_once(attempt, deadline)
+                    result = await self._try_once(attempt, deadline)
+                if result is not None:
+                    return result
             except SchemaMismatch as error:
                 self._aborted(error)
                 raise
@@ -186,10 +188,12 @@ class Averager:
         event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)
         self.core.env.events.emit(event)
 
-    async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult:
+    async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
+        """One round; None if the step was told to begin later, before there was a group."""
         loop, events, plan = asyncio.get_running_loop(), self.core.env.events, attempt.plan
-        plan.stage, plan.began = AveragingStage.LOOKING_FOR_GROUP, False
-        group = await self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
+        search = self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
+        if (group := await plan.find(search, self.core.env.clock)) is None:
+            return None
         formed = loop.time()
         sent, received = self.core.endpoint.traffic
         outcome = await self._run_round(group, attempt, deadline)
@@ -241,14 +245,13 @@ class Averager:
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self._close_last_round()
-        loop, settings, plan = asyncio.get_running_loop(), self.settings, attempt.plan
+        loop, settings = asyncio.get_running_loop(), self.settings
         formed = loop.time()
         weight = 0.0
-        plan.stage = AveragingStage.RUNNING_ALLREDUCE
         if not settings.auxiliary:
             # No longer than the others wait for a silent member: if we decide, they cannot go on without us.
             async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
-                plan.began = True
+                attempt.plan.take_values()
                 weight, scale = attempt.prepare()
                 bad = await _to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:

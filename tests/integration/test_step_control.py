@@ -55,7 +55,7 @@ def test_a_step_is_steered_until_its_values_are_taken() -> None:
         assert control.triggered
         assert control.began_allreduce
         assert value(one) == value(two) == [0.75] * 4
-        with pytest.raises(LocalError, match="weight cannot be changed any more"):
+        with pytest.raises(LocalError, match="weight cannot be changed any more: this step is over"):
             control.weight = 1.0
         with pytest.raises(LocalError, match="scheduled_time cannot be changed any more"):
             control.scheduled_time = None

@@ -42,8 +42,8 @@ class TimeLimits:
     network: Limits = field(default_factory=Limits)
 
     def step_s(self, timeout_s: float) -> float:
-        """One step: its timeout, and what a search may overrun it when it has found a leader."""
-        return timeout_s + 4 * self.settings.request_timeout_s + _FAREWELL_S
+        """One step: its timeout, and the end of the round before, if a group was found in the last moment."""
+        return timeout_s + _FAREWELL_S
 
     @property
     def stall_s(self) -> float:
@@ -51,9 +51,7 @@ class TimeLimits:
         options = RoundOptions()
         silent_link_s = self.network.silence_s + 2 * self.network.beat_s
         sender_s = self.settings.sender_timeout_s
-        reducer_s = 2 * sender_s + 2 * options.report_s
-        if self.settings.reducer_timeout_s is not None:
-            reducer_s = self.settings.reducer_timeout_s
+        reducer_s = (self.settings.reducer_timeout_s or 2 * sender_s) + 2 * options.report_s
         return max(silent_link_s, sender_s, reducer_s) + options.report_s
 
     def after_kill_s(self, normal_s: float) -> float:

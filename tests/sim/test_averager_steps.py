@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import AveragingStage, StepPlan
-from shoal.errors import RoundFailed
-from shoal.events import Event, PeerDropped, RoundFinished
-from tests.sim.averaging_kit import Trial, same_bits
+from shoal.averager import AveragingStage, DhtDirectory, StepPlan
+from shoal.errors import LocalError, RoundFailed
+from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished
+from shoal.wire import Join, JoinAccepted
+from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
 
 async def _pair(trial: Trial) -> list[list[torch.Tensor]]:
@@ -68,6 +71,90 @@ def test_a_schedule_can_be_moved() -> None:
         await trial.close()
 
     sim.run(main, seed=2)
+
+
+@pytest.mark.parametrize("stage", [AveragingStage.LOOKING_FOR_GROUP, AveragingStage.AWAITING_TRIGGER])
+def test_a_schedule_is_set_while_something_else_is_waited_for(stage: AveragingStage) -> None:
+    """While a group is looked for the search is given up: whoever looks meanwhile does not meet this peer."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan = StepPlan(triggered=stage is not AveragingStage.AWAITING_TRIGGER)
+        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=100.0)), _now()
+        await sim.sleep(1.0)
+        assert plan.stage is stage
+        plan.scheduled_time = _wall(trial, "p0") + 30.0
+        plan.changed()
+        plan.allow_allreduce()
+        other = asyncio.ensure_future(trial.step("p1", timeout_s=100.0))
+        await sim.sleep(29.0)
+        assert plan.stage is AveragingStage.IDLE
+        await asyncio.gather(step, other)
+        assert 31.0 <= _now() - began < 32.5
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=12)
+
+
+def test_a_schedule_that_does_not_postpone_leaves_the_search_alone() -> None:
+    """Set to None or to a time that is over: the same search finds its group, and is not begun anew."""
+
+    async def main() -> None:
+        trial = Trial()
+        await _pair(trial)
+        plan = StepPlan()
+        waited: list[float] = []
+        trial.swarm.host("p0").env.events.subscribe(
+            lambda event: waited.append(event.waited_s) if isinstance(event, GroupFormed) else None
+        )
+        step = asyncio.ensure_future(trial.step("p0", plan=plan))
+        for scheduled_time in (None, _wall(trial, "p0")):
+            await sim.sleep(1.0)
+            plan.scheduled_time = scheduled_time
+            plan.changed()
+        await asyncio.gather(step, trial.step("p1"))
+        assert waited[0] > 2.0
+        await trial.close()
+
+    sim.run(main, seed=13)
+
+
+def test_what_is_set_counts_or_is_refused() -> None:
+    """A schedule until there is a group, also in its last moment; a weight until the values are taken."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        plan, late = StepPlan(), list[StepPlan]()
+
+        def hear(event: Event) -> None:
+            if isinstance(event, GroupFormed) and not late:
+                late.append(plan)  # there is a group, and the step does not know it yet
+                plan.scheduled_time = _wall(trial, "p0") + 10.0
+                asyncio.get_running_loop().call_soon(plan.changed)
+
+        trial.swarm.host("p0").env.events.subscribe(hear)
+        first = asyncio.ensure_future(trial.step("p1", timeout_s=60.0))
+        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=60.0)), _now()
+        while not plan.grouped:
+            await sim.sleep(0.001)
+        assert _now() - began > 10.0
+        if not plan.began:
+            plan.weight = 3.0
+        with pytest.raises(LocalError, match="scheduled_time cannot be changed any more: this step has a group"):
+            plan.scheduled_time = None
+        while not plan.began:
+            await sim.sleep(0.001)
+        with pytest.raises(LocalError, match="weight cannot be changed any more: the values of this step were taken"):
+            plan.weight = 2.0
+        await asyncio.gather(step, first)
+        assert values[0][0].tolist() == values[1][0].tolist()
+        await trial.close()
+
+    sim.run(main, seed=14)
 
 
 def test_a_schedule_after_the_timeout_fails_with_the_reason() -> None:
@@ -203,6 +290,40 @@ def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes
     sim.run(main, seed=7)
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> None:
+    """Whom it asks says nothing at all, or promises a group that never begins: the step's timeout ends it."""
+
+    async def main() -> None:
+        settings = msgspec.structs.replace(SETTINGS, averaging_expiration_s=15.0, request_timeout_s=12.0)
+        trial = Trial(settings=settings)
+        await _pair(trial)
+        bad = await trial.add("bad", [torch.zeros(3)])
+
+        async def lead(stream: Any, join: Join) -> None:
+            if answers:
+                await stream.send(JoinAccepted())
+            await sim.sleep(1000.0)
+
+        async def declare() -> None:
+            await bad.close()
+            endpoint = bad.core.endpoint
+            endpoint.serve_stream(Join, lead, scope="trial")
+            directory = DhtDirectory(bad.core.node, endpoint, timeout_s=2.0)
+            await directory.declare("trial.0b", _wall(trial, "bad") + 2.0, endpoint.contact)
+
+        await trial.swarm.run_on("bad", declare)
+        began = _now()
+        with pytest.raises(RoundFailed, match="the peer that was asked to lead") as failure:
+            await trial.step("p0", timeout_s=3.0)
+        assert failure.value.peers == (bad.core.peer_id,)
+        assert _now() - began == pytest.approx(3.0)
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=9)
+
+
 def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> None:
     """A slow line keeps the end of a round waiting; the step after it is cancelled there. Those after that work."""
 
@@ -239,6 +360,74 @@ def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> 
         assert not trial.warnings
 
     sim.run(main, seed=8)
+
+
+@pytest.mark.parametrize("timeout_s", [40.0, 4.0])
+def test_peers_that_are_left_under_different_bits_meet(timeout_s: float) -> None:
+    """Two of groups of two over two bits: after three windows at the latest, in one step or in as many short ones."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = [[torch.full((5,), 2.0 * peer)] for peer in range(2)]
+        for peer in range(2):
+            await trial.add(f"p{peer}", values[peer], target_group_size=2, group_bits=("00", "11")[peer])
+
+        async def average(peer: int) -> int:
+            for tries in range(1, 10):
+                with suppress(RoundFailed):
+                    await trial.step(f"p{peer}", timeout_s=timeout_s)
+                    return tries
+            return 10
+
+        window_s = min(timeout_s, SETTINGS.averaging_expiration_s)
+        for _ in range(3):  # each round sends them to different keys again
+            began = _now()
+            tries = await asyncio.gather(average(0), average(1))
+            assert max(tries) <= (1 if timeout_s > window_s else 3)
+            assert _now() - began < 3 * window_s
+            assert values[0][0].tolist() == values[1][0].tolist() == [1.0] * 5
+        await trial.close()
+        assert not trial.warnings
+
+    for seed in range(5):
+        sim.run(main, seed=seed)
+
+
+def test_a_search_under_one_key_after_another_says_so() -> None:
+    """A peer that is alone fails at its timeout, and not before."""
+
+    async def main() -> None:
+        trial = Trial()
+        await trial.add("p0", [torch.zeros(3)], target_group_size=2, group_bits="11")
+        began = _now()
+        with pytest.raises(RoundFailed, match=r"nobody else is looking for one \(the last of 5 searches"):
+            await trial.step("p0", timeout_s=22.0, allow_retries=False)
+        assert _now() - began == pytest.approx(22.0)
+        assert trial.swarm.peer("p0").group_bits == "00"
+        await trial.close()
+
+    sim.run(main, seed=11)
+
+
+def test_group_bits_that_are_set_during_a_round_count() -> None:
+    """The round draws none in their place; the other member's are drawn as ever."""
+
+    async def main() -> None:
+        trial = Trial(bandwidth_bytes_s=100_000)
+        for peer in range(2):
+            tensors = [torch.full((30_000,), float(peer))]
+            await trial.add(f"p{peer}", tensors, target_group_size=2, group_bits="0000")
+        plan = StepPlan()
+        steps = asyncio.gather(trial.step("p0", plan=plan), trial.step("p1"))
+        while not plan.began:
+            await sim.sleep(0.01)
+        trial.swarm.peer("p0").group_bits = "1111"
+        await steps
+        assert trial.swarm.peer("p0").group_bits == "1111"
+        assert trial.swarm.peer("p1").group_bits in ("0000", "0001")
+        await trial.close()
+
+    sim.run(main, seed=10)
 
 
 def test_eight_peers_in_groups_of_two_reach_the_global_average_in_three_rounds() -> None:

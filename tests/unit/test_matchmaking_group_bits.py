@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from shoal.matchmaking.group_bits import next_group_bits
+from shoal.matchmaking.group_bits import GroupBits, group_bits_after_a_miss, next_group_bits
 
 ROUND = bytes(range(16))
 
@@ -71,3 +73,54 @@ def test_without_a_target_the_group_decides() -> None:
     assert sorted(drawn("000", 2, None)) == ["000", "001"]
     assert len(set(drawn("000", 5, None))) == 5
     assert len(set(drawn("000", 1, None))) == 1
+
+
+def test_what_the_user_sets_is_what_is_searched_next() -> None:
+    """Set while a round goes on, also to what it was before: the round draws nothing. The one after it does again."""
+    for bits in ("1111", "0000"):
+        mine = GroupBits("0000", target_group_size=2, rng=random.Random(1))
+        assert mine.search() == "0000"
+        mine.bits = bits
+        mine.averaged(round_id=ROUND, place=0, size=2)
+        mine.missed()
+        assert mine.search() == bits
+        mine.averaged(round_id=ROUND, place=0, size=2)
+        assert mine.bits == next_group_bits(bits, round_id=ROUND, place=0, size=2, target_group_size=2)
+
+
+def test_peers_that_find_nobody_come_to_one_key() -> None:
+    """After each search in vain one digit more is 0, the others are any: two of four digits, and so on."""
+    rng = random.Random(2)
+    for misses in range(1, 6):
+        drawn = {group_bits_after_a_miss("11011011", misses=misses, target_group_size=4, rng=rng) for _ in range(2000)}
+        zeros = "00" * min(misses, 4)
+        assert len(drawn) == 4 ** (4 - len(zeros) // 2)
+        assert all(len(bits) == 8 and bits.startswith(zeros) for bits in drawn)
+    assert group_bits_after_a_miss("", misses=1, target_group_size=4, rng=rng) == ""
+    assert group_bits_after_a_miss("1", misses=1, target_group_size=32, rng=rng) == "0"
+
+
+def test_only_keys_of_full_groups_are_drawn_after_a_miss() -> None:
+    """As after a round: with groups of three no digit is 3."""
+    rng = random.Random(3)
+    drawn = {group_bits_after_a_miss("0000", misses=1, target_group_size=3, rng=rng) for _ in range(200)}
+    assert drawn == {"0000", "0001", "0010"}
+
+
+def test_misses_are_counted_until_a_round_succeeds() -> None:
+    """Then all digits are drawn by the round again, and the next miss is the first."""
+    mine = GroupBits("1111", target_group_size=2, rng=random.Random(4))
+    for misses in range(1, 5):
+        mine.search()
+        mine.missed()
+        assert mine.bits.startswith("0" * misses)
+    mine.search()
+    mine.averaged(round_id=ROUND, place=0, size=2)
+    assert mine.bits in ("0000", "0001")
+    drawn = set()
+    for _ in range(50):
+        mine.bits = "1111"
+        mine.search()
+        mine.missed()
+        drawn.add(mine.bits)
+    assert drawn == {f"0{number:03b}" for number in range(8)}

@@ -764,6 +764,28 @@ def test_last_window_ends_with_the_deadline() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([], "no group within 7.0 s: the peer that was asked to lead gave no answer"),
+        ([AskAccepted(peer_id(1))], "no group within 7.0 s: the peer that was asked to lead did not begin"),
+    ],
+)
+def test_deadline_ends_a_search_that_found_a_leader(answers: list[Event], reason: str) -> None:
+    """Whatever the leader promised: there is no time left for a round. It is told that we are gone."""
+    play = Play(rules=Rules(window_s=6.0, deadline_s=7.0))
+    play.settle()
+    play.wait(6.5)
+    play.read(declared(1))
+    assert play.machine.leader == peer_id(1)
+    for answer in answers:
+        play.hear(answer)
+    assert play.machine.deadline() == 7.0
+    said = play.hear(Tick(), at=7.0)
+    assert said[0] == StopAsking(peer_id(1))
+    assert Fail(reason, (peer_id(1),)) in said
+
+
+@pytest.mark.parametrize(
     ("events", "reason"),
     [
         ([], "no group within 5.0 s: nobody else is looking for one"),

@@ -18,11 +18,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from shoal.allreduce.load_balancing import balance
-from shoal.allreduce.partition import first_difference
 from shoal.allreduce.round import Outcome, Round, RoundOptions
 from shoal.allreduce.vector import Vector, describe
-from shoal.averager.directory import DhtDirectory
+from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import AveragerSettings
@@ -32,14 +30,12 @@ from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
-from shoal.matchmaking import Group, Matchmaker, next_group_bits
-from shoal.peer import PeerID
+from shoal.matchmaking import Group
 from shoal.state import SharedState
 from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
 
-Expected = Callable[[], frozenset[PeerID] | None]
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
 T = TypeVar("T")
@@ -59,9 +55,7 @@ class Averager:
         codecs: one codec for each tensor, in place of `compression`.
 
     Attributes:
-        group_bits: which of several groups the next step looks for.
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
-        looking: whether a step looks for a group now, rather than averages.
         sharing: the state that others can download from here.
 
     Raises:
@@ -86,15 +80,11 @@ class Averager:
         self.core, self.prefix, self.settings, self.lock = core, prefix, settings, lock
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
-        layout = describe(self.tensors, chosen)
-        self.vector = Vector(self.tensors, layout)
-        self.group_bits = settings.group_bits
+        self.vector = Vector(self.tensors, describe(self.tensors, chosen))
         self.group_tag = ""
-        self.looking = False
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
-        self._schema = layout.schema
         self._closed = self._leaving = False
         self._between_rounds = asyncio.Event()
         self._between_rounds.set()
@@ -103,41 +93,22 @@ class Averager:
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        endpoint = core.endpoint
         core.rounds()  # from now on: whoever hears of a group before we do may open its streams at once
-        self._directory = DhtDirectory(core.node, endpoint, timeout_s=0.8 * settings.request_timeout_s)
-        self._matchmaker = Matchmaker(
-            endpoint,
-            core.env,
-            self._directory,
-            prefix=prefix,
-            schema=self._schema,
-            settings=dict(settings.settings),
-            compare_schema=self._compare_schema,
-            plan=self._plan,
-            target_group_size=settings.target_group_size,
-            min_group_size=settings.min_group_size,
-            window_s=settings.averaging_expiration_s,
-            request_timeout_s=settings.request_timeout_s,
-            client_mode=settings.client_mode,
-            auxiliary=settings.auxiliary,
-        )
+        self._finder = GroupFinder(core, prefix, settings, self.vector)
 
-    def _compare_schema(self, theirs: bytes) -> str | None:
-        try:
-            return first_difference(self._schema, theirs)
-        except msgspec.MsgspecError as error:
-            return f"the other peer's schema cannot be read: {error}"
+    @property
+    def group_bits(self) -> str:
+        """Which of several groups the next search is for. What it is set to is not drawn anew before that search."""
+        return self._finder.bits.bits
 
-    def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
-        slices = balance(
-            self.vector.layout.numel,
-            [member.bandwidth for member in members],
-            [member.reduces for member in members],
-            min_size=self.settings.min_vector_size,
-            contributes=[member.contributes for member in members],
-        )
-        return slices, self.settings.part_size_bytes
+    @group_bits.setter
+    def group_bits(self, bits: str) -> None:
+        self._finder.bits.bits = bits
+
+    @property
+    def looking(self) -> bool:
+        """Whether a step looks for a group now, rather than averages."""
+        return self._finder.looking
 
     # ---------------------------------------------------------------------------------------------------- averaging
 
@@ -200,7 +171,9 @@ class Averager:
                     async with self._tensors(deadline):
                         pass  # who cannot give its values would only keep a group waiting
                 with self.core.env.prompt():
-                    return await self._try_once(attempt, deadline)
+                    result = await self._try_once(attempt, deadline)
+                if result is not None:
+                    return result
             except SchemaMismatch as error:
                 self._aborted(error)
                 raise
@@ -215,10 +188,12 @@ class Averager:
         event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)
         self.core.env.events.emit(event)
 
-    async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult:
+    async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
+        """One round; None if the step was told to begin later, before there was a group."""
         loop, events, plan = asyncio.get_running_loop(), self.core.env.events, attempt.plan
-        plan.stage, plan.began = AveragingStage.LOOKING_FOR_GROUP, False
-        group = await self._form_group(plan.gathered, deadline - loop.time(), attempt.expected)
+        search = self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
+        if (group := await plan.find(search, self.core.env.clock)) is None:
+            return None
         formed = loop.time()
         sent, received = self.core.endpoint.traffic
         outcome = await self._run_round(group, attempt, deadline)
@@ -234,37 +209,13 @@ class Averager:
                 duration_s=loop.time() - formed,
             )
         )
-        self._draw_group_bits(group)
+        self._finder.bits.averaged(round_id=group.round_id, place=group.my_index, size=len(group.members))
         return StepResult(
             gathered={member.contact.peer: self._unpack(member) for member in group.members},
             outcome=outcome,
             round_id=group.round_id,
             duration_s=loop.time() - formed,
         )
-
-    def _draw_group_bits(self, group: Group) -> None:
-        self.group_bits = next_group_bits(
-            self.group_bits,
-            round_id=group.round_id,
-            place=group.peers.index(self.core.peer_id),
-            size=len(group.peers),
-            target_group_size=self.settings.target_group_size,
-        )
-
-    async def _form_group(self, gathered: bytes, timeout_s: float, expected: Expected | None) -> Group:
-        self.looking = True
-        try:
-            return await self._matchmaker.form_group(
-                group_key=f"{self.prefix}.0b{self.group_bits}{self.group_tag}",
-                gathered=gathered,
-                reference=self.vector.reference_name,
-                bandwidth=self.settings.bandwidth,
-                window_s=self.settings.averaging_expiration_s,
-                deadline_s=max(0.001, timeout_s),
-                expected=expected,
-            )
-        finally:
-            self.looking = False
 
     async def _run_round(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
         self._between_rounds.clear()
@@ -294,14 +245,13 @@ class Averager:
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
         await self._close_last_round()
-        loop, settings, plan = asyncio.get_running_loop(), self.settings, attempt.plan
+        loop, settings = asyncio.get_running_loop(), self.settings
         formed = loop.time()
         weight = 0.0
-        plan.stage = AveragingStage.RUNNING_ALLREDUCE
         if not settings.auxiliary:
             # No longer than the others wait for a silent member: if we decide, they cannot go on without us.
             async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
-                plan.began = True
+                attempt.plan.take_values()
                 weight, scale = attempt.prepare()
                 bad = await _to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
@@ -403,7 +353,7 @@ class Averager:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._matchmaker.close()
+        await self._finder.close()
 
 
 class _Attempt(msgspec.Struct, frozen=True):

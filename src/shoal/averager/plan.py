@@ -1,10 +1,12 @@
-"""One step of an averager: what it is to do, which its owner may change until the round begins, and what came of it."""
+"""One step of an averager: what it is to do, which its owner may change until it is too late, and what came of it."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import math
+import threading
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +14,8 @@ import msgspec
 
 from shoal.allreduce.round import Outcome
 from shoal.clock import Clock
-from shoal.errors import ConfigError, RoundFailed
+from shoal.errors import ConfigError, LocalError, RoundFailed
+from shoal.matchmaking import Group
 from shoal.peer import PeerID
 from shoal.wire import decode_plain
 
@@ -32,7 +35,7 @@ class AveragingStage(enum.Enum):
 
 
 class StepPlan:
-    """What one step is to do. Reading, `weight` and `scheduled_time` are for any thread; what notifies is loop only.
+    """What one step is to do. Reading, `weight` and `scheduled_time` are for any thread; the methods are loop only.
 
     Args:
         weight: of this peer's values: finite, 0 or more.
@@ -42,7 +45,8 @@ class StepPlan:
 
     Attributes:
         stage: where the step stands.
-        began: whether values were copied in: from then on a change of the plan has no effect.
+        grouped: whether there is a group: too late for another `scheduled_time`, unless the step is retried.
+        began: whether the values were taken: too late for another `weight`, unless the step is retried.
 
     Raises:
         ConfigError: an argument is wrong.
@@ -56,48 +60,66 @@ class StepPlan:
         scheduled_time: float | None = None,
         triggered: bool = True,
     ) -> None:
-        self.stage, self.began = AveragingStage.IDLE, False
+        self.stage = AveragingStage.IDLE
+        self.grouped = self.began = False
+        self._guard = threading.Lock()  # what is set counts, or is refused: nothing comes between
         self.weight, self.scheduled_time = weight, scheduled_time
         self.gathered = _pack(gather)
+        self._triggered = triggered
         self._changed = asyncio.Event()
-        self._trigger = asyncio.Event()
-        if triggered:
-            self._trigger.set()
+        self._search: tuple[asyncio.Timeout, Clock] | None = None
 
     @property
     def weight(self) -> float:
-        """Of this peer's values."""
+        """Of this peer's values. Setting it raises `LocalError` when they were taken."""
         return self._weight
 
     @weight.setter
     def weight(self, value: float) -> None:
         if not _finite(value) or value < 0:
             raise ConfigError(f"weight must be a finite number of at least 0, got {value!r}")
-        self._weight = float(value)
+        with self._guard:
+            if self.began:
+                raise LocalError("weight cannot be changed any more: the values of this step were taken already")
+            self._weight = float(value)
 
     @property
     def scheduled_time(self) -> float | None:
-        """No search for a group before this, wall-clock seconds."""
+        """No search for a group before this, wall-clock seconds. Setting it raises `LocalError` when there is one.
+
+        Call `changed` afterwards: a search that goes on is given up for a later time.
+        """
         return self._scheduled_time
 
     @scheduled_time.setter
     def scheduled_time(self, value: float | None) -> None:
         if value is not None and not _finite(value):
             raise ConfigError(f"scheduled_time must be a time in seconds, as time.time() gives, got {value!r}")
-        self._scheduled_time = None if value is None else float(value)
+        with self._guard:
+            if self.grouped:
+                raise LocalError("scheduled_time cannot be changed any more: this step has a group already")
+            self._scheduled_time = None if value is None else float(value)
 
     @property
     def triggered(self) -> bool:
         """Whether a group may be looked for."""
-        return self._trigger.is_set()
+        return self._triggered
 
     def allow_allreduce(self) -> None:
         """Let a group be looked for, and the values be averaged."""
-        self._trigger.set()
+        self._triggered = True
+        self._changed.set()
 
     def changed(self) -> None:
         """The scheduled time is another one."""
         self._changed.set()
+        if self._search is not None and self._early_s(self._search[1]) > 0:
+            self._search[0].reschedule(asyncio.get_running_loop().time())
+            self._search = None
+
+    def _early_s(self, clock: Clock) -> float:
+        """Seconds until the scheduled time; 0 from then on."""
+        return 0.0 if self.scheduled_time is None else max(0.0, self.scheduled_time - clock.time())
 
     async def wait_until_ready(self, clock: Clock, deadline: float) -> None:
         """Wait for the scheduled time and the trigger. No group waits with us: one is found in milliseconds.
@@ -110,20 +132,47 @@ class StepPlan:
             RoundFailed: the deadline came first.
         """
         loop = asyncio.get_running_loop()
-        while self.scheduled_time is not None and (left_s := self.scheduled_time - clock.time()) > 0:
+        self.grouped = self.began = False
+        while (early_s := self._early_s(clock)) > 0 or not self._triggered:
+            self.stage = AveragingStage.IDLE if early_s > 0 else AveragingStage.AWAITING_TRIGGER
             if loop.time() >= deadline:
-                raise RoundFailed("the step's scheduled_time lies after its timeout")
+                if early_s > 0:
+                    raise RoundFailed("the step's scheduled_time lies after its timeout")
+                raise RoundFailed("allow_allreduce() was not called before the step's timeout")
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(left_s, deadline - loop.time())):
+                async with asyncio.timeout(min(early_s or math.inf, deadline - loop.time())):
                     await self._changed.wait()
-        if not self.triggered:
-            self.stage = AveragingStage.AWAITING_TRIGGER
-            try:
-                async with asyncio.timeout_at(deadline):
-                    await self._trigger.wait()
-            except TimeoutError:
-                raise RoundFailed("allow_allreduce() was not called before the step's timeout") from None
+
+    async def find(self, search: Coroutine[Any, Any, Group], clock: Clock) -> Group | None:
+        """The group that `search` finds; None if it was given up, because the step is to begin later now."""
+        if self._early_s(clock) > 0:
+            search.close()
+            return None
+        self.stage = AveragingStage.LOOKING_FOR_GROUP
+        scope = asyncio.timeout(None)
+        try:
+            async with scope:
+                self._search = scope, clock
+                group = await search
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return None
+        finally:
+            self._search = None
+        with self._guard:
+            self.grouped = self._early_s(clock) == 0
+        if not self.grouped:  # it was set in this moment
+            group.release()
+            return None
+        self.stage = AveragingStage.RUNNING_ALLREDUCE
+        return group
+
+    def take_values(self) -> None:
+        """They are taken now, with the present weight."""
+        with self._guard:
+            self.began = True
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):

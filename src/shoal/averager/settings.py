@@ -53,7 +53,8 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         min_vector_size: who would reduce fewer elements than this reduces none.
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed.
-        group_bits: which of several groups, `0` and `1`; drawn anew after each round, unless empty.
+        group_bits: which of several groups, `0` and `1`; drawn anew after each round, and after each search without a
+            group, unless empty.
         declare_state_period_s: how often a donor declares itself; at most 1800.
         fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
             without a call of `StateSharing.changed`; None if it never does.

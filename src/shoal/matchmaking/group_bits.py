@@ -7,13 +7,20 @@ groups. If all groups are full, every peer has the exact average of all after d 
 shrinks the variance, as random groups do (Moshpit SGD, Ryabinin et al. 2021, arXiv:2103.03239).
 
 The digits are a permutation that the round's id gives: all members find the same one, and nobody has to tell.
+
+Whoever finds nobody under its key draws another one, after each search in vain from fewer: of peers that are left here
+and there, however few they are, all come to the same key.
 """
 
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
-__all__ = ["next_group_bits"]
+if TYPE_CHECKING:
+    import random
+
+__all__ = ["GroupBits", "group_bits_after_a_miss", "next_group_bits"]
 
 
 def next_group_bits(bits: str, *, round_id: bytes, place: int, size: int, target_group_size: int | None) -> str:
@@ -38,3 +45,71 @@ def next_group_bits(bits: str, *, round_id: bytes, place: int, size: int, target
     # More members than digits: each digit is had by as many of them, or by one more.
     digit = digits[place % values]
     return (bits + f"{digit:0{width}b}")[-len(bits) :] if bits else ""
+
+
+def group_bits_after_a_miss(bits: str, *, misses: int, target_group_size: int | None, rng: random.Random) -> str:
+    """The bits of the next group key of a peer that has found nobody under the last one.
+
+    Its digits are drawn at random, but the first `misses` of them are 0: peers that are alone come to fewer and fewer
+    keys, and with as many misses as there are digits all of them to the same one.
+
+    Args:
+        bits: those of the last key, a text of `0` and `1`.
+        misses: searches in a row in which nobody was found, this one counted.
+        target_group_size: as in `next_group_bits`; None: a digit has two values.
+        rng: source of chance.
+
+    Returns:
+        As many bits as before, none if there were none.
+    """
+    values = max(2, target_group_size or 2)
+    width = (values - 1).bit_length()
+    count = -(-len(bits) // width)
+    digits = [0 if number < misses else rng.randrange(values) for number in range(count)]
+    return "".join(f"{digit:0{width}b}" for digit in digits)[-len(bits) :] if bits else ""
+
+
+class GroupBits:
+    """The group bits of one averager, from search to search. What the user sets counts from the next search on.
+
+    Args:
+        bits: to begin with.
+        target_group_size: members of a full group; None: no size is full.
+        rng: source of chance.
+    """
+
+    def __init__(self, bits: str, *, target_group_size: int | None, rng: random.Random) -> None:
+        self._bits, self._target_group_size, self._rng = bits, target_group_size, rng
+        self._searched = False
+        self._misses = 0
+
+    @property
+    def bits(self) -> str:
+        """Those of the next search; can be set."""
+        return self._bits
+
+    @bits.setter
+    def bits(self, bits: str) -> None:
+        # Nothing was searched under these yet: no round or search that goes on now has a say in what comes after them.
+        self._bits, self._searched, self._misses = bits, False, 0
+
+    def search(self) -> str:
+        """A search begins: its bits."""
+        self._searched = True
+        return self._bits
+
+    def missed(self) -> None:
+        """It found no group."""
+        if self._searched:
+            self._misses += 1
+            self._bits = group_bits_after_a_miss(
+                self._bits, misses=self._misses, target_group_size=self._target_group_size, rng=self._rng
+            )
+
+    def averaged(self, *, round_id: bytes, place: int, size: int) -> None:
+        """It found a group, whose round succeeded; the arguments are those of `next_group_bits`."""
+        if self._searched:
+            self._misses = 0
+            self._bits = next_group_bits(
+                self._bits, round_id=round_id, place=place, size=size, target_group_size=self._target_group_size
+            )

@@ -118,6 +118,9 @@ class GroupMachine:
         wall_offset_s: wall clock minus loop time, seconds; only used to write and read expirations.
         expected: who is expected to join, None if not known. Asked often; the group starts as soon as all of them that
             are alive have joined, and otherwise waits for them to the end of the window.
+
+    Attributes:
+        over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
     """
 
     def __init__(
@@ -137,7 +140,9 @@ class GroupMachine:
         self._out: list[Action] = []
         self._phase = Phase.LOOKING
         self._started_at = self._decided_at = self._window_end = now
-        self._end = now + (rules.window_s if rules.deadline_s is None else rules.deadline_s)
+        self.over_at = math.inf if rules.deadline_s is None else now + rules.deadline_s
+        one_window = rules.one_window or rules.deadline_s is None
+        self._end = min(now + rules.window_s, self.over_at) if one_window else self.over_at
         self._expiration = math.inf
         self._leader: Contact | None = None
         self._chain: set[PeerID] = set()
@@ -204,9 +209,11 @@ class GroupMachine:
     def deadline(self) -> float | None:
         """When to call with `Tick` if nothing happens before (loop time, seconds); None: not needed."""
         if self._phase is Phase.FOLLOWING:
-            return self._follow_end
-        if self._phase is not Phase.LOOKING:
-            return None  # an answer comes in bounded time
+            return min(self._follow_end, self.over_at)
+        if self._phase is Phase.ASKING:  # an answer comes in bounded time
+            return self.over_at if math.isfinite(self.over_at) else None
+        if self._phase is Phase.OVER:
+            return None
         due = self._lookout.due(self.key, self._followers, self._decided_at)
         due = min(due, self._window_end, self._declarers.next_change(self._decided_at))
         return due if self._expected is None else min(due, self._decided_at + _EXPECTED_POLL_S)
@@ -351,7 +358,10 @@ class GroupMachine:
             self._ask(leader)
 
     def _on_tick(self, now: float) -> None:
-        if self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
+        if self._leader is not None and now >= self.over_at:
+            late = "did not begin" if self._phase is Phase.FOLLOWING else "gave no answer"
+            self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (self._leader.peer,))
+        elif self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
             self._abandon(self._leader.peer, "it did not begin in time")
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
@@ -443,7 +453,7 @@ class GroupMachine:
     def _conclude(self, now: float) -> None:
         """The group is full, or the window ended."""
         too_few = self._group.why_not()
-        waited = f"no group within {now - self._started_at:.1f} s"
+        waited = self._waited(now)
         if self._group.can_start:
             self._start()
         elif self._group.enough and not self._group.reduces:
@@ -463,6 +473,9 @@ class GroupMachine:
             self._fail(f"{waited}: {too_few}", ())
         else:
             self._fail(f"{waited}: {self._trouble[0]}", self._trouble[1])
+
+    def _waited(self, now: float) -> str:
+        return f"no group within {now - self._started_at:.1f} s"
 
     def _fail(self, reason: str, peers: tuple[PeerID, ...], *, mismatch: bool = False) -> None:
         self._give_up(reason)

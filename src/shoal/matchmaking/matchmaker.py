@@ -113,6 +113,7 @@ class Matchmaker:
         bandwidth: float | None = None,
         window_s: float | None = None,
         deadline_s: float | None = None,
+        one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
     ) -> Group:
         """Find a group and agree on it.
@@ -123,8 +124,9 @@ class Matchmaker:
             reference: names the average that our values may be coded against; empty: none.
             bandwidth: bytes/s that we say we have; None: unknown; 0: we reduce nothing.
             window_s: in place of the matchmaker's own.
-            deadline_s: no new window begins after this, counted from now; None: one window only. A search in which
-                another peer was found to lead may take a few `request_timeout_s` longer.
+            deadline_s: the search ends then, counted from now; None: one window only, and a few `request_timeout_s`
+                more if another peer was found to lead.
+            one_window: that, but not beyond `deadline_s`.
             expected: who is expected to join, None where not known: if we lead, the group starts as soon as all of
                 them that are alive are there, and waits for them to the end of the window. Called often.
 
@@ -143,7 +145,7 @@ class Matchmaker:
         if self._search is not None:
             raise LocalError("form_group was called while another form_group is running: one group at a time")
         member = self._member(gathered, bandwidth, reference)
-        rules = self._rules(window_s, deadline_s, member)
+        rules = self._rules(window_s, deadline_s, member, one_window=one_window)
         if not group_key.startswith(f"{self._prefix}.0b"):
             raise ConfigError(f"group_key is {group_key!r}, it must be '{self._prefix}.0b' followed by bits")
         started = asyncio.get_running_loop().time()
@@ -182,7 +184,7 @@ class Matchmaker:
             )
         return Member(contact, reduces, bandwidth, gathered, contributes=not self._auxiliary, reference=reference)
 
-    def _rules(self, window_s: float | None, deadline_s: float | None, member: Member) -> Rules:
+    def _rules(self, window_s: float | None, deadline_s: float | None, member: Member, *, one_window: bool) -> Rules:
         window_s = self._window_s if window_s is None else window_s
         _check_seconds("window_s", window_s)
         self._longest_window_s = max(self._longest_window_s, window_s)
@@ -193,6 +195,7 @@ class Matchmaker:
             min_size=self._min_size,
             window_s=window_s,
             deadline_s=deadline_s,
+            one_window=one_window,
             settle_s=self._settle_s,
             settle_max_s=10 * self._settle_s,
             patience_s=self._request_timeout_s,

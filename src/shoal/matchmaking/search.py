@@ -131,7 +131,8 @@ class Search:
             # Begin is on its way to everyone; who cannot be told in time is a dead member to the round.
             pending = [inbound.begun for inbound in self._inbound.values()]
             if pending:
-                await asyncio.wait(pending, timeout=self._terms.request_timeout_s)
+                left_s = max(0.0, self._machine.over_at - self._loop.time())
+                await asyncio.wait(pending, timeout=min(self._terms.request_timeout_s, left_s))
             for inbound in self._inbound.values():
                 if not inbound.begun.done():
                     inbound.stream.abort()

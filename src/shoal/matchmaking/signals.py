@@ -64,7 +64,9 @@ class Rules:
         target_size: a group of this many starts at once; None: no size is full (but for `MAX_GROUP_SIZE`).
         min_size: a smaller group never starts.
         window_s: how long one declaration stands; at its end the group starts or the peer declares again.
-        deadline_s: no new window begins after this, counted from the start; None: one window only.
+        deadline_s: the search is over then, counted from the start, whatever goes on; None: one window only, and as
+            much more as a leader that was found needs to answer and to begin.
+        one_window: with a deadline, too, no second window begins.
         settle_s: shortest quiet time after a join before a group that is not full may start.
         settle_max_s: longest such quiet time that is chosen by what was observed.
         patience_s: a peer that stands in the directory for longer than this without joining is waited for no more.
@@ -79,6 +81,7 @@ class Rules:
     min_size: int = 2
     window_s: float = 5.0
     deadline_s: float | None = None
+    one_window: bool = False
     settle_s: float = 0.05
     settle_max_s: float = 0.5
     patience_s: float = 3.0

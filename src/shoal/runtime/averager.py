@@ -48,7 +48,8 @@ class DecentralizedAverager(SharesState):
         prefix: peers with the same prefix meet.
         target_group_size: a group starts at once when it has this many members; None: when nobody else looks for one.
         min_group_size: no group is smaller, and a round that loses more members fails.
-        initial_group_bits: which of several groups to begin with, as a text of 0 and 1; drawn anew after each round.
+        initial_group_bits: which of several groups to begin with, as a text of 0 and 1; drawn anew after each round,
+            and after a search that found no group.
         averaging_expiration: how long one search for a group lasts; a step begins another until its timeout. None: 15.
         min_matchmaking_time: another name of `averaging_expiration`.
         request_timeout: how long to wait for another peer's answer while looking for a group; less than
@@ -345,7 +346,7 @@ class DecentralizedAverager(SharesState):
     @overload
     def set_group_bits(self, group_bits: str, wait: Literal[False]) -> LoopFuture[None]: ...
     def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:  # noqa: FBT002
-        """Look for this group from the next search on.
+        """Look for this group from the next search on; a round or search that goes on now does not change it.
 
         Args:
             group_bits: a text of 0 and 1; empty: one group for all, and none is drawn after a round.

@@ -16,13 +16,13 @@ __all__ = ["StepControl"]
 class StepControl(LoopFuture[dict[PeerID, Any]]):
     """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: what it gathered}`.
 
-    Weight and scheduled time can be changed until the values are averaged, from any thread. `cancel` gives the step up;
-    others are told at once.
+    The scheduled time can be changed until there is a group, the weight until the values are taken, from any thread.
+    `cancel` gives the step up; others are told at once.
 
     Args:
         thread: where the step runs.
         plan: what the step is to do.
-        deadline: wall-clock seconds at which the step ends in any case.
+        deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether it looks for another group after a failed round.
     """
 
@@ -66,11 +66,13 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def scheduled_time(self) -> float | None:
-        """No search for a group before this, wall-clock seconds; None: at once. Can be set until there is a group.
+        """No search for a group before this, wall-clock seconds; None: at once.
+
+        Can be set until there is a group: a search that goes on is given up, and another one begins at the later time.
 
         Raises:
             ConfigError: what it is set to is not a time before the step's deadline.
-            LocalError: it is set too late: the values were taken.
+            LocalError: it is set too late: there is a group.
         """
         return self._plan.scheduled_time
 
@@ -82,12 +84,12 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
         self._thread.call_soon(self._plan.changed)
 
     def _check_changeable(self, name: str) -> None:
-        if self.done() or self._plan.began:
-            raise LocalError(f"{name} cannot be changed any more: the values of this step were taken already")
+        if self.done():
+            raise LocalError(f"{name} cannot be changed any more: this step is over")
 
     @property
     def deadline(self) -> float:
-        """When the step ends in any case, wall-clock seconds."""
+        """When the step's timeout is over, wall-clock seconds: it ends by then, but for the end of the last round."""
         return self._deadline
 
     def get_timeout(self) -> float:

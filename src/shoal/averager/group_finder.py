@@ -1,0 +1,130 @@
+"""How an averager comes to a group: searches under the key of its group bits, one after another, until the deadline.
+
+With group bits a search lasts one window, and after one without a group the bits are drawn anew: else peers that are
+left under different keys would wait for each other there for ever. Without bits all peers have the same key, and one
+search goes on as long as there is time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from shoal.allreduce.load_balancing import balance
+from shoal.allreduce.partition import first_difference
+from shoal.allreduce.vector import Vector
+from shoal.averager.directory import DhtDirectory
+from shoal.averager.settings import AveragerSettings
+from shoal.core import PeerCore
+from shoal.errors import RoundFailed, SchemaMismatch
+from shoal.matchmaking import Group, GroupBits, Matchmaker
+from shoal.peer import PeerID
+from shoal.wire import Member
+
+__all__ = ["Expected", "GroupFinder"]
+
+Expected = Callable[[], frozenset[PeerID] | None]
+
+
+class GroupFinder:
+    """Finds groups for one averager, one at a time. Loop only.
+
+    Args:
+        core: the peer that the averager is part of.
+        prefix: peers with the same prefix meet.
+        settings: of the averager.
+        vector: what is averaged.
+
+    Attributes:
+        bits: which of several groups is looked for.
+        looking: whether a search goes on.
+    """
+
+    def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
+        self._prefix, self._settings, self._vector = prefix, settings, vector
+        self._schema = vector.layout.schema
+        self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
+        self.looking = False
+        self._matchmaker = Matchmaker(
+            core.endpoint,
+            core.env,
+            DhtDirectory(core.node, core.endpoint, timeout_s=0.8 * settings.request_timeout_s),
+            prefix=prefix,
+            schema=self._schema,
+            settings=dict(settings.settings),
+            compare_schema=self._compare_schema,
+            plan=self._plan,
+            target_group_size=settings.target_group_size,
+            min_group_size=settings.min_group_size,
+            window_s=settings.averaging_expiration_s,
+            request_timeout_s=settings.request_timeout_s,
+            client_mode=settings.client_mode,
+            auxiliary=settings.auxiliary,
+        )
+
+    def _compare_schema(self, theirs: bytes) -> str | None:
+        try:
+            return first_difference(self._schema, theirs)
+        except msgspec.MsgspecError as error:
+            return f"the other peer's schema cannot be read: {error}"
+
+    def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
+        slices = balance(
+            self._vector.layout.numel,
+            [member.bandwidth for member in members],
+            [member.reduces for member in members],
+            min_size=self._settings.min_vector_size,
+            contributes=[member.contributes for member in members],
+        )
+        return slices, self._settings.part_size_bytes
+
+    async def find(self, gathered: bytes, *, tag: str, deadline: float, expected: Expected | None) -> Group:
+        """A group, which its owner must `release`.
+
+        Args:
+            gathered: our value for all other members.
+            tag: only peers with the same one meet.
+            deadline: loop time at which the search ends.
+            expected: the peers that the group should wait for; None starts by the usual rule.
+
+        Raises:
+            RoundFailed: there is none.
+            SchemaMismatch: only peers with other tensors or settings were met.
+            ClosedError: this was closed meanwhile.
+        """
+        loop, window_s = asyncio.get_running_loop(), self._settings.averaging_expiration_s
+        searches = 0
+        self.looking = True
+        try:
+            while True:
+                began, bits = loop.time(), self.bits.search()
+                searches += 1
+                try:
+                    return await self._matchmaker.form_group(
+                        group_key=f"{self._prefix}.0b{bits}{tag}",
+                        gathered=gathered,
+                        reference=self._vector.reference_name,
+                        bandwidth=self._settings.bandwidth,
+                        window_s=window_s,
+                        deadline_s=max(0.001, deadline - began),
+                        one_window=bool(bits),
+                        expected=expected,
+                    )
+                except SchemaMismatch:
+                    raise
+                except RoundFailed as error:
+                    self.bits.missed()
+                    if bits and began + window_s <= loop.time() < deadline:
+                        continue
+                    if searches == 1:
+                        raise
+                    reason = f"{error.reason} (the last of {searches} searches, under other group bits each)"
+                    raise RoundFailed(reason, error.peers) from None
+        finally:
+            self.looking = False
+
+    async def close(self) -> None:
+        """Stop: a search ends with `ClosedError`. Safe to call twice."""
+        await self._matchmaker.close()

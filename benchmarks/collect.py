@@ -285,7 +285,7 @@ def moshpit_sim(content: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> lis
 
 def cost(content: Mapping[str, Any]) -> list[Row]:
     """CPU-seconds beside what must be paid, seconds beside the floor, and bytes touched."""
-    rows, paid = [], content["cpu_s_per_gib"]
+    rows, paid = [], content["sizes"][0]["cpu_s_per_gib"]
     for suffix, must in (("", "memcpy + crypto + sockets"), (", clear", "memcpy + sockets")):
         for name in ("connections", "floor", "round"):
             if mine := paid.get(name + suffix):

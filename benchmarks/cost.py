@@ -226,23 +226,28 @@ def title(measured: dict[str, Any]) -> str:
     return f"{measured['peers']} peers x {measured['numel'] / 1e6:g}M"
 
 
-def show(content: dict[str, Any]) -> None:
-    """Print all of it."""
-    print(f"\n{content['sizes'][0]['title']}: CPU-s per GiB\n{table(content['cpu_s_per_gib'], '{:.2f}')}")
-    for measured in content["sizes"]:
-        print(f"\n{measured['title']}: seconds")
-        print(table(measured["seconds"], "{:.3f}"))
-        print(table(measured["quotients"], "{:.2f}"))
-        for name, failure in measured["failures"].items():
-            print(f"{name} failed: {failure}")
-    counted, peers = content["touched"], content["sizes"][0]["peers"]
-    rows: list[tuple[str, ...]] = [("bytes for each byte of the vector", "pass", "expected", "read", "written")]
+def show_times(measured: dict[str, Any]) -> None:
+    """Print what was measured with one size."""
+    if measured["primitives"]:
+        print(f"\n{measured['title']}: CPU-s per GiB\n{table(measured['cpu_s_per_gib'], '{:.2f}')}")
+    print(f"\n{measured['title']}: seconds\n{table(measured['seconds'], '{:.3f}')}")
+    print(table(measured["quotients"], "{:.2f}"), flush=True)
+    for name, failure in measured["failures"].items():
+        print(f"{name} failed: {failure}")
+
+
+def show_touched(title: str, peers: int, counted: dict[str, float]) -> None:
+    """Print what was counted."""
+    rows: list[tuple[str, ...]] = [(f"{title}: bytes, of the vector", "pass", "expected", "read", "written")]
     for name, place in PLACES.items():
         passed = counted[name]
         counts = (passed, place.expected(peers), passed * place.reads, passed * place.writes)
-        rows.append((place.what, *(f"{value:.2f}" for value in counts)))
-    print(f"\n{content['sizes'][0]['title']}: user space\n{aligned(rows)}")
-    print(f"read or written in all: {content['touched_in_all']:.1f}")
+        rows.append((f"  {place.what}", *(f"{value:.2f}" for value in counts)))
+    print(f"\n{aligned(rows)}\nread or written in all: {in_all(counted):.1f}")
+
+
+def in_all(counted: dict[str, float]) -> float:
+    return sum(passed * (PLACES[name].reads + PLACES[name].writes) for name, passed in counted.items())
 
 
 def table(values: dict[str, dict[str, float]], form: str) -> str:
@@ -250,17 +255,20 @@ def table(values: dict[str, dict[str, float]], form: str) -> str:
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Everything."""
+    """Everything, printed on the way."""
     sizes = []
     for number, (peers, numel) in enumerate(args.sizes):
         names = [*SEALED, *CLEAR, "gloo"] if number == 0 else SEALED
         measured = await compare(peers, numel, names, args.turns, primitives=number == 0)
-        numbers = {"seconds": seconds(measured), "quotients": quotients(measured)}
-        sizes.append({"title": title(measured), **measured, **numbers})
+        measured |= {"title": title(measured), "seconds": seconds(measured), "quotients": quotients(measured)}
+        if number == 0:
+            measured["cpu_s_per_gib"] = per_gib(measured)
+        show_times(measured)
+        sizes.append(measured)
     peers, numel = args.sizes[0]
     counted = await touched(peers, numel, args.turns)
-    in_all = sum(passed * (PLACES[place].reads + PLACES[place].writes) for place, passed in counted.items())
-    return {"sizes": sizes, "cpu_s_per_gib": per_gib(sizes[0]), "touched": counted, "touched_in_all": in_all}
+    show_touched(sizes[0]["title"], peers, counted)
+    return {"sizes": sizes, "touched": counted, "touched_in_all": in_all(counted)}
 
 
 def parsed(text: str) -> list[tuple[int, int]]:
@@ -283,7 +291,6 @@ def main() -> int:
         content = asyncio.run(measure(args))
     except ContenderFailed as error:
         raise SystemExit(f"a peer could not go on: {error}") from None
-    show(content)
     if args.json:
         write(args.json, content)
     return 0

@@ -10,6 +10,7 @@ import torch
 
 from shoal.allreduce.round import Round, RoundOptions
 from shoal.clock import Env
+from shoal.compression import Uniform8BitQuantization
 from shoal.errors import RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.sim import sleep
@@ -273,6 +274,13 @@ class GatedExecutor:
         self.gate = asyncio.Event()
         self.inside = 0
 
+    @classmethod
+    def of(cls, member: RoundPeer) -> GatedExecutor:
+        """Such an executor for this member."""
+        made, endpoint = cls(), member.peer.endpoint
+        endpoint.env = Env(endpoint.env.clock, endpoint.env.rng, made, endpoint.env.events)
+        return made
+
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         self.inside += 1
         try:
@@ -286,10 +294,9 @@ def test_a_closed_round_leaves_no_work_in_other_threads() -> None:
     """What a thread still computes for it is waited for: afterwards the vector may be used for the next round."""
 
     async def scenario(net: SimNet) -> None:
-        group = [await RoundPeer.make(net, name, torch.full((100_000,), i + 1.0)) for i, name in enumerate("ab")]
-        executor = GatedExecutor()
-        endpoint = group[0].peer.endpoint
-        endpoint.env = Env(endpoint.env.clock, endpoint.env.rng, executor, endpoint.env.events)
+        codec = Uniform8BitQuantization()
+        group = [await RoundPeer.make(net, name, torch.full((100_000,), i + 1.0), codec) for i, name in enumerate("ab")]
+        executor = GatedExecutor.of(group[0])
         await gather_group(group)
         rounds = [member.round(group, [100_000, 0], part_bytes=1 << 20) for member in group]
         running = [asyncio.create_task(round_.run()) for round_ in rounds]
@@ -306,5 +313,20 @@ def test_a_closed_round_leaves_no_work_in_other_threads() -> None:
         assert not group[0].peer.seen(Warned)
         await together(running[1])
         await rounds[1].close(orderly=False)
+
+    on_sim(scenario)
+
+
+def test_parts_that_are_sent_as_they_are_wait_for_no_other_thread() -> None:
+    """To add them, to finish them and to check them is so little work that a hop to a thread would cost more."""
+
+    async def scenario(net: SimNet) -> None:
+        group = [await RoundPeer.make(net, name, torch.full((100_000,), i + 1.0)) for i, name in enumerate("ab")]
+        for member in group:
+            GatedExecutor.of(member)
+        await gather_group(group)
+        rounds = [member.round(group, [50_000, 50_000], part_bytes=1 << 20) for member in group]
+        await asyncio.gather(*(round_.run() for round_ in rounds))
+        await asyncio.gather(*(round_.close() for round_ in rounds))
 
     on_sim(scenario)

@@ -280,8 +280,8 @@ def test_what_a_round_costs_stands_beside_what_must_be_paid() -> None:
     paid = cost.per_gib(measured)
     assert paid["memcpy + crypto + sockets"] == {"median": 1.5, "min": 1.3, "max": 1.7}
     assert cost.quotients(measured) == {"connections / round": {"median": 0.75, "min": 0.75, "max": 0.75}}
-    sizes = [{"title": cost.title(measured), "quotients": cost.quotients(measured)}]
-    rows = collect.cost({"cpu_s_per_gib": paid, "sizes": sizes, "touched_in_all": 18.0})
+    size = {"title": cost.title(measured), "cpu_s_per_gib": paid, "quotients": cost.quotients(measured)}
+    rows = collect.cost({"sizes": [size], "touched_in_all": 18.0})
     assert [(row.line, row.measured, row.its) for row in rows] == [
         ("CPU-s per GiB: connections", 3.0, 1.5),
         ("CPU-s per GiB: round", 3.0, 1.5),

@@ -20,8 +20,8 @@ _INLINE_ELEMENTS = 1 << 14
 """Smaller parts are computed in the loop: a hop to another thread would cost more."""
 
 _LIGHT_ELEMENTS = 1 << 19
-"""Up to this size the same holds for what takes little more than a copy: adding, looking for NaN. A hop there and back
-costs the loop 0.1 ms, adding 1 MiB takes as long."""
+"""Up to this size the same holds for what takes little more than a copy: adding, looking for NaN, finishing. A hop
+there and back costs the loop 0.1 ms, adding 1 MiB takes as long."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

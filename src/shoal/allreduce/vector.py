@@ -160,7 +160,7 @@ class Vector:
         return run.codec.encoded_bytes(part.numel, run.dtype)
 
     def is_light(self, part: Part) -> bool:
-        """Whether to decode and to add this part takes little more than to copy it."""
+        """Whether to decode, to add and to encode this part takes little more than to copy it."""
         return self._runs[part.run].codec.name in ("none", "float16", "bfloat16")
 
     def contribution(self, part: Part) -> Buffer:

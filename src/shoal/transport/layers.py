@@ -21,8 +21,11 @@ then its lock is had back only after `sys.getswitchinterval()`."""
 BUNCH_BYTES = (1 << 20) + (16 << 10)
 """At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
 
-_RECEIVE_BYTES = 1 << 20
 _AHEAD_BYTES = 64 << 10
+_RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES
+"""What the other side writes in one turn fits, with its tags and with what was read ahead of it. With less room the
+last bytes of a part come apart from their record, and what came of that is copied: to memory of its own, and back."""
+
 _NOTHING = memoryview(b"")
 
 

@@ -195,7 +195,7 @@ class SnapshotStore:
         layout = self._plan(state, name)
         _, data = allocate(layout.total_bytes, torch.uint8)
         for position, (spec, tensor) in enumerate(zip(layout.tensors, state.tensors, strict=True)):
-            spec.codec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
+            spec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
         return layout, data
 
     def _plan(self, state: SharedState, name: bytes) -> Manifest:

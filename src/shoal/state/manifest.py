@@ -243,13 +243,11 @@ def chunk_size(total_bytes: int) -> int:
     return size
 
 
-def matching(tensors: Sequence[torch.Tensor], *, min_epoch: int = 0) -> Accept:
-    """Accept only states whose tensors have these shapes and dtypes, from this epoch on."""
+def matching(tensors: Sequence[torch.Tensor]) -> Accept:
+    """Accept only states whose tensors have these shapes and dtypes."""
     ours = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
     def accept(manifest: Manifest) -> str | None:
-        if manifest.epoch < min_epoch:
-            return f"its state is of epoch {manifest.epoch}, wanted is {min_epoch} or later"
         theirs = [(spec.shape, spec.dtype) for spec in manifest.tensors]
         for position, (have, want) in enumerate(zip(theirs, ours, strict=False)):
             if have != want:

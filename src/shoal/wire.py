@@ -547,15 +547,19 @@ class ManifestReply(Message, frozen=True):
 
 
 class ManifestPending(Message, frozen=True):
-    """Not yet: ask again. `busy`: too many others take the state already; else the snapshot is still being made."""
+    """Not yet: ask again. `busy`: others take the state, too many or an older one; else the snapshot is being made."""
 
     busy: bool
 
 
 class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
-    """Snapshot your state under this prefix and describe it (refused if you share none)."""
+    """Snapshot your state under this prefix and describe it (refused if you share none).
+
+    A state of an epoch before `epoch` is not wanted: a donor that others keep from making a new snapshot says `busy`.
+    """
 
     prefix: str
+    epoch: int = 0
 
     @property
     def scope(self) -> str:

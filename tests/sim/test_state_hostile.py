@@ -50,7 +50,8 @@ def sends(script: Send) -> type[StateDonor]:
 
     class Scripted(StateDonor):
         async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
-            await script(stream, opening.chunks, bytes(self.snapshots[0].data[:MIB]))
+            assert self.snapshot is not None
+            await script(stream, opening.chunks, bytes(self.snapshot.data[:MIB]))
 
     return Scripted
 

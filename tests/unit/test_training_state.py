@@ -7,6 +7,7 @@ import torch
 
 from shoal.compression import NoCompression
 from shoal.optim.shared_state import why_not_ours
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, TensorSpec
 
@@ -133,7 +134,29 @@ def test_a_state_with_infinities_in_what_is_trained_is_not_taken(infinite: tuple
     parameter = torch.nn.Parameter(torch.zeros(3))
     training = TrainingState(torch.optim.SGD([parameter], lr=1.0), extra_tensors=[torch.zeros(3)])
     specs = tuple(TensorSpec((3,), torch.float32, NoCompression()) for _ in range(3))
-    manifest = Manifest(b"s" * 16, 4, None, specs, 1 << 20, (b"h" * 32,), infinite)
-    why = why_not_ours(training, manifest, 4)
+    metadata = {"state": [4, b"d" * 32, 100]}
+    manifest = Manifest(b"s" * 16, 4, metadata, specs, 1 << 20, (b"h" * 32,), infinite)
+    why = why_not_ours(training, manifest, None)
     assert (why is None) == taken
     assert why is None or f"tensor {infinite[-1] if 1 in infinite else 0} of its state" in why
+
+
+@pytest.mark.parametrize(
+    ("metadata", "why"),
+    [
+        ({"state": [4, b"d" * 32, 101]}, None),
+        ({"state": [4, b"d" * 32, 100]}, "no better than ours"),
+        ({"state": [4, b"d" * 32, 99]}, "no better than ours"),
+        ({"state": [5, b"d" * 32, 0]}, None),
+        ({"state": "?"}, "no name"),
+        ({}, "no name"),
+        (7, "no name"),
+    ],
+)
+def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why: str | None) -> None:
+    """Its name stands in the manifest: that it is of no use is found out before it was downloaded, not after."""
+    training = TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
+    spec = TensorSpec((3,), torch.float32, NoCompression())
+    manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))
+    found = why_not_ours(training, manifest, StateName(4, b"d" * 32, 100).key)
+    assert found is None if why is None else why in (found or "")

@@ -35,7 +35,7 @@ from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult, TensorLock
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, StateUnavailable
+from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.events import EpochAdvanced, Warned
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.rate import RateMeter
@@ -436,7 +436,8 @@ class Collaboration:
         view = self.view()
         if not view.behind:
             return False
-        mine = self.mine()
+        # A client's state is nobody else's: it takes that of the others also where its own came further.
+        ours = self.state.key if self.core.endpoint.contact.addresses else None
         donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
         state = await download_state(
             self.core.endpoint,
@@ -444,16 +445,13 @@ class Collaboration:
             self._states.prefix,
             donors,
             timeout_s=timeout_s,
-            accept=lambda manifest: why_not_ours(self.training, manifest, view.epoch),
+            min_epoch=view.epoch,
+            accept=lambda manifest: why_not_ours(self.training, manifest, ours),
             limits=self._states.sharing.limits,
         )
         name = name_of(state.metadata)
-        if mine.contact.addresses and self.state.key >= name.key:
-            raise StateUnavailable(
-                "the donor's copy is of a state that is no better than ours: it will have a newer one"
-            )
         async with self.lock.held():
-            await self.core.env.executor.run(self.training.load, state.metadata["training"], state.tensors)
+            await self.core.env.executor.run(self.training.load, state.metadata.get("training"), state.tensors)
             self.state = name
             self._update = None
             self._shared = True

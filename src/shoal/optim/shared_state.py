@@ -10,6 +10,7 @@ from shoal.compression import CompressionBase, TensorRole, choose_codecs
 from shoal.errors import StateUnavailable
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
+from shoal.progress import StateKey
 from shoal.state import Manifest, SharedState
 
 __all__ = ["name_of", "share", "why_not_ours"]
@@ -39,7 +40,7 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None, codec
 
 
 def name_of(metadata: Any) -> StateName:
-    """The name of a downloaded state.
+    """The name of a state of a run.
 
     Raises:
         StateUnavailable: it has none.
@@ -47,10 +48,10 @@ def name_of(metadata: Any) -> StateName:
     try:
         return msgspec.convert(metadata["state"], StateName)
     except (msgspec.ValidationError, KeyError, TypeError) as error:
-        raise StateUnavailable(f"the state that was downloaded has no name: {error}") from error
+        raise StateUnavailable(f"its state has no name: {error}") from error
 
 
-def why_not_ours(training: TrainingState, manifest: Manifest, epoch: int) -> str | None:
+def why_not_ours(training: TrainingState, manifest: Manifest, mine: StateKey | None) -> str | None:
     """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
 
     Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
@@ -58,10 +59,14 @@ def why_not_ours(training: TrainingState, manifest: Manifest, epoch: int) -> str
     Args:
         training: what is trained here.
         manifest: of the offered state.
-        epoch: an older state is not wanted.
+        mine: a state that is no better than this is not wanted.
     """
-    if manifest.epoch < epoch:
-        return f"its copy is of epoch {manifest.epoch}, wanted is {epoch}"
+    try:
+        theirs = name_of(manifest.metadata)
+    except StateUnavailable as error:
+        return str(error)
+    if mine is not None and mine >= theirs.key:
+        return "its copy is of a state that is no better than ours: it will have a newer one"
     offered = manifest.tensors
     for index, tensor in enumerate(training.describe()):
         if index >= len(offered) or (offered[index].shape, offered[index].dtype) != (tensor.shape, tensor.dtype):

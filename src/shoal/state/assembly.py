@@ -1,8 +1,9 @@
 """Where a state is put together: one buffer per tensor, filled chunk by chunk, handed over only when all is verified.
 
-Invariants: a tensor that travels uncompressed is received into its final memory, so the state is held once; a
-compressed one is held encoded and decoded one by one at the end. Memory is taken when a tensor's first byte arrives,
-not when a donor announces it. No tensor leaves before every chunk was verified, and the values were looked at.
+Invariants: the state is held once. A tensor that travels uncompressed is received into its final memory. The encoding
+of a compressed one is received into the end of that memory, and decoded to its front, slice by slice, when all is
+there. Memory is taken when a tensor's first byte arrives, not when a donor announces it. No tensor leaves before every
+chunk was verified, and the values were looked at.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ class Assembly:
             if _is_final(spec):
                 self._buffers[position] = _allocate(spec.numel, spec.dtype)
             else:
-                self._buffers[position] = _allocate(spec.encoded_bytes, torch.uint8)
+                memory, data = _allocate(_decoding_bytes(spec), torch.uint8)
+                self._buffers[position] = memory, data[data.nbytes - spec.encoded_bytes :]
         return self._buffers[position]
 
     def _take(self, position: int, spec: TensorSpec) -> torch.Tensor:
@@ -78,9 +80,11 @@ class Assembly:
         del self._buffers[position]
         if _is_final(spec):
             return tensor
-        decoded, _ = _allocate(spec.numel, spec.dtype)
+        decoded = tensor[: spec.raw_bytes].view(spec.dtype)
         try:
-            spec.codec.decode_into(data, spec.dtype, decoded)
+            for first, last, start, stop in spec.slices():
+                encoded = bytearray(data[start:stop])  # what is decoded may be written over it
+                spec.codec.decode_into(encoded, spec.dtype, decoded[first:last])
         except ConfigError as error:
             raise PeerProtocolError(f"tensor {position} of its state cannot be decoded: {error}") from error
         return decoded
@@ -89,6 +93,20 @@ class Assembly:
 def _is_final(spec: TensorSpec) -> bool:
     """Whether what arrives is the tensor. A bool is looked at first: bytes from elsewhere need not be 0 or 1."""
     return spec.raw and spec.dtype is not torch.bool
+
+
+def _decoding_bytes(spec: TensorSpec) -> int:
+    """Room for a tensor and its encoding at the end, such that decoding a slice overwrites no later one's encoding.
+
+    It is the tensor's own size, unless a codec needs more room for a slice than its values do: for a few elements at
+    the end, or if a donor has chosen badly.
+    """
+    left = spec.encoded_bytes
+    most = left
+    for _, last, start, stop in spec.slices():
+        left -= stop - start
+        most = max(most, last * spec.dtype.itemsize + left)
+    return most
 
 
 def _allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:

@@ -1,8 +1,8 @@
 """The donor's side: shows what state there is, and sends it.
 
-Invariants: what is sent is a snapshot, never a live tensor; receivers at a time, copies and upload are bounded; what a
-receiver asks for is checked, and a wrong request costs it the stream; one that does not read, or keeps its stream and
-asks for nothing, is left after `send_stall_s`.
+Invariants: what is sent is a snapshot, never a live tensor, and there is one at a time; receivers and upload are
+bounded; what a receiver asks for is checked, and a wrong request costs it the stream; one that does not read, or keeps
+its stream and asks for nothing, is left after `send_stall_s`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
             what those get, so that newcomers do not slow them; None: as much as there is.
         max_receivers: streams that are served at the same time; more are asked to come again.
         max_receivers_per_peer: how many of them may be one peer's.
-        max_snapshots: copies of one state at any time.
+        join_s: there is one copy of a state at a time. While it is being taken, newcomers are given the same one for so
+            long after it was made, though the state has moved on; after that they wait for the next.
+        hold_s: for so long after that readers may keep a copy from those who wait for the next one, then they are sent
+            away. As long as a download may take if its user does not say otherwise.
         linger_s: how long a copy that nobody takes is kept, seconds.
         send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none, is left.
     """
@@ -49,7 +52,8 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
     beside_rounds: float | None = 0.1
     max_receivers: int = 16
     max_receivers_per_peer: int = 4
-    max_snapshots: int = 2
+    join_s: float = 120.0
+    hold_s: float = 600.0
     linger_s: float = 10.0
     send_stall_s: float = 30.0
 
@@ -87,7 +91,7 @@ class StateDonor:
         pacer: Pacer | None = None,
     ) -> None:
         self._env, self._prefix, self._limits = env, prefix, limits or ShareLimits()
-        for name in ("max_receivers", "max_receivers_per_peer", "max_snapshots"):
+        for name in ("max_receivers", "max_receivers_per_peer"):
             if getattr(self._limits, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self._limits, name)}, must be at least 1")
         if self._limits.beside_rounds is not None and not self._limits.beside_rounds > 0:
@@ -100,7 +104,8 @@ class StateDonor:
             env,
             hold,
             version,
-            max_snapshots=self._limits.max_snapshots,
+            join_s=self._limits.join_s,
+            hold_s=self._limits.hold_s,
             linger_s=self._limits.linger_s,
             max_message_bytes=endpoint.limits.header_bytes - _MESSAGE_ROOM,
         )
@@ -121,8 +126,8 @@ class StateDonor:
         return self._serving.total()
 
     @property
-    def snapshots(self) -> tuple[Snapshot, ...]:
-        """The copies of the state that exist now, oldest first."""
+    def snapshot(self) -> Snapshot | None:
+        """The copy of the state, if there is one now."""
         return self._store.held
 
     def stop(self) -> None:
@@ -149,13 +154,13 @@ class StateDonor:
             return ManifestPending(busy=True)
         self._upload.watch()
         try:
-            snapshot = await self._store.current(timeout_s=_ANSWER_WITHIN_S)
+            offered = await self._store.offer(peer, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
         except ClosedError as error:
             raise PeerRefused(str(error)) from None
         except ConfigError as error:
             self._env.events.emit(Warned(where=f"state sharing under {self._prefix!r}", message=str(error)))
             raise PeerRefused(f"the state cannot be sent: {error}") from error
-        return ManifestPending(busy=False) if snapshot is None else snapshot.message
+        return offered.message if isinstance(offered, Snapshot) else offered
 
     async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
         peer = stream.peer_id
@@ -166,7 +171,7 @@ class StateDonor:
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")
         self._serving[peer] += 1
-        self._store.begin(snapshot)
+        self._store.begin(snapshot, peer)
         wishes = _Wishes(stream, len(snapshot.manifest.hashes))
         sent = 0
         try:
@@ -193,6 +198,8 @@ class StateDonor:
             await self._upload.admit(piece.nbytes, pacer, fraction)
             if self._stopped:
                 raise PeerRefused("the state is not shared any more")
+            if snapshot.over:
+                raise PeerRefused("others have waited long for a newer state: ask for the manifest again")
             async with asyncio.timeout(self._limits.send_stall_s):
                 await stream.send(Chunk(chunk, first - start), piece)
             first += piece.nbytes

@@ -90,6 +90,7 @@ async def download_state(
     donors: Sequence[Donor],
     *,
     timeout_s: float,
+    min_epoch: int = 0,
     accept: Accept | None = None,
     limits: DownloadLimits | None = None,
 ) -> DownloadedState:
@@ -101,6 +102,7 @@ async def download_state(
         prefix: which state.
         donors: whom to ask.
         timeout_s: longest time in all, seconds.
+        min_epoch: a state of an earlier epoch is not wanted.
         accept: looks at each manifest before anything is fetched; None takes any. See `matching`.
         limits: what a donor may cost.
 
@@ -113,7 +115,7 @@ async def download_state(
         raise ConfigError(f"timeout_s is {timeout_s}, must be more than 0 seconds")
     if limits.max_donors < 1:
         raise ConfigError(f"max_donors is {limits.max_donors}, must be at least 1")
-    download = _Download(endpoint, env, prefix, donors, accept, limits)
+    download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits)
     try:
         async with asyncio.timeout(timeout_s):
             with env.prompt():
@@ -139,11 +141,12 @@ class _Download:
         env: Env,
         prefix: str,
         donors: Sequence[Donor],
+        min_epoch: int,
         accept: Accept | None,
         limits: DownloadLimits,
     ) -> None:
         self._endpoint, self._env, self._prefix = endpoint, env, prefix
-        self._accept, self._limits = accept, limits
+        self._min_epoch, self._accept, self._limits = min_epoch, accept, limits
         self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
         self._turns: dict[asyncio.Task[None], Donor] = {}
         self._described: dict[PeerID, Manifest] = {}  # by each donor, the last time
@@ -254,10 +257,13 @@ class _Download:
         limits = self._limits
         give_up_at = self._now() + limits.manifest_timeout_s
         while self._now() < give_up_at:
-            request = GetManifest(self._prefix)
+            request = GetManifest(self._prefix, self._min_epoch)
             reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
                 manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
+                if manifest.epoch < self._min_epoch:
+                    wanted = f"wanted is {self._min_epoch} or later"
+                    raise PeerRefused(f"its state is of epoch {manifest.epoch}, {wanted}", donor.peer)
                 if self._accept is not None and (reason := self._accept(manifest)):
                     raise PeerRefused(reason, donor.peer)
                 if any(manifest.same_content(spoiled) for spoiled in self._spoiled):

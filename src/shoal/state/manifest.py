@@ -1,7 +1,8 @@
 """What a state looks like: its tensors, and the chunks that it travels in. Pure values: no loop, no network.
 
-A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own. The encodings follow one
-another without gaps and are cut to chunks of equal size, each with its digest. A manifest from the network is believed
+A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own, a large one slice by slice, so
+that neither side needs room for a tensor twice. The encodings follow one another without gaps and are cut to chunks of
+equal size, each with its digest. A manifest from the network is believed
 only as far as it was checked here, before anything is allocated for it:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
@@ -21,7 +22,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -49,6 +50,9 @@ CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 16 << 20
 MAX_CHUNKS = 4096
 """So many hashes fit beside the rest into one message; larger states get larger chunks."""
+
+SLICE_ELEMENTS = 1 << 20
+"""So many elements of a tensor are encoded together."""
 
 MAX_METADATA_BYTES = 1 << 20
 _MAX_DIMS = 32
@@ -82,12 +86,34 @@ class TensorSpec:
     @property
     def encoded_bytes(self) -> int:
         """Size as it is sent."""
-        return self.codec.encoded_bytes(self.numel, self.dtype)
+        slices, rest = divmod(self.numel, SLICE_ELEMENTS)
+        return slices * self._slice_bytes(SLICE_ELEMENTS) + self._slice_bytes(rest)
 
     @property
     def raw(self) -> bool:
         """Whether the encoding is the tensor's memory itself."""
         return self.codec == NoCompression()
+
+    def slices(self) -> Iterator[tuple[int, int, int, int]]:
+        """What is encoded together: (first element, the one after the last, first byte, the one after the last)."""
+        start = 0
+        for first in range(0, self.numel, SLICE_ELEMENTS):
+            last = min(first + SLICE_ELEMENTS, self.numel)
+            stop = start + self._slice_bytes(last - first)
+            yield first, last, start, stop
+            start = stop
+
+    def _slice_bytes(self, numel: int) -> int:
+        return self.codec.encoded_bytes(numel, self.dtype) if numel else 0
+
+    def encode_into(self, tensor: torch.Tensor, out: memoryview) -> None:
+        """Fill `out` with the encoding of a tensor of this kind. One that is not contiguous may be copied for that."""
+        if self.raw and not tensor.is_contiguous():
+            self.codec.encode_into(tensor, out)
+            return
+        flat = tensor.detach().reshape(-1)
+        for first, last, start, stop in self.slices():
+            self.codec.encode_into(flat[first:last], out[start:stop])
 
 
 @dataclass(frozen=True)
@@ -175,7 +201,7 @@ Accept = Callable[[Manifest], str | None]
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] | None) -> tuple[TensorSpec, ...]:
-    """The layout of a state. `codecs` has one per tensor; None: no compression.
+    """The layout of a state. `codecs` has one per tensor; None: no compression. One that saves nothing is not used.
 
     Raises:
         ConfigError: numbers differ, or a codec does not support its tensor.
@@ -187,7 +213,8 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
         dtype_name(tensor.dtype)
         if not codec.supports(tensor.dtype):
             raise ConfigError(f"codec {codec.name!r} does not support tensor {position} of the state ({tensor.dtype})")
-    return tuple(TensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True))
+    specs = [TensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True)]
+    return tuple(s if s.encoded_bytes < s.raw_bytes else replace(s, codec=NoCompression()) for s in specs)
 
 
 def chunk_digest(pieces: Iterable[memoryview]) -> bytes:
@@ -216,13 +243,11 @@ def chunk_size(total_bytes: int) -> int:
     return size
 
 
-def matching(tensors: Sequence[torch.Tensor], *, min_epoch: int = 0) -> Accept:
-    """Accept only states whose tensors have these shapes and dtypes, from this epoch on."""
+def matching(tensors: Sequence[torch.Tensor]) -> Accept:
+    """Accept only states whose tensors have these shapes and dtypes."""
     ours = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
     def accept(manifest: Manifest) -> str | None:
-        if manifest.epoch < min_epoch:
-            return f"its state is of epoch {manifest.epoch}, wanted is {min_epoch} or later"
         theirs = [(spec.shape, spec.dtype) for spec in manifest.tensors]
         for position, (have, want) in enumerate(zip(theirs, ours, strict=False)):
             if have != want:

@@ -4,8 +4,10 @@ Invariants:
 
 - A snapshot is one version: the owner holds the state still (its lock) while it is encoded, and no longer. Hashing and
   sending work on the copy.
-- At most `max_snapshots` copies exist at any time, the one being made included. When all are in use, those who ask get
-  the newest of them, although the state has moved on.
+- One copy exists at any time, the one being made included. The next one is made when nobody takes the old one any more.
+- Whoever comes while others take a copy of a state that has moved on is given that copy, if it will do and is young
+  enough, else waits for the next. One that is old and waited for is taken away from its readers: so nobody, reading or
+  coming again and again, keeps a state from the others for ever.
 - A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ import torch
 from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
+from shoal.peer import PeerID
 from shoal.state.manifest import Manifest, chunk_digest, chunk_size, describe
 from shoal.state.values import infinite_tensors
-from shoal.wire import ManifestReply, encode
+from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
 
@@ -73,18 +76,26 @@ class Snapshot:
         manifest: what it holds.
         message: the manifest as it is sent.
         data: the encoded tensors, one after another.
+        made_at: when it was made, seconds of the loop.
         streams: how many receivers are taking it.
-        told_at: when somebody was last told of it, seconds of the loop.
+        told: who was told of it, and when first. Whoever is told again and again does not keep it by that.
         used_at: when somebody was last told of it or had done with it.
+        over: whether its readers are to be sent away.
     """
 
     version: Hashable
     manifest: Manifest
     message: ManifestReply
     data: memoryview
+    made_at: float
     streams: int = 0
-    told_at: float = 0.0
+    told: dict[PeerID, float] = field(default_factory=dict)
     used_at: float = 0.0
+    over: bool = False
+
+    def in_use(self, now: float) -> bool:
+        """Whether somebody takes it, or is about to."""
+        return self.streams > 0 or any(now - at < _ABOUT_TO_OPEN_S for at in self.told.values())
 
 
 class SnapshotStore:
@@ -94,7 +105,9 @@ class SnapshotStore:
         env: chance and executor.
         hold: gives the state, held still.
         version: the current version of the state: cheap, and different whenever the state is.
-        max_snapshots: copies at any time, at least 1.
+        join_s: until when newcomers are given a copy that others take, though the state has moved on, seconds after it
+            was made.
+        hold_s: how long after that its readers may keep it from those who wait for the next one.
         linger_s: how long a copy that nobody takes is kept, seconds.
         max_message_bytes: the largest manifest that can be sent.
     """
@@ -105,26 +118,36 @@ class SnapshotStore:
         hold: HoldState,
         version: Callable[[], Hashable],
         *,
-        max_snapshots: int,
+        join_s: float,
+        hold_s: float,
         linger_s: float,
         max_message_bytes: int,
     ) -> None:
         self._env, self._hold, self._version = env, hold, version
-        self._max_snapshots, self._linger_s, self._max_message_bytes = max_snapshots, linger_s, max_message_bytes
-        self._snapshots: list[Snapshot] = []
+        self._join_s, self._hold_s, self._linger_s = join_s, hold_s, linger_s
+        self._max_message_bytes = max_message_bytes
+        self._snapshot: Snapshot | None = None
         self._making: asyncio.Task[Snapshot] | None = None
+        self._awaited_by: set[PeerID] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
-    def held(self) -> tuple[Snapshot, ...]:
-        """The copies that exist, oldest first."""
-        return tuple(self._snapshots)
+    def held(self) -> Snapshot | None:
+        """The copy, if there is one."""
+        return self._snapshot
 
-    async def current(self, *, timeout_s: float) -> Snapshot | None:
-        """A snapshot of the state as it is now, made if there is none yet; None if that takes longer than `timeout_s`.
+    async def offer(self, peer: PeerID, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
+        """A snapshot for this peer: of the state as it is now, or the one that others are taking.
 
-        It is made to the end in any case, for the next one who asks.
+        Args:
+            peer: who asks.
+            epoch: it has no use for a state of an earlier one.
+            timeout_s: how long to wait while a snapshot is made. It is made to the end in any case, for the next one
+                who asks.
+
+        Returns:
+            The snapshot; or that it is still being made, or cannot be made before others are through (`busy`).
 
         Raises:
             ConfigError: the state cannot be sent (see the message).
@@ -132,30 +155,45 @@ class SnapshotStore:
         """
         if self._closed:
             raise ClosedError("the state is not shared any more")
-        version = self._version()
-        for snapshot in self._snapshots:
-            if snapshot.version == version:
-                return self._tell(snapshot)
         if self._making is None:
-            if not self._make_room():
-                return self._tell(self._snapshots[-1])
+            if (found := self._held_for(peer, epoch)) is not None:
+                return found
+            self._snapshot = None  # before the next one takes memory
             self._making = asyncio.get_running_loop().create_task(self._make())
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
         making = self._making
+        self._awaited_by.add(peer)
         await asyncio.wait({making}, timeout=timeout_s)
         if not making.done():
-            return None
+            return ManifestPending(busy=False)
         if making.cancelled():
             raise ClosedError("the state is not shared any more")
-        return self._tell(making.result())
+        return self._tell(making.result(), peer)
+
+    def _held_for(self, peer: PeerID, epoch: int) -> Snapshot | ManifestPending | None:
+        """The copy that exists, or that it has to be waited for; None if another one is to be made."""
+        snapshot, now = self._snapshot, asyncio.get_running_loop().time()
+        if snapshot is None:
+            return None
+        if snapshot.version == self._version():
+            return self._tell(snapshot, peer)
+        if not snapshot.in_use(now):
+            return None
+        age_s = now - snapshot.made_at
+        if age_s <= self._join_s and snapshot.manifest.epoch >= epoch:
+            return self._tell(snapshot, peer)
+        snapshot.over = age_s > self._join_s + self._hold_s
+        return ManifestPending(busy=True)
 
     def find(self, name: bytes) -> Snapshot | None:
         """The snapshot of this name, if it still exists."""
-        return next((snapshot for snapshot in self._snapshots if snapshot.manifest.snapshot == name), None)
+        held = self._snapshot
+        return held if held is not None and held.manifest.snapshot == name and not held.over else None
 
-    def begin(self, snapshot: Snapshot) -> None:
+    def begin(self, snapshot: Snapshot, peer: PeerID) -> None:
         """A receiver takes this snapshot from now on: it stays until `end`."""
         snapshot.streams += 1
+        snapshot.told[peer] = float("-inf")
 
     def end(self, snapshot: Snapshot) -> None:
         """A receiver has done with it."""
@@ -170,17 +208,20 @@ class SnapshotStore:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._snapshots.clear()
+        self._snapshot = None
 
     # -------------------------------------------------------------------------------------------------------- making
 
     async def _make(self) -> Snapshot:
         try:
-            snapshot = await self._copy()
-            self._snapshots.append(snapshot)
-            return self._tell(snapshot)
+            self._snapshot = snapshot = await self._copy()
+            for peer in self._awaited_by:
+                self._tell(snapshot, peer)
+            self._free_later()
+            return snapshot
         finally:
             self._making = None
+            self._awaited_by.clear()
 
     async def _copy(self) -> Snapshot:
         run = self._env.executor.run
@@ -188,14 +229,15 @@ class SnapshotStore:
             version = self._version()
             layout, data = await run(self._encode, state, self._env.rng.randbytes(16))
         manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
-        return Snapshot(version, manifest, manifest.to_message(), data)
+        now = asyncio.get_running_loop().time()
+        return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, used_at=now)
 
     def _encode(self, state: SharedState, name: bytes) -> tuple[Manifest, memoryview]:
         """The manifest but for the hashes, and the copy. Runs in a thread."""
         layout = self._plan(state, name)
         _, data = allocate(layout.total_bytes, torch.uint8)
         for position, (spec, tensor) in enumerate(zip(layout.tensors, state.tensors, strict=True)):
-            spec.codec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
+            spec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
         return layout, data
 
     def _plan(self, state: SharedState, name: bytes) -> Manifest:
@@ -232,27 +274,20 @@ class SnapshotStore:
 
     # ------------------------------------------------------------------------------------------------------- freeing
 
-    def _tell(self, snapshot: Snapshot) -> Snapshot:
-        snapshot.told_at = snapshot.used_at = asyncio.get_running_loop().time()
-        self._free_later()
+    def _tell(self, snapshot: Snapshot, peer: PeerID) -> Snapshot:
+        snapshot.used_at = asyncio.get_running_loop().time()
+        snapshot.told.setdefault(peer, snapshot.used_at)
         return snapshot
 
-    def _make_room(self) -> bool:
-        """Free copies until there is room for one more; False if all are in use."""
-        now = asyncio.get_running_loop().time()
-        idle = [s for s in self._snapshots if s.streams == 0 and now - s.told_at >= _ABOUT_TO_OPEN_S]
-        while len(self._snapshots) >= self._max_snapshots and idle:
-            self._snapshots.remove(idle.pop(0))
-        return len(self._snapshots) < self._max_snapshots
-
     def _free_later(self) -> None:
-        if self._timer is None and self._snapshots:
+        if self._timer is None and self._snapshot is not None:
             self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._free)
 
     def _free(self) -> None:
         self._timer = None
-        now = asyncio.get_running_loop().time()
-        self._snapshots = [s for s in self._snapshots if s.streams > 0 or now - s.used_at < self._linger_s]
+        now, held = asyncio.get_running_loop().time(), self._snapshot
+        if held is not None and held.streams == 0 and now - held.used_at >= self._linger_s:
+            self._snapshot = None
         self._free_later()
 
 

@@ -1,13 +1,17 @@
 """Does it last? ``python -m benchmarks.soak --peers 8 --minutes 15 --every 5``.
 
-Real peers, processes of their own, average in a loop over loopback with TLS; every few seconds one of them is killed
-(SIGKILL, drawn at random) and a new one started. The first two are never killed: they are the witnesses, whose memory,
-threads and descriptors are watched. Each minute prints the rounds, those that failed by reason, and the witnesses.
+Real peers, processes of their own, average in a loop over loopback with TLS; every few seconds one of them, drawn at
+random, is killed (SIGKILL) and a new one started. One more peer is never killed: the observer. Memory, threads and
+descriptors of all are sampled twice a second, for as long as each of them lives. Each minute prints the rounds, those
+that failed by reason, and what grew.
 
 The verdict, and exit code 1, against
 
-- a leak: medians of the witnesses' second and last quarter of the time differ by more than 16 MiB and 5%, by more than
-  2 threads, or by more than 16 descriptors and a quarter;
+- a leak: the observer's memory grows by more than 0.5 MiB a minute (a straight line through its samples, the first
+  quarter of the run left out), or that of the others by more than 3 MiB a minute (one slope for all, each compared with
+  itself, the first 30 s of each left out: their lives are short, and memory comes and goes by some MiB with the parts
+  on their way); or medians of the second and the last quarter of any life differ by more than 16 MiB and 5%, by more
+  than 2 threads, or by more than 16 descriptors and a quarter;
 - a hang: a step that takes longer than its timeout and 15 s, or a peer that says nothing for as long;
 - a failed round without a reason; two different averages of one round; a peer that ends by itself; an internal error.
 """
@@ -15,6 +19,7 @@ The verdict, and exit code 1, against
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -26,12 +31,18 @@ import tempfile
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import shoal
 
-WITNESSES = 2
+OBSERVER_MIB, OTHERS_MIB = 0.5, 3.0
+"""How much memory may grow in a minute."""
+
+SETTLED_S = 30.0
+"""In its first seconds a process grows: its flight recorder fills, its connections get their buffers."""
+
 PATIENCE_S = 15.0
 START_S = 180.0
 """Until a new peer has imported torch and joined, where many processes share few cores."""
@@ -40,7 +51,7 @@ MIB = 1 << 20
 
 
 class Sample(NamedTuple):
-    """What a process uses at one moment."""
+    """What a process uses at one moment; `at_s` is its age since it was ready."""
 
     at_s: float
     memory: int
@@ -100,7 +111,8 @@ class Peer:
     """One process."""
 
     def __init__(self, name: str, args: argparse.Namespace, address: str, book: Book, logs: Path) -> None:
-        self.name, self.samples, self.heard_s, self.ready = name, list[Sample](), time.monotonic(), False
+        self.name, self.samples, self.heard_s = name, list[Sample](), time.monotonic()
+        self.ready_s: float | None = None
         self.log = logs / f"{name}.log"
         command = [sys.executable, "-m", "benchmarks.contenders.soak_peer", address, str(args.numel), str(args.timeout)]
         with self.log.open("wb") as errors:
@@ -122,8 +134,15 @@ class Peer:
                 said = json.loads(line)
             except ValueError:
                 continue  # killed in the middle of a line
-            self.heard_s, self.ready = time.monotonic(), True
+            self.heard_s = time.monotonic()
+            self.ready_s = self.ready_s or self.heard_s
             self._book.note(self.name, said, self._limit_s)
+
+    def sample(self) -> None:
+        """Note what it uses, once it is there."""
+        if self.ready_s is not None:
+            with contextlib.suppress(OSError):  # it has just ended, which `trouble` will tell
+                self.samples.append(Sample.of(self.process.pid, time.monotonic() - self.ready_s))
 
     def end(self) -> None:
         """Kill it, and leave nothing of it."""
@@ -139,15 +158,15 @@ class Peer:
         if self.process.poll() is not None:
             return f"{self.name} ended by itself with {self.process.returncode}: {self.log.read_text()[-2000:]}"
         silent_s = time.monotonic() - self.heard_s
-        if silent_s > (self._limit_s + PATIENCE_S if self.ready else START_S):
+        if silent_s > (START_S if self.ready_s is None else self._limit_s + PATIENCE_S):
             return f"{self.name} has said nothing for {silent_s:.0f} s"
         return None
 
 
 def leaks(peer: Peer) -> list[str]:
-    """What grew at a witness."""
+    """What grew in its life."""
     quarter = len(peer.samples) // 4
-    if quarter < 3:
+    if quarter < 3 or peer.samples[quarter].at_s < SETTLED_S:
         return []
     early, late = peer.samples[quarter : 2 * quarter], peer.samples[-quarter:]
     found = []
@@ -162,91 +181,140 @@ def leaks(peer: Peer) -> list[str]:
     return found
 
 
-def slope(peer: Peer) -> float:
-    """Growth of memory since the second quarter, MiB per minute."""
-    samples = peer.samples[len(peer.samples) // 4 :]
-    if len(samples) < 3 or samples[0].at_s == samples[-1].at_s:
-        return 0.0
-    fit = statistics.linear_regression([each.at_s for each in samples], [each.memory for each in samples])
-    return fit.slope * 60 / MIB
+def growth(lives: Iterable[Sequence[Sample]]) -> float:
+    """How memory grows with age, MiB per minute: one slope for all, each life with a level of its own."""
+    both = ages = 0.0
+    for samples in lives:
+        if samples:
+            age = statistics.fmean(sample.at_s for sample in samples)
+            memory = statistics.fmean(sample.memory for sample in samples)
+            both += sum((sample.at_s - age) * (sample.memory - memory) for sample in samples)
+            ages += sum((sample.at_s - age) ** 2 for sample in samples)
+    return 60 / MIB * both / ages if ages else 0.0
 
 
-def report(minute: float, book: Book, peers: list[Peer], kills: int) -> tuple[int, Counter[str]]:
-    """Print what happened since the last time."""
-    rounds, failed, sizes, took = book.take()
-    tail = f", p50 {statistics.median(took):.2f} s, longest {max(took):.2f} s" if took else ""
-    print(f"{minute:5.1f} min: {rounds['good']} steps succeeded{tail}, {rounds['failed']} failed; {kills} kills so far")
-    print(f"           groups of {', '.join(f'{size}: {count}' for size, count in sorted(sizes.items()))}")
-    for reason, count in failed.most_common():
-        print(f"           {count} x {reason}")
-    for peer in peers[:WITNESSES]:
-        last = peer.samples[-1]
-        print(
-            f"           {peer.name}: {last.memory / MIB:.0f} MiB ({slope(peer):+.2f} MiB/min), "
-            f"{last.threads} threads, {last.descriptors} descriptors",
-            flush=True,
-        )
-    return rounds["good"], failed
+class Soak:
+    """One run.
 
+    Attributes:
+        observer: the peer that is never killed.
+        peers: those that are.
+        dead: those that were.
+        wrong: what must not be, and was.
+    """
 
-def play(args: argparse.Namespace) -> list[str]:
-    """The whole run; returns what was wrong."""
-    rng, book, wrong = random.Random(args.seed), Book(), list[str]()
-    good, reasons = 0, Counter[str]()
-    with tempfile.TemporaryDirectory(prefix="shoal-soak-") as logs, shoal.DHT(start=True) as meeting:
-        address = str(meeting.get_visible_maddrs()[0])
-        peers = [Peer(f"witness{i}", args, address, book, Path(logs)) for i in range(WITNESSES)]
-        peers += [Peer(f"peer{i}", args, address, book, Path(logs)) for i in range(WITNESSES, args.peers)]
-        pause = threading.Event()
-        while not all(peer.ready or peer.trouble() for peer in peers):
+    def __init__(self, args: argparse.Namespace, address: str, logs: Path) -> None:
+        self._args, self._address, self._logs = args, address, logs
+        self._rng = random.Random(args.seed)
+        self._book = Book()
+        self._good, self._reasons = 0, Counter[str]()
+        self.wrong: list[str] = []
+        self.dead: list[Peer] = []
+        self.observer = self._start("observer")
+        self.peers = [self._start(f"peer{number}") for number in range(args.peers)]
+
+    def _start(self, name: str) -> Peer:
+        return Peer(name, self._args, self._address, self._book, self._logs)
+
+    @property
+    def everybody(self) -> list[Peer]:
+        """Who lives."""
+        return [self.observer, *self.peers]
+
+    def play(self) -> None:
+        """All of it, up to the first thing that is wrong."""
+        args, pause = self._args, threading.Event()
+        while not all(peer.ready_s or peer.trouble() for peer in self.everybody):
             pause.wait(0.5)
         began = time.monotonic()
-        next_kill, next_report, kills = args.every, 60.0, 0
-        try:
-            while (now := time.monotonic() - began) < args.minutes * 60 and not wrong:
-                pause.wait(0.5)
-                wrong += [trouble for peer in peers if (trouble := peer.trouble()) is not None]
-                if wrong:
-                    break
-                for peer in peers[:WITNESSES]:
-                    peer.samples.append(Sample.of(peer.process.pid, now))
-                if now >= next_kill:
-                    next_kill += args.every
-                    kills += 1
-                    place = rng.randrange(WITNESSES, len(peers))
-                    peers[place].end()
-                    peers[place] = Peer(f"peer{args.peers + kills}", args, address, book, Path(logs))
-                if now >= next_report:
-                    next_report += 60.0
-                    counted, failed = report(now / 60, book, peers, kills)
-                    good, reasons = good + counted, reasons + failed
-            counted, failed = report((time.monotonic() - began) / 60, book, peers, kills)
-            good, reasons = good + counted, reasons + failed
-            wrong += [leak for peer in peers[:WITNESSES] for leak in leaks(peer)]
-        finally:
-            for peer in peers:
-                peer.end()
-    print(f"in all: {good} steps succeeded, {reasons.total()} failed, {kills} kills; reasons: {dict(reasons)}")
-    return wrong + book.wrong + ([] if good else ["no step succeeded at all"])
+        next_kill, next_report = args.every, 60.0
+        while (now := time.monotonic() - began) < args.minutes * 60 and not self.wrong:
+            pause.wait(0.5)
+            self.wrong += [trouble for peer in self.everybody if (trouble := peer.trouble()) is not None]
+            for peer in self.everybody:
+                peer.sample()
+            if now >= next_kill and not self.wrong:
+                next_kill += args.every
+                self._kill(self._rng.randrange(len(self.peers)))
+            if now >= next_report:
+                next_report += 60.0
+                self._report(now / 60)
+        self._report((time.monotonic() - began) / 60)
+        self._judge()
+
+    def _kill(self, place: int) -> None:
+        self.peers[place].end()
+        self.dead.append(self.peers[place])
+        self.peers[place] = self._start(f"peer{len(self.peers) + len(self.dead) - 1}")
+
+    def _growth(self) -> tuple[float, float]:
+        """The observer's and the others', MiB per minute."""
+        watched = self.observer.samples
+        lives = ([each for each in peer.samples if each.at_s >= SETTLED_S] for peer in [*self.dead, *self.peers])
+        return growth([watched[len(watched) // 4 :]]), growth(lives)
+
+    def _report(self, minute: float) -> None:
+        """Print what happened since the last time."""
+        rounds, failed, sizes, took = self._book.take()
+        self._good, self._reasons = self._good + rounds["good"], self._reasons + failed
+        tail = f", p50 {statistics.median(took):.2f} s, longest {max(took):.2f} s" if took else ""
+        print(
+            f"{minute:5.1f} min: {rounds['good']} steps succeeded{tail}, {rounds['failed']} failed; "
+            f"{len(self.dead)} kills so far"
+        )
+        print(f"           groups of {', '.join(f'{size}: {count}' for size, count in sorted(sizes.items()))}")
+        for reason, count in failed.most_common():
+            print(f"           {count} x {reason}")
+        mine, others = self._growth()
+        for last in self.observer.samples[-1:]:
+            print(
+                f"           observer: {last.memory / MIB:.0f} MiB ({mine:+.2f} MiB/min), {last.threads} threads, "
+                f"{last.descriptors} descriptors; the others {others:+.2f} MiB/min",
+                flush=True,
+            )
+
+    def _judge(self) -> None:
+        lives = [self.observer, *self.dead, *self.peers]
+        self.wrong += [leak for peer in lives for leak in leaks(peer)]
+        for who, grown, bar in zip(("observer", "others"), self._growth(), (OBSERVER_MIB, OTHERS_MIB), strict=True):
+            if grown > bar:
+                self.wrong.append(f"memory of the {who} grows by {grown:.2f} MiB a minute, the bar is {bar}")
+        self.wrong += self._book.wrong + ([] if self._good else ["no step succeeded at all"])
+        ages = sorted(sample.at_s for peer in lives[1:] for sample in peer.samples[-1:]) or [0.0]
+        print(
+            f"in all: {self._good} steps succeeded, {self._reasons.total()} failed, {len(self.dead)} kills; "
+            f"reasons: {dict(self._reasons)}; lives of {statistics.median(ages):.0f} s (median) to {ages[-1]:.0f} s"
+        )
+
+    def end(self) -> None:
+        """Kill what lives."""
+        for peer in self.everybody:
+            peer.end()
 
 
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", type=int, default=8, help="at a time, at least 3")
+    parser.add_argument("--peers", type=int, default=8, help="that may be killed, at a time; at least 1")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--every", type=float, default=5.0, help="seconds between two kills")
     parser.add_argument("--numel", type=int, default=250_000, help="float32 values that are averaged")
     parser.add_argument("--timeout", type=float, default=30.0, help="of one step, seconds")
     parser.add_argument("--seed", type=int, default=1, help="decides who is killed")
     args = parser.parse_args()
-    if args.peers <= WITNESSES:
-        parser.error(f"--peers must be more than {WITNESSES}")
-    wrong = play(args)
-    for line in wrong:
+    if args.peers < 1:
+        parser.error("--peers must be 1 or more")
+    with tempfile.TemporaryDirectory(prefix="shoal-soak-") as logs, shoal.DHT(start=True) as meeting:
+        soak = Soak(args, str(meeting.get_visible_maddrs()[0]), Path(logs))
+        try:
+            soak.play()
+        finally:
+            soak.end()
+    for line in soak.wrong:
         print(f"WRONG: {line}")
-    print("verdict: " + ("it does not last" if wrong else "nothing leaked, nothing hung, every failure has a reason"))
-    sys.exit(1 if wrong else 0)
+    verdict = "it does not last" if soak.wrong else "nothing leaked, nothing hung, every failure has a reason"
+    print(f"verdict: {verdict}")
+    sys.exit(1 if soak.wrong else 0)
 
 
 if __name__ == "__main__":

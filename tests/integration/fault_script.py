@@ -1,26 +1,31 @@
-"""A member that something happens to, at a moment that it finds by itself: run by workers, as `scripts`.
+"""Members that something happens to, at moments that they find by themselves: run by workers, as `scripts`.
 
-Each round the test tells all members the same `Case`. The one that it means strikes itself, once, when the moment
+Each round the test tells all members the same cases. Whom one of them means strikes itself, once, when the moment
 comes: no test has to guess a time. What is hooked stands in `hook`.
+
+A slow member is slow on its line: each of its connections takes and gives `SLOW_BYTES_S`, paced above the encryption,
+where the load of the machine makes no difference. SIGCONT makes it fast again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import shoal
 from shoal.allreduce.commit import DeciderRules, MemberRules
 from shoal.allreduce.reducer import ReducerRules
+from shoal.averager import AveragerSettings
 from shoal.events import Event, GroupFormed, RoundFinished
 from shoal.matchmaking.search import Search
 from shoal.rpc import Stream
 from shoal.runtime import dht as dht_module
-from shoal.transport.base import Acceptor, Connection
+from shoal.transport.base import Acceptor, Buffer, Connection
 from shoal.transport.tcp import TcpTransport
 from shoal.wire import PartData
 from tests.corruption import CorruptibleTransport, Gate
@@ -30,6 +35,10 @@ from tests.integration.scripts import digest, hear, joined, say, tensors_of
 MOMENTS = ("searching", "group formed", "sending", "reducing", "before commit", "after commit")
 ROLES = ("sender", "reducer", "decider")
 MEMBERS = 4
+SETTINGS = AveragerSettings(sender_timeout_s=2.0, part_size_bytes=1 << 16)
+SLOW_BYTES_S = 30_000.0
+"""Of each connection of a slow member, each way. In the test's rounds 1 MB goes on each: half a minute, in place of a
+third of a second."""
 
 
 class Case(NamedTuple):
@@ -38,7 +47,7 @@ class Case(NamedTuple):
     Attributes:
         role: `sender` (the member without bandwidth), `reducer` or `decider`.
         moment: see `MOMENTS`.
-        what: `kill`, `stop`, or what is sent from then on (`tests.corruption.KINDS`).
+        what: `kill`, `stop`, `slow`, or what is sent from then on (`tests.corruption.KINDS`).
         after: how many parts are sent or reduced first, for these two moments.
     """
 
@@ -49,50 +58,60 @@ class Case(NamedTuple):
 
 
 class Striker:
-    """Knows the case and the group, and strikes when its moment comes."""
+    """Knows the cases and the group, and strikes when the moment of its own comes.
+
+    Attributes:
+        bytes_s: what each connection carries each way; None: no limit.
+    """
 
     def __init__(self) -> None:
         self.gates: list[Gate] = []
+        self.bytes_s: float | None = None
         self.forget()
 
     def forget(self) -> None:
         """Nothing happens any more."""
-        self.case: Case | None = None
-        self.meant = False
+        self.cases: Sequence[Case] = ()
+        self.mine: Case | None = None
         self.counts = dict.fromkeys(MOMENTS, 0)
+        self.bytes_s = None
         for gate in self.gates:
             gate.kind = None
 
-    def arm(self, case: Case, rank: int) -> None:
-        """The next round is begun."""
+    def arm(self, cases: Sequence[Case], rank: int, sender: str) -> None:
+        """The next round is begun; `sender` is the id of the last member."""
         self.forget()
-        self.case, self.rank = case, rank
-        self.meant = case.moment == "searching" and rank == MEMBERS - 1
+        self.cases, self.sender = cases, sender
+        if rank == MEMBERS - 1:
+            self.mine = next((case for case in cases if case.moment == "searching"), None)
 
     def group(self, event: GroupFormed, me: shoal.PeerID) -> None:
-        """Find out whether we are the one."""
-        if self.case is None or self.case.moment == "searching" or len(event.peers) != MEMBERS:
+        """Find out whether we are one of those who are meant. Nobody is meant twice."""
+        if len(event.peers) != MEMBERS or any(case.moment == "searching" for case in self.cases):
             return
-        others = [peer for peer in event.peers if peer != event.decider]
-        self.meant = {
-            "sender": self.rank == MEMBERS - 1,
-            "reducer": others[0] == me,
-            "decider": event.decider == me,
-        }[self.case.role]
+        sender = next(peer for peer in event.peers if str(peer) == self.sender)
+        reducer = next(peer for peer in event.peers if peer not in (event.decider, sender))
+        # The sender first: it may decide too, and then it reduces nothing all the same.
+        for role, peer in (("reducer", reducer), ("decider", event.decider), ("sender", sender)):
+            for case in self.cases:
+                if case.role == role and peer == me:
+                    self.mine = case
         self.reached("group formed")
 
     def reached(self, moment: str) -> None:
         """Something of the round has come to this point."""
         self.counts[moment] += 1
-        case = self.case
-        if not self.meant or case is None or case.moment != moment or self.counts[moment] <= case.after:
+        case = self.mine
+        if case is None or case.moment != moment or self.counts[moment] <= case.after:
             return
-        self.meant = False
-        say("struck", time.monotonic())
+        self.mine = None
+        say("struck", [case.role, time.monotonic()])
         if case.what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif case.what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif case.what == "slow":
+            self.bytes_s = SLOW_BYTES_S
         else:
             for gate in self.gates:
                 gate.kind = case.what
@@ -101,8 +120,35 @@ class Striker:
 STRIKER = Striker()
 
 
+class _SlowConnection:
+    """A connection that takes its time while the striker says how much."""
+
+    def __init__(self, inner: Connection) -> None:
+        self._inner = inner
+        self._free_s = {"in": 0.0, "out": 0.0}
+
+    async def write(self, *buffers: Buffer) -> None:
+        await self._carry("out", sum(memoryview(buffer).nbytes for buffer in buffers))
+        await self._inner.write(*buffers)
+
+    async def readinto(self, buffer: bytearray | memoryview) -> None:
+        # Before it is read: who gives up waiting has taken nothing.
+        await self._carry("in", memoryview(buffer).nbytes)
+        await self._inner.readinto(buffer)
+
+    async def _carry(self, way: str, nbytes: int) -> None:
+        """Wait until so much has gone through, behind what is on its way already."""
+        if STRIKER.bytes_s is not None:
+            loop = asyncio.get_running_loop()
+            self._free_s[way] = max(self._free_s[way], loop.time()) + nbytes / STRIKER.bytes_s
+            await asyncio.sleep(self._free_s[way] - loop.time())  # noqa: TID251 (the slowness that is tested)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
 class _Transport(TcpTransport):
-    """Over TCP and TLS, with a gate above the encryption."""
+    """Over TCP, with a gate and slowness above the encryption."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -110,10 +156,10 @@ class _Transport(TcpTransport):
 
         class Inner:
             async def listen(self, acceptor: Acceptor) -> None:
-                await TcpTransport.listen(outer, acceptor)
+                await TcpTransport.listen(outer, lambda connection: acceptor(_SlowConnection(connection)))
 
             async def dial(self, *found: Any, **limits: Any) -> Connection:
-                return await TcpTransport.dial(outer, *found, **limits)
+                return _SlowConnection(await TcpTransport.dial(outer, *found, **limits))
 
         self._gated = CorruptibleTransport(Inner(), random.Random(1))  # type: ignore[arg-type]
         STRIKER.gates.append(self._gated.gate)
@@ -163,53 +209,59 @@ def hook() -> None:
 
 
 def fail(*, initial_peers: list[str], rank: int, shapes: list[list[int]]) -> None:
-    """Average once for each case that the test tells, until it tells null."""
+    """Average once for the cases that the test tells, again and again until it tells null."""
+    signal.signal(signal.SIGCONT, lambda *_: setattr(STRIKER, "bytes_s", None))
     with joined(initial_peers) as dht:
-        sizes, rounds = [0], [""]
+        formed: list[GroupFormed] = []
+        rounds, times = [""], {"formed": 0.0}
 
         def note(event: Event) -> None:
             if isinstance(event, GroupFormed):
-                sizes.append(len(event.peers))
+                formed.append(event)
+                times["formed"] = time.monotonic()
                 STRIKER.group(event, dht.peer_id)
             elif isinstance(event, RoundFinished):
                 rounds.append(event.round_id.hex())
 
         dht.events.subscribe(note)
         tensors = tensors_of(rank, shapes, "float32")
-        averagers: dict[bool, shoal.DecentralizedAverager] = {}
+        averager: shoal.DecentralizedAverager | None = None
         while (told := hear()) is not None:
-            case = Case(*told)
-            idle = case.role == "sender" and rank == MEMBERS - 1
-            for averager in averagers.values():
+            cases = [Case(*case) for case in told["cases"]]
+            searching = any(case.moment == "searching" for case in cases)
+            idle = rank == MEMBERS - 1 and any(case.role == "sender" for case in cases)
+            if averager is not None:
                 averager.shutdown()
-            averagers[idle] = averager = shoal.DecentralizedAverager(
+            averager = shoal.DecentralizedAverager(
                 tensors,
                 dht,
                 start=True,
                 prefix="faults",
-                sender_timeout=2.0,
-                part_size_bytes=1 << 16,
+                sender_timeout=SETTINGS.sender_timeout_s,
+                part_size_bytes=SETTINGS.part_size_bytes,
                 bandwidth=0.0 if idle else None,
             )
             said: dict[str, Any] = {}
-            STRIKER.arm(case, rank)
-            del sizes[1:]
+            STRIKER.arm(cases, rank, told["sender"])
+            formed.clear()
             # Who was stopped in its search comes back when the others have ended: then it looks for nobody.
-            timeout_s = 30.0 if case.moment == "searching" else 100.0
-            while sizes[-1] != MEMBERS:
+            timeout_s = 30.0 if searching else 100.0
+            while not formed or len(formed[-1].peers) != MEMBERS:
                 with averager.get_tensors():
                     for tensor, first in zip(tensors, tensors_of(rank, shapes, "float32"), strict=True):
                         tensor.copy_(first)
                 before = digest(tensors)
+                times["called"] = time.monotonic()
                 try:
                     averager.step(gather=rank, timeout=timeout_s, allow_retries=False)
                     said = {"ok": True, "round": rounds[-1]}
                 except shoal.RoundFailed as error:
                     said = {"ok": False, "reason": error.reason}
+                times["known"] = time.monotonic()
                 said["untouched"] = digest(tensors) == before
-                if case.moment == "searching":
+                if searching:
                     break
-            said.update(hash=digest(tensors), at=time.monotonic())
+            said.update(times, hash=digest(tensors))
             say("round", said)
             hear()  # everybody has ended: the bad one may be good again
             STRIKER.forget()

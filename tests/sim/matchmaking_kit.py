@@ -8,10 +8,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shoal.averager.directory import DhtDirectory
 from shoal.clock import Env
+from shoal.dht import DhtNode
 from shoal.errors import PeerTimeout, RoundFailed
 from shoal.events import Event
-from shoal.matchmaking import Group, Matchmaker
+from shoal.matchmaking import Group, GroupDirectory, Matchmaker
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, sleep
@@ -133,19 +135,28 @@ class Mate:
 
 @dataclass(eq=False)
 class Fleet:
-    """A swarm of mates with one directory."""
+    """A swarm of mates with one directory; `dht`: with shoal's own, in their DHT."""
 
     swarm: Swarm[Mate]
     directory: SlowDirectory
+    dht: bool = False
     mates: dict[str, Mate] = field(default_factory=dict)
 
     @classmethod
-    def launch(cls, *, seed: int | None = None, latency_s: float = LATENCY_S, **kwargs: Any) -> Fleet:
+    def launch(
+        cls,
+        *,
+        seed: int | None = None,
+        latency_s: float = LATENCY_S,
+        jitter_s: float = 0.0,
+        dht: bool = False,
+        **kwargs: Any,
+    ) -> Fleet:
         """An empty fleet; call it inside of `shoal.sim.run`."""
         loop_seed = seed if seed is not None else getattr(asyncio.get_running_loop(), "seed", 0)
         directory = SlowDirectory(loop_seed, latency_s=latency_s, visible_after_s=kwargs.pop("visible_after_s", 0.0))
-        swarm: Swarm[Mate] = Swarm(loop_seed, network=SimNetwork(loop_seed, latency_s=latency_s), **kwargs)
-        return cls(swarm, directory)
+        network = SimNetwork(loop_seed, latency_s=latency_s, jitter_s=jitter_s)
+        return cls(Swarm(loop_seed, network=network, **kwargs), directory, dht)
 
     async def add(self, *names: str, client_mode: bool = False, **options: Any) -> list[Mate]:
         """Start peers with these options of the matchmaker."""
@@ -163,7 +174,8 @@ class Fleet:
                 "plan": plan,
                 "client_mode": client_mode,
             }
-            matchmaker = Matchmaker(endpoint, host.env, View(self.directory, host.peer_id), **(settings | options))
+            directory = await self._view(host, endpoint)
+            matchmaker = Matchmaker(endpoint, host.env, directory, **(settings | options))
             return Mate(host.name, host.env, endpoint, matchmaker, events)
 
         added = []
@@ -172,6 +184,13 @@ class Fleet:
             self.mates[name] = mate
             added.append(mate)
         return added
+
+    async def _view(self, host: SimHost, endpoint: Endpoint) -> GroupDirectory:
+        if not self.dht:
+            return View(self.directory, host.peer_id)
+        node = DhtNode(endpoint, host.env, host.identity)
+        await node.bootstrap([self.swarm.host(name).address for name in list(self.mates)[:1]])
+        return DhtDirectory(node, endpoint, timeout_s=2.4)
 
     def call(self, mate: Mate, *, after_s: float = 0.0, **kwargs: Any) -> asyncio.Task[Group]:
         """Let a peer form a group, in a while."""

@@ -135,13 +135,21 @@ def idle(content: Mapping[str, Any]) -> list[Row]:
 
 
 def memory(content: Mapping[str, Any]) -> list[Row]:
-    """Copies of the vector, and what many rounds leave behind."""
-    grown, rounds = content["growth"], content["rounds"]
+    """Copies of the vector, what there is beyond two, and what many rounds leave behind once some have been."""
+    grown, vectors, rows = content["growth"], content["vectors"], []
+    for vector in vectors:
+        its_size = size(vector | {"peers": content["peers"]})
+        rows.append(Row(f"memory in a round, {its_size}", vector["copies"]["median"], "copies", bar=at_most(2.0)))
+        row = Row(f"memory in a round beyond 2 copies, {its_size}", vector["beyond_mib"], "MiB")
+        if vector is not vectors[0]:
+            row = row._replace(beside=f"{vectors[0]['numel'] / 1e6:g}M", its=vectors[0]["beyond_mib"])
+        rows.append(row)
+    when = f"in {content['rounds']} rounds, after the first {content['first_rounds']}"
     return [
-        Row(f"memory in a round, {size(content)}", content["copies"]["median"], "copies", bar=at_most(2.0)),
-        Row(f"memory grown in {rounds} rounds", max(0.0, grown["memory"] / 2**20), "MiB", bar=at_most(1.0)),
-        Row(f"threads grown in {rounds} rounds", max(0.0, grown["threads"]), bar=at_most(0.5)),
-        Row(f"descriptors grown in {rounds} rounds", max(0.0, grown["descriptors"]), bar=at_most(0.5)),
+        *rows,
+        Row(f"memory grown {when}", max(0.0, grown["memory"] / 2**20), "MiB", bar=at_most(1.0)),
+        Row(f"threads grown {when}", max(0.0, grown["threads"]), bar=at_most(0.5)),
+        Row(f"descriptors grown {when}", max(0.0, grown["descriptors"]), bar=at_most(0.5)),
     ]
 
 
@@ -170,17 +178,23 @@ def codecs(content: Mapping[str, Any]) -> list[Row]:
 
 
 def shaped(content: Mapping[str, Any]) -> list[Row]:
-    """Rounds over slow links, in units of what the links allow."""
-    found = {(each["name"], each["loss"], each["compression"]): each.get("round / allowed") for each in content["rows"]}
+    """Rounds over slow links, in units of what the links allow; and the others on the same links."""
     rows = []
-    for (name, loss, compression), mine in found.items():
-        if name != "shoal" or mine is None:
+    for mine in content["rows"]:
+        if mine["name"] != "shoal":
             continue
-        title = f"slow links, {loss:.0%} lost, {compression}: round / what they allow"
-        row = Row(title, mine["median"], bar=at_most(1.5 if loss else 1.15))
-        if its := found.get(("hivemind", loss, compression)):
-            row = row._replace(beside="hivemind", its=its["median"])
-        rows.append(row)
+        links = (mine["loss"], mine["compression"])
+        links_are = "simulated slow links" if content.get("simulated") else "slow links"
+        title = f"{links_are}, {mine['loss']:.0%} lost, {mine['compression']}: round / what they allow"
+        whole = mine["round / allowed"]["median"] if "round / allowed" in mine else math.inf
+        rows.append(Row(title, whole, bar=at_most(1.5 if mine["loss"] else 1.15)))
+        for its in content["rows"]:
+            if (its["loss"], its["compression"]) != links or its is mine:
+                continue
+            row = Row(title, whole, beside=its["name"])
+            if pairs := [(a["whole_s"], b["whole_s"]) for a, b in paired(mine["all"], its["all"])]:
+                row = row._replace(its=its["round / allowed"]["median"], ratio=Spread.of(b / a for a, b in pairs))
+            rows.append(row)
     return rows
 
 

@@ -112,7 +112,7 @@ ENTRIES = (
         ("clear", "clear_transport", "gloo"),
         "--rounds 2 --warm-up 1",
     ),
-    Entry("slow_links", "shaped", collect.shaped, HIVEMIND, "--rounds 1 --numel 1_000_000"),
+    Entry("slow_links", "shaped", collect.shaped, ("hivemind", "transport", "sockets"), "--rounds 1 --numel 1_000_000"),
     Entry("beside_a_loop", "beside", collect.beside, HIVEMIND, "--turns 1"),
     Entry(
         "groups", "matchmaking --peers 2,8,16 --rounds 100", collect.forming, HIVEMIND, "--peers 2 --rounds 5", gib=16.0
@@ -121,7 +121,13 @@ ENTRIES = (
     Entry("dht_8", "dht --nodes 8", collect.dht, HIVEMIND, "--turns 1"),
     Entry("dht_32", "dht --nodes 32 --per-process 4", collect.dht, HIVEMIND, "--turns 1", gib=16.0),
     Entry("idle", "idle", collect.idle, HIVEMIND, "--runs 1 --window 1"),
-    Entry("memory", "memory", collect.memory, quick="--many 100 --rounds 2"),
+    Entry(
+        "memory",
+        "memory --numel 10_000_000,40_000_000",
+        collect.memory,
+        quick="--numel 1_000_000,4_000_000 --many 100 --rounds 2",
+        gib=6.0,
+    ),
     Entry("growth", "growth", collect.growth, quick="--groups 2,4 --swarms 16,64 --rounds 2"),
     Entry("codecs", "compression", collect.codecs, quick="--turns 3", codecs_of=HIVEMIND, printed=True),
     Entry("lossy", "lossy", collect.lossy, quick="--seeds 1 --steps 20"),

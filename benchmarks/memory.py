@@ -2,9 +2,10 @@
 
 N peers, processes of their own on loopback, average as in `benchmarks.allreduce`. Printed are
 
-- *copies*: what a peer's memory grows by, from before its averager is made to the highest point of its rounds (VmHWM),
-  in copies of the vector, beyond the tensors of its user. What a peer needs anyhow (code, connections, threads) is
-  measured with a tiny vector, and taken away. Median of the peers, with the range;
+- *copies*, for each size in ``--numel``: what a peer's memory grows by, from before its averager is made to the highest
+  point of its rounds (VmHWM), in copies of the vector, beyond the tensors of its user. What a peer needs anyhow (code,
+  connections, threads) is measured with a tiny vector, and taken away. Median of the peers, with the range;
+- *beyond 2 copies*: the same in MiB, less two copies: what should not grow with the vector;
 - *growth*: what ``--many`` rounds of a small vector leave behind, in resident memory, threads and descriptors: the
   slope of ten samples, of the peer where it is steepest. `FIRST_ROUNDS` go before, until the flight recorder is full.
 """
@@ -89,36 +90,43 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Everything."""
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as folder:
         logs = Path(folder)
-        tiny, large = await peaks(args, TINY, logs), await peaks(args, args.numel, logs)
+        tiny = await peaks(args, TINY, logs)
+        vectors = []
+        for numel in args.sizes:
+            large = await peaks(args, numel, logs)
+            taken = copies(large, tiny, 4 * numel)
+            beyond = (taken["median"] - 2) * 4 * numel / 2**20
+            vectors.append({"numel": numel, "copies": taken, "beyond_mib": beyond, "bytes": large})
+            print(f"{numel:,} values: {cell(taken, '{:.2f}')} copies, {beyond:+.1f} MiB beyond 2 copies", flush=True)
         return {
             "peers": args.peers,
-            "numel": args.numel,
-            "copies": copies(large, tiny, 4 * args.numel),
+            "vectors": vectors,
+            "tiny": tiny,
             "growth": await growth(args, logs),
+            "first_rounds": FIRST_ROUNDS,
             "rounds": args.many,
-            "raw": {"tiny": tiny, "large": large},
         }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--numel", type=int, default=10_000_000, help="float32 values of the large vector")
-    parser.add_argument("--rounds", type=int, default=5, help="with the large vector")
+    parser.add_argument("--numel", default="10_000_000", help="float32 values of the large vectors, with commas")
+    parser.add_argument("--rounds", type=int, default=5, help="with each large vector")
     parser.add_argument("--many", type=int, default=1000, help="rounds with the small one")
     parser.add_argument("--compression", choices=CODECS, default="none")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     parser.set_defaults(part_bytes=None)
     args = parser.parse_args()
-    if args.peers < 2 or args.many < 10 or args.many % 10 or args.numel <= TINY:
+    args.sizes = [int(size) for size in args.numel.split(",")]
+    if args.peers < 2 or args.many < 10 or args.many % 10 or min(args.sizes) <= TINY:
         parser.error(f"at least 2 peers, a multiple of 10 small rounds, and more than {TINY} values")
-    print(f"{args.peers} peers, {args.numel:,} float32; {processor()}, {os.cpu_count()} cores", flush=True)
+    print(f"{args.peers} peers; {processor()}, {os.cpu_count()} cores", flush=True)
     try:
         result = asyncio.run(measure(args))
     except ContenderFailed as error:
         raise SystemExit(f"a peer could not go on: {error}") from None
     grown = result["growth"]
-    print(f"copies of the vector beyond the user's tensors: {cell(result['copies'], '{:.2f}')}")
     curve = (f"{max(each['memory'] for each in peers) / 2**20:.1f}" for peers in grown["samples"])
     print(f"MiB of the largest peer after each {args.many // 10} rounds: {' '.join(curve)}")
     print(

@@ -8,8 +8,11 @@ up and down, 40 ms for a round trip, queues of 100 ms, and no loss or 1%. Conten
   Nothing else: no header, no handshake, no round trip, no loss. TCP and IP headers alone take 1.036 times as long.
 - */ allowed*: all-reduce, and whole round, divided by that.
 
-`transport` is shoal's connections alone, with nothing averaged. First come raw TCP streams through the emulator, one
-alone and all pairs at once, as a check of the emulator; last its counts, with the longest time by which it was late.
+`transport` is shoal's connections alone, with nothing averaged: all is sent at once. `sockets` is the floor: plain TCP
+that sends what a round sends, an average not before its contributions have come (`contenders.sockets_peer`).
+
+First come raw TCP streams through the emulator, one alone and all pairs at once, as a check of the emulator; last its
+counts, with the longest time by which it was late.
 
 Where namespaces cannot be made (they take Linux, root and /dev/net/tun), it says so and simulates the network with
 `shoal.sim`: there bytes queue and fly as on the links, but there is no TCP, and computing takes no time.
@@ -36,7 +39,7 @@ from benchmarks.emulator.simulated import simulate
 from benchmarks.emulator.star import Shape
 from benchmarks.emulator.stream import streams_mbit
 
-CONTENDERS = ("shoal", "hivemind", "transport")
+CONTENDERS = ("shoal", "hivemind", "transport", "sockets")
 COLUMNS = ("all-reduce s", "matchmaking s", "whole round s", "links allow s", "/ allowed", "round / allowed", "CPU s")
 STREAM_S = 3.0
 
@@ -188,7 +191,11 @@ def main() -> int:
         flush=True,
     )
     rows: list[dict[str, Any]] = []
+    content: dict[str, Any] = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "rows": rows, "simulated": args.simulated}
+    content["machine"] = {"processor": processor(), "cores": os.cpu_count()}
     for loss in args.losses:
+        if args.json and rows:  # what is there is not lost if this fails
+            write(args.json, content)
         shape = Shape(args.rate, args.round_trip_ms / 4, loss, args.queue_ms)
         if not args.simulated:
             try:
@@ -197,15 +204,14 @@ def main() -> int:
                 continue
             except NotPermitted as error:
                 print(f"no network namespaces here: {error}. The network is simulated: no TCP, computing takes no time")
-                args.simulated = True
+                args.simulated = content["simulated"] = True
         rows += simulated(args, shape)
     print(table(rows))
     for each in rows:
         if each["failed"] or each["failure"]:
             print(f"{each['name']}, {each['compression']}: {each['failed']} rounds failed; {each['failure'] or ''}")
     if args.json:
-        machine = {"processor": processor(), "cores": os.cpu_count()}
-        write(args.json, {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "machine": machine, "rows": rows})
+        write(args.json, content)
     return 0 if all(each["rounds"] for each in rows if each["name"] == "shoal") else MISSED
 
 

@@ -228,22 +228,31 @@ def test_shoal_misses_its_bar_where_it_did_not_go_on(trouble: dict[str, Any]) ->
 
 
 def test_slow_links_have_a_wider_bar_with_losses() -> None:
-    """1.15 without, 1.5 with; hivemind's number of the same links stands beside."""
-    links = [(name, loss) for name in ("shoal", "hivemind") for loss in (0.0, 0.01)]
+    """1.15 without, 1.5 with; the others on the same links stand beside, without a bar."""
+
+    def row(name: str, loss: float, *whole_s: float | None) -> dict[str, Any]:
+        found = [each for each in whole_s if each is not None]
+        return {
+            "name": name,
+            "loss": loss,
+            "compression": "none",
+            "all": [each and {"whole_s": each} for each in whole_s],
+            **({"round / allowed": {"median": found[0]}} if found else {}),
+        }
+
     content = {
         "rows": [
-            {
-                "name": name,
-                "loss": loss,
-                "compression": "none",
-                "round / allowed": {"median": 1.3 if name == "shoal" else 9},
-            }
-            for name, loss in links
+            *(row("shoal", 0.0, 1.3, None, 1.5), row("hivemind", 0.0, None), row("sockets", 0.0, 1.2, 1.1, 1.2)),
+            *(row("shoal", 0.01, 1.3), row("hivemind", 0.01, 9.0)),
         ]
     }
-    clean, lossy = collect.shaped(content)
-    assert (verdict(clean), verdict(lossy)) == (False, True)
-    assert clean.its == 9
+    rows = collect.shaped(content)
+    assert [verdict(row) for row in rows] == [False, None, None, True, None]
+    assert [(row.beside, row.its) for row in rows[1:3]] == [("hivemind", None), ("sockets", 1.2)]
+    assert rows[2].ratio == Spread.of([1.2 / 1.3, 1.2 / 1.5])
+    assert rows[4].its == 9.0
+    (broken,) = collect.shaped({"rows": [row("shoal", 0.0, None)]})
+    assert (verdict(broken), cells(broken)[1]) == (False, "never")
 
 
 def test_slowdowns_stand_beside_each_other_process() -> None:
@@ -267,9 +276,15 @@ def test_memory_is_counted_beyond_what_any_peer_needs() -> None:
     """In copies of the vector; less memory than before is no growth."""
     copies = memory.copies([90.0, 70.0], [10.0, 10.0], 40)
     assert copies == {"median": 1.75, "min": 1.5, "max": 2.0}
+    vectors = [{"numel": 10_000_000, "copies": copies, "beyond_mib": 7.0}]
+    vectors += [{"numel": 40_000_000, "copies": {"median": 2.1}, "beyond_mib": 8.0}]
     grown = {"memory": -5, "threads": 1, "descriptors": 0}
-    rows = collect.memory({"peers": 2, "numel": 10, "copies": copies, "growth": grown, "rounds": 1000})
-    assert [verdict(row) for row in rows] == [True, True, False, True]
+    content = {"peers": 2, "vectors": vectors, "growth": grown, "first_rounds": 500, "rounds": 1000}
+    rows = collect.memory(content)
+    assert [verdict(row) for row in rows] == [True, None, False, None, True, False, True]
+    assert (rows[3].line, rows[3].measured) == ("memory in a round beyond 2 copies, 2 peers x 40M", 8.0)
+    assert (rows[3].beside, rows[3].its) == ("10M", 7.0)
+    assert rows[4].line == "memory grown in 1000 rounds, after the first 500"
 
 
 def test_what_a_round_costs_stands_beside_what_must_be_paid() -> None:

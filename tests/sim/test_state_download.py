@@ -276,11 +276,11 @@ def test_a_state_that_is_not_wanted_is_not_fetched() -> None:
         stale = await swarm.start_peer("stale", node(Box([torch.zeros(4)], epoch=3)))
         good = await swarm.start_peer("good", node(Box([torch.ones(4)], epoch=4)))
         me = await swarm.start_peer("new", node())
-        wanted = {"accept": matching([torch.zeros(4)]), "min_epoch": 4}
-        state = await fetch(swarm, "new", donors_of(other, stale, good), **wanted)
+        accept = matching([torch.zeros(4)])
+        state = await fetch(swarm, "new", donors_of(other, stale, good), accept=accept, min_epoch=4)
         assert state.tensors[0].tolist() == [1.0] * 4
         with pytest.raises(StateUnavailable, match=r"float32\[5\], ours is float32\[4\].*epoch 3"):
-            await fetch(swarm, "new", donors_of(other, stale), **wanted)
+            await fetch(swarm, "new", donors_of(other, stale), accept=accept, min_epoch=4)
         assert not me.seen(PeerDropped)
 
     run(main)

@@ -121,6 +121,22 @@ def test_wrong_arguments_of_an_averager_are_named(arguments: dict[str, Any], nam
             shoal.DecentralizedAverager(**{**right, **arguments})
 
 
+def test_who_cannot_be_dialed_has_no_averager_that_can() -> None:
+    """Others would try for nothing, again and again."""
+    with shoal.DHT(start=True) as first, shoal.DHT(first.get_visible_maddrs(), client_mode=True, start=True) as dht:
+        tensors = [torch.ones(1)]
+        with pytest.raises(shoal.ConfigError, match="client_mode=False needs a dht that can be dialed"):
+            shoal.DecentralizedAverager(tensors, dht, start=True, prefix="p", client_mode=False)
+        assert shoal.DecentralizedAverager(tensors, dht, start=True, prefix="p").client_mode
+        assert shoal.DecentralizedAverager(tensors, first, start=True, prefix="p", client_mode=True).client_mode
+
+
+def test_too_many_parts_are_named_before_there_is_a_group() -> None:
+    """A part size that is too small for the tensors."""
+    with shoal.DHT(start=True) as dht, pytest.raises(shoal.ConfigError, match="choose a larger part_size_bytes"):
+        shoal.DecentralizedAverager([torch.ones(1 << 22)], dht, start=True, prefix="p", part_size_bytes=1024)
+
+
 def test_wrong_arguments_of_a_step_are_named() -> None:
     """Weight, timeout, gather, group bits and priority."""
     with shoal.DHT(start=True) as dht, shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p") as one:

@@ -580,6 +580,33 @@ def test_shutdown_in_the_loop_thread_ends_the_peer() -> None:
     assert not first.is_alive()
 
 
+def test_an_averager_is_shut_down_in_the_loop_thread() -> None:
+    """As above; also while it looks for a group."""
+    with shoal.DHT(start=True) as dht:
+        one = shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p")
+        step = one.step(wait=False)
+        dht.loop_thread.call_soon(one.shutdown)
+        with pytest.raises(ClosedError):
+            step.result(LONG_S)
+        until(lambda: not one.is_alive())
+        again = shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p")
+        again.shutdown()
+
+
+def test_a_shutdown_that_takes_long_returns_and_goes_on() -> None:
+    """Whatever keeps shoal's thread: `shutdown_timeout` is how long the caller waits, and the end comes."""
+    with shoal.DHT(start=True) as dht:
+        one = shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p", shutdown_timeout=0.01)
+        step, free = one.step(wait=False), threading.Event()
+        dht.loop_thread.call_soon(lambda: free.wait(LONG_S))
+        one.shutdown()
+        assert not one.is_alive()
+        free.set()
+        with pytest.raises(ClosedError):
+            step.result(LONG_S)
+        shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p").shutdown()
+
+
 def test_calls_before_start_and_after_shutdown() -> None:
     """LocalError before, ClosedError after; neither waits."""
     dht = shoal.DHT()

@@ -118,6 +118,20 @@ def test_too_many_parts_are_refused() -> None:
         layout(spec(most + 1)).parts([most + 1], 1024)
 
 
+def test_too_many_parts_are_foreseen() -> None:
+    """Each border between two members may cost one more; and a round may be sent in another codec."""
+    most = (MAX_PARTS - 7) * 256
+    found = layout(spec(most))
+    found.check_part_bytes(1024, 8)
+    assert len(found.parts([1] * 7 + [most - 7], 1024)) == MAX_PARTS
+    with pytest.raises(ConfigError, match="part_size_bytes=1024 makes up to 8193 parts .* in a group of 9: choose"):
+        found.check_part_bytes(1024, 9)
+    half = layout(spec(most, codec="float16"))
+    half.check_part_bytes(1024, 8)
+    with pytest.raises(ConfigError, match="in a group of 9: choose a larger part_size_bytes"):
+        half.check_part_bytes(1024, 9, ["none"])
+
+
 def test_many_members_and_many_runs_are_few_parts() -> None:
     """Borders cost a part each, not one for each pair of slice and run: 256 members, 2,000 runs."""
     specs = [spec(7, dtype=("float32", "bfloat16")[i % 2]) for i in range(2000)]

@@ -132,11 +132,7 @@ class Layout:
             raise ConfigError(f"slices of {sum(slices)} elements do not cover the vector of {self.numel}")
         if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
             raise ConfigError(f"part_size_bytes={part_bytes} is not within {MIN_PART_BYTES}..{MAX_PART_BYTES}")
-        pieces: list[tuple[int, int, int, int, int]] = []
-        for owner, number, start, stop in self._intervals(slices):
-            run = self.runs[number]
-            step = self._elements_within(part_bytes, run if codecs is None else run._replace(codec=codecs[number]))
-            pieces.append((owner, number, start, stop, -(-(stop - start) // step)))
+        pieces = list(self._pieces(slices, part_bytes, codecs))
         if sum(count for *_, count in pieces) > MAX_PARTS:
             raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
         parts: list[Part] = []
@@ -145,6 +141,24 @@ class Layout:
             cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
             parts += [Part(len(parts) + i, owner, number, *cut) for i, cut in enumerate(pairwise(cuts))]
         return parts
+
+    def check_part_bytes(self, part_bytes: int, members: int, codecs: Sequence[str] | None = None) -> None:
+        """Raise `ConfigError` if the parts could be too many in a group of so many members, whatever the slices."""
+        count = sum(count for *_, count in self._pieces([self.numel], part_bytes, codecs)) + members - 1
+        if count > MAX_PARTS:
+            raise ConfigError(
+                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, and there can be {MAX_PARTS} "
+                f"in a group of {members}: choose a larger part_size_bytes, or the same codec for neighboring tensors"
+            )
+
+    def _pieces(
+        self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None
+    ) -> Iterator[tuple[int, int, int, int, int]]:
+        """What is cut to parts by itself: (owner, run, start, stop, how many parts)."""
+        for owner, number, start, stop in self._intervals(slices):
+            run = self.runs[number]
+            step = self._elements_within(part_bytes, run if codecs is None else run._replace(codec=codecs[number]))
+            yield owner, number, start, stop, -(-(stop - start) // step)
 
     def _elements_within(self, nbytes: int, run: Run) -> int:
         """How many elements of this run can be encoded in so many bytes; one at least."""

@@ -22,6 +22,7 @@ from shoal.allreduce.run_buffers import LARGEST, RunBuffers, sum_dtype
 from shoal.compression import (
     DTYPES,
     CompressionBase,
+    NoCompression,
     codec_by_name,
     dtype_by_name,
     dtype_name,
@@ -182,6 +183,11 @@ class Vector:
     def parts(self, slices: Sequence[int], part_bytes: int) -> list[Part]:
         """The parts of this round: see `Layout.parts`."""
         return self.layout.parts(slices, part_bytes, [run.codec.name for run in self._runs])
+
+    def check_part_bytes(self, part_bytes: int, members: int) -> None:
+        """See `Layout.check_part_bytes`; also where a round has nothing to code against."""
+        codecs = [run.named.name if run.reference is None else NoCompression().name for run in self._runs]
+        self.layout.check_part_bytes(part_bytes, members, codecs)
 
     def remembers(self, part: Part) -> bool:
         """Whether `settle` has something to do for this part."""

@@ -23,7 +23,7 @@ from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
-from shoal.averager.settings import AveragerSettings
+from shoal.averager.settings import MAX_GROUP, AveragerSettings
 from shoal.averager.sharing import StateSharing
 from shoal.clock import Backoff
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
@@ -81,6 +81,7 @@ class Averager:
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen))
+        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP)
         self.group_tag = ""
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
@@ -88,13 +89,13 @@ class Averager:
         self._closed = self._leaving = False
         self._between_rounds = asyncio.Event()
         self._between_rounds.set()
-        core.leavers.append(self.leave)
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         core.rounds()  # from now on: whoever hears of a group before we do may open its streams at once
         self._finder = GroupFinder(core, prefix, settings, self.vector)
+        core.leavers.append(self.leave)
 
     @property
     def group_bits(self) -> str:
@@ -129,7 +130,7 @@ class Averager:
         Args:
             plan: what is to be done, for whoever wants to change it while the step goes on; in place of `weight` and
                 `gather`.
-            weight: of this peer's values, finite, 0 or more.
+            weight: of this peer's values: 0, or from 1e-9 to 1e12.
             gather: a MessagePack value that all members get.
             prepare: called under the lock when the values are copied in; gives the weight, in place of the plan's, and
                 a factor for the values.
@@ -336,8 +337,12 @@ class Averager:
                 await self._between_rounds.wait()
         await self.close()
 
-    async def close(self) -> None:
-        """Stop: no more steps, no more sharing. Safe to call twice."""
+    async def close(self, timeout_s: float = 4.0) -> None:
+        """Stop: no more steps, no more sharing. Safe to call twice.
+
+        Args:
+            timeout_s: what goes on may take so long to end in order.
+        """
         if self._closed:
             return
         self._closed = True
@@ -346,9 +351,9 @@ class Averager:
         # The round first: it still uses the streams of its group.
         if self._stepping is not None:
             self._stepping.cancel()
-            await asyncio.wait({self._stepping}, timeout=2.0)
+            await asyncio.wait({self._stepping}, timeout=timeout_s / 2)
         with suppress(TimeoutError):
-            async with asyncio.timeout(2.0):
+            async with asyncio.timeout(timeout_s / 2):
                 await asyncio.gather(self._close_last_round(), return_exceptions=True)
         for task in list(self._tasks):
             task.cancel()

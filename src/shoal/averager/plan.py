@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from shoal.allreduce.round import Outcome
+from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.clock import Clock
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.matchmaking import Group
@@ -38,7 +39,7 @@ class StepPlan:
     """What one step is to do. Reading, `weight` and `scheduled_time` are for any thread; the methods are loop only.
 
     Args:
-        weight: of this peer's values: finite, 0 or more.
+        weight: of this peer's values: 0, or from 1e-9 to 1e12.
         gather: a MessagePack value that all members get.
         scheduled_time: no search for a group before this, wall-clock seconds; None: at once.
         triggered: False: no search for a group before `allow_allreduce`.
@@ -76,8 +77,8 @@ class StepPlan:
 
     @weight.setter
     def weight(self, value: float) -> None:
-        if not _finite(value) or value < 0:
-            raise ConfigError(f"weight must be a finite number of at least 0, got {value!r}")
+        if not _finite(value) or not is_weight(value):
+            raise ConfigError(f"weight must be 0, or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, got {value!r}")
         with self._guard:
             if self.began:
                 raise LocalError("weight cannot be changed any more: the values of this step were taken already")

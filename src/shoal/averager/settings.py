@@ -13,9 +13,9 @@ import msgspec
 from shoal.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
 from shoal.errors import ConfigError
 
-__all__ = ["AveragerSettings", "check_group_bits"]
+__all__ = ["MAX_GROUP", "AveragerSettings", "check_group_bits"]
 
-_MAX_GROUP = 256
+MAX_GROUP = 256
 _MAX_BITS = 64
 _MAX_DECLARE_STATE_PERIOD_S = 1800.0
 """A declaration holds for two periods, and the DHT keeps a record for an hour."""
@@ -110,13 +110,13 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_sizes(self) -> None:
         size, least = self.target_group_size, self.min_group_size
-        _need(_whole(least) and 1 <= least <= _MAX_GROUP, "min_group_size", least, f"a whole number, 1 to {_MAX_GROUP}")
+        _need(_whole(least) and 1 <= least <= MAX_GROUP, "min_group_size", least, f"a whole number, 1 to {MAX_GROUP}")
         if size is not None:
             _need(
-                _whole(size) and 1 <= size <= _MAX_GROUP,
+                _whole(size) and 1 <= size <= MAX_GROUP,
                 "target_group_size",
                 size,
-                f"None (no limit), or a whole number up to {_MAX_GROUP}",
+                f"None (no limit), or a whole number up to {MAX_GROUP}",
             )
             _relate(least <= size, "min_group_size", least, "at most", "target_group_size", size)
 

@@ -15,6 +15,7 @@ from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
+from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
 
@@ -118,7 +119,7 @@ class Optimizer(torch.optim.Optimizer):
             allreduce_timeout_s=allreduce_timeout or averaging_timeout,
             sender_timeout_s=sender_timeout,
             bandwidth=bandwidth,
-            client_mode=dht.client_mode if client_mode is None else client_mode,
+            client_mode=client_argument(client_mode, dht_is_client=dht.client_mode),
         )
         averager.check()
         settings = CollaborationSettings(

@@ -12,7 +12,7 @@ from shoal import compression
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor, TensorRole
 from shoal.errors import ConfigError
 
-__all__ = ["check_tensors", "choose_codecs", "codec_argument", "first", "seconds"]
+__all__ = ["check_tensors", "choose_codecs", "client_argument", "codec_argument", "first", "seconds"]
 
 T = TypeVar("T")
 
@@ -55,6 +55,19 @@ def choose_codecs(
             )
     chosen = [(info.role, codec.choose(info)) for info in infos]
     return [compression.for_parameters(each) if role is TensorRole.PARAMETER else each for role, each in chosen]
+
+
+def client_argument(client_mode: bool | None, *, dht_is_client: bool) -> bool:
+    """Whether a part of a peer only dials: as the peer itself unless given.
+
+    Raises:
+        ConfigError: it is to be dialed, and the peer cannot be.
+    """
+    if client_mode is None:
+        return dht_is_client
+    if dht_is_client and not client_mode:
+        raise ConfigError("client_mode=False needs a dht that can be dialed, and this one has client_mode=True")
+    return client_mode
 
 
 def first(*values: T | None) -> T:

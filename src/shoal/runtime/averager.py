@@ -7,6 +7,7 @@ the order of asking.
 
 from __future__ import annotations
 
+import concurrent.futures
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -18,7 +19,7 @@ from shoal.averager import Averager, AveragerSettings, StepPlan, check_group_bit
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
-from shoal.runtime.arguments import check_tensors, choose_codecs, codec_argument, first, seconds
+from shoal.runtime.arguments import check_tensors, choose_codecs, client_argument, codec_argument, first, seconds
 from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
 from shoal.runtime.sharing import SharesState
@@ -116,7 +117,7 @@ class DecentralizedAverager(SharesState):
             raise ConfigError("averaging_expiration and min_matchmaking_time are two names of one thing: give only one")
         check_tensors(averaged_tensors)
         self.dht, self.prefix = dht, prefix
-        self.client_mode = dht.client_mode if client_mode is None else client_mode
+        self.client_mode = client_argument(client_mode, dht_is_client=dht.client_mode)
         self._settings = AveragerSettings(
             target_group_size=target_group_size,
             min_group_size=min_group_size,
@@ -188,12 +189,17 @@ class DecentralizedAverager(SharesState):
         self._forget_closer = self.dht.at_shutdown(self._averager.close)
 
     def shutdown(self) -> None:
-        """Stop averaging and sharing; a step that goes on ends. The DHT goes on. Safe to call twice."""
+        """Stop averaging and sharing; a step that goes on ends. The DHT goes on. Safe to call twice, from any thread.
+
+        Returns when that is done, or after `shutdown_timeout`; in shoal's own thread at once.
+        """
         self._closed = True
         if self._averager is not None and self.dht.is_alive():
             self._forget_closer()
             with suppress(ClosedError):  # the DHT ends too, and this averager with it
-                self._run(self._averager.close(), self._shutdown_timeout_s)
+                closing = self.dht.loop_thread.submit(self._averager.close(self._shutdown_timeout_s))
+                if not self.dht.loop_thread.is_current():
+                    concurrent.futures.wait([closing], self._shutdown_timeout_s)  # what is left of it ends by itself
 
     def is_alive(self) -> bool:
         """Whether steps can be made."""
@@ -283,7 +289,7 @@ class DecentralizedAverager(SharesState):
         Args:
             gather: a small value (numbers, text, bytes, lists, dictionaries) that every member of the group gets.
             scheduled_time: look for a group only from this time on, wall-clock seconds (`time.time()`); None: now.
-            weight: of this peer's tensors, finite and at least 0; None: 1. With 0 it takes part without counting.
+            weight: of this peer's tensors, from 1e-9 to 1e12, or 0: it takes part without counting; None: 1.
             timeout: seconds for everything, retries included; None: 300.
             allow_retries: after a failed round look for another group until the timeout.
             require_trigger: begin only when `allow_allreduce()` of what is returned is called; needs `wait=False`.

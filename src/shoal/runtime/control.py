@@ -54,7 +54,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
         """Weight of this peer's values; can be set until they are taken.
 
         Raises:
-            ConfigError: what it is set to is not a finite number of at least 0.
+            ConfigError: what it is set to is not 0, nor a number from 1e-9 to 1e12.
             LocalError: it is set too late: the values were taken.
         """
         return self._plan.weight

@@ -124,7 +124,7 @@ def test_too_many_parts_are_foreseen() -> None:
     found = layout(spec(most))
     found.check_part_bytes(1024, 8)
     assert len(found.parts([1] * 7 + [most - 7], 1024)) == MAX_PARTS
-    with pytest.raises(ConfigError, match="part_size_bytes=1024 makes up to 8193 parts .* in a group of 9: choose"):
+    with pytest.raises(ConfigError, match=r"part_size_bytes=1024 makes up to 8193 parts .* in a group of 9: choose"):
         found.check_part_bytes(1024, 9)
     half = layout(spec(most, codec="float16"))
     half.check_part_bytes(1024, 8)

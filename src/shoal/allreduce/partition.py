@@ -147,7 +147,7 @@ class Layout:
         count = sum(count for *_, count in self._pieces([self.numel], part_bytes, codecs)) + members - 1
         if count > MAX_PARTS:
             raise ConfigError(
-                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, and there can be {MAX_PARTS} "
+                f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, there can be {MAX_PARTS}, "
                 f"in a group of {members}: choose a larger part_size_bytes, or the same codec for neighboring tensors"
             )
 

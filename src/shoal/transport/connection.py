@@ -9,7 +9,8 @@ driven here, by one `BufferedProtocol`:
   `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
   reader they stay as they came, and from the layer's `pause_bytes` on the socket is not read.
 - *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took what was before; then the loop has
-  a turn. What the socket did not take is kept, but no reference to a caller's buffer is left when `write` returns.
+  a turn, also where one piece after another is written and the socket takes all of each. What the socket did not take
+  is kept, but no reference to a caller's buffer is left when `write` returns.
 - *End.* `close` sends what is queued, then TCP FIN, then reads and throws away until the other side's FIN: a socket
   closed with unread bytes would send RST, which destroys what the other side has not read yet. A FIN ends the pipe in
   both directions; the side that sees it first drops its socket, but what it had received stays readable. A FIN is not
@@ -78,6 +79,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         # writing
         self._write_lock = asyncio.Lock()
         self._writing_paused = False
+        self._in_this_turn = 0  # bytes sent since a writer last let others have the loop
         self._drained: asyncio.Future[None] | None = None
         self._linger: asyncio.TimerHandle | None = None
 
@@ -124,6 +126,9 @@ class TcpConnection(asyncio.BufferedProtocol):
 
         """
         async with self._write_lock:
+            if self._in_this_turn >= BUNCH_BYTES // 2:  # a reader that keeps up would let nobody else have the loop
+                self._in_this_turn = 0
+                await asyncio.sleep(0)
             await self._wait_drained()
             if self._closing:
                 raise self._unreachable()
@@ -316,7 +321,9 @@ class TcpConnection(asyncio.BufferedProtocol):
         except BrokenLayer as error:
             self.abort(str(error))
             raise self._unreachable() from error
-        self._bytes_sent += sum(map(len, bunch))
+        nbytes = sum(map(len, bunch))
+        self._bytes_sent += nbytes
+        self._in_this_turn += nbytes
 
     def _flush(self, data: Buffer) -> None:
         if self._transport is not None and not self._transport.is_closing() and data:
@@ -325,6 +332,7 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._scratch.lend_sending()
 
     async def _next_turn(self) -> None:
+        self._in_this_turn = 0
         try:
             await asyncio.sleep(0)
             await self._wait_drained()
@@ -333,7 +341,9 @@ class TcpConnection(asyncio.BufferedProtocol):
             raise
 
     async def _wait_drained(self) -> None:
-        while self._writing_paused and self._end_reason is None:
+        # A socket that broke takes everything and sends nothing, until the loop comes to tell `connection_lost` why.
+        while (self._writing_paused or self._broken()) and self._end_reason is None:
+            self._in_this_turn = 0
             self._drained = self._loop.create_future()
             try:
                 await self._drained
@@ -341,6 +351,9 @@ class TcpConnection(asyncio.BufferedProtocol):
                 self._drained = None
         if self._end_reason is not None:
             raise self._unreachable()
+
+    def _broken(self) -> bool:
+        return self._transport is not None and self._transport.is_closing()
 
     def _discard(self) -> None:
         """From now on throw away what comes in, read or not."""

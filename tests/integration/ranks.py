@@ -85,6 +85,10 @@ class Ranks:
         self._idle += [each for rank, each in enumerate(crew) if rank != killed]
         return results
 
+    def reverse(self) -> None:
+        """The processes of the last group get their ranks the other way round in the next one of that size."""
+        self._idle.reverse()
+
     def close(self) -> None:
         """End the processes."""
         for process, pipe in self._idle:

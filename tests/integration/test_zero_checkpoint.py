@@ -119,6 +119,15 @@ def test_bfloat16_is_saved_wide(pool: Ranks, tmp_path: Path) -> None:
             assert torch.equal(found, weights["layers.0.1.weight"])
 
 
+def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp_path: Path) -> None:
+    """Torch remembers how it has cut a tensor, and cuts it so again."""
+    path = tmp_path / "narrow"
+    pool.play(2, cases.save_narrow, 2, str(path))
+    before = pool.play(2, cases.load_narrow, 3, str(path))
+    pool.reverse()
+    assert all(torch.equal(*each) for each in zip(before, pool.play(2, cases.load_narrow, 3, str(path)), strict=True))
+
+
 def damaged(path: Path, saved: Path, how: str) -> str:
     """A checkpoint with something wrong; returns what `load` must say."""
     shutil.copytree(saved, path)

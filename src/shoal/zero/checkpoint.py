@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
@@ -278,11 +278,18 @@ def _overwrite(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> No
     for name, target in model.state_dict(keep_vars=True).items():
         if name not in others:
             continue
-        if isinstance(target, DTensor):
-            whole = others[name].to(target.device, target.dtype)
-            target.copy_(distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None))
-        else:
-            target.copy_(others[name])
+        local(target).copy_(_own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
+
+
+def _own_rows(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
+    """This rank's rows, as FSDP2 deals them out.
+
+    Not by `distribute_tensor`: torch remembers whose rows are whose beyond the end of a process group, and a process
+    may have had another rank in one before.
+    """
+    mesh = target.device_mesh
+    start = mesh.get_local_rank() * -(-len(whole) // mesh.size())
+    return whole[start : start + len(local(target))]
 
 
 def _like(old: Any, new: Any) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import queue
+import re
 import signal
 import socket
 import subprocess

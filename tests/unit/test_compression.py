@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from shoal.compression import (
     codec_by_name,
     dtype_by_name,
     dtype_name,
+    populate,
     register_codec,
     view_bytes,
 )
@@ -270,6 +273,19 @@ def test_bytes_of_a_view_begin_where_the_view_begins() -> None:
     """A slice of a larger tensor is seen from its own first element."""
     tensor = torch.arange(10, dtype=torch.uint8)
     assert bytes(view_bytes(tensor[4:6])) == b"\x04\x05"
+
+
+def test_populated_memory_is_there_and_as_it_was() -> None:
+    """Whatever lies in it, wherever a view begins. Before, new memory is not there."""
+    resident = Path("/proc/self/statm")
+    tensor, data = allocate(64 << 20, torch.uint8)
+    data[5:9] = b"abcd"
+    before = int(resident.read_text().split()[1])
+    populate([data[7:7], data[6 : 48 << 20], memoryview(bytearray())])
+    pages = int(resident.read_text().split()[1]) - before
+    assert bytes(data[5:9]) == b"abcd"
+    assert pages * mmap.PAGESIZE == pytest.approx(48 << 20, rel=0.05)
+    del tensor
 
 
 @pytest.mark.parametrize(

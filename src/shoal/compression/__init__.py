@@ -25,7 +25,7 @@ from shoal.compression.blockwise import BlockwiseQuantization
 from shoal.compression.differences import Differences, for_parameters
 from shoal.compression.feedback import ErrorFeedback
 from shoal.compression.floating import BFloat16Compression, Float16Compression, NoCompression
-from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, view_bytes
+from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, populate, view_bytes
 from shoal.compression.quantile import Quantile8BitQuantization
 from shoal.compression.scaled import ScaledFloat16Compression
 from shoal.compression.sparse import TopKCompression
@@ -57,6 +57,7 @@ __all__ = [
     "dtype_by_name",
     "dtype_name",
     "for_parameters",
+    "populate",
     "register_codec",
     "view_bytes",
 ]

@@ -8,13 +8,15 @@ tensor are an empty view; a view is writable and of format `B`.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
+from collections.abc import Iterable
 
 import torch
 
 from shoal.errors import ConfigError
 
-__all__ = ["DTYPES", "allocate", "as_tensor", "dtype_by_name", "dtype_name", "view_bytes"]
+__all__ = ["DTYPES", "allocate", "as_tensor", "dtype_by_name", "dtype_name", "populate", "view_bytes"]
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -38,6 +40,12 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # One type for all lengths: a ctypes array type costs 50 µs to make, so each view is a slice of a nominally huge array.
 # Nothing beyond the slice is touched.
 _Memory = ctypes.c_ubyte * (1 << 46)
+
+
+_MADV_POPULATE_WRITE = 23  # which Python has a name for from 3.14 on, if at all
+_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _madvise is not None:
+    _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -80,6 +88,21 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
     """A new 1-D tensor, not initialised, and its bytes: for receiving straight into it."""
     tensor = torch.empty(numel, dtype=dtype)
     return tensor, view_bytes(tensor)
+
+
+def populate(views: Iterable[memoryview]) -> None:
+    """Have the system give the memory behind these views now, in this thread, whatever it holds.
+
+    To touch new memory takes longer than to fill it: who is to fill it finds it there. Other threads run meanwhile.
+    Where the system does not know how (it takes Linux 5.14), nothing is done.
+    """
+    if _madvise is None:
+        return
+    for view in views:
+        if view.nbytes:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+            start = address - address % mmap.PAGESIZE
+            _madvise(start, address + view.nbytes - start, _MADV_POPULATE_WRITE)
 
 
 def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:

@@ -18,9 +18,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
+from itertools import chain
 from typing import Any
 
 from shoal.clock import Env
+from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
@@ -148,6 +150,7 @@ class Feed:
         self._writing: int | None = None  # the chunk that goes straight into its place now
         self._beside = bytearray()
         self._checks: dict[int, asyncio.Task[bool]] = {}
+        self._rooms: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.chunks_brought = 0
@@ -171,6 +174,8 @@ class Feed:
                 await asyncio.wait((self._task,))
                 raise
         finally:
+            for task in self._rooms:
+                task.cancel()
             del self._target.feeds[self._peer]
             self._plan.release(self._peer)
             self._ended.set()
@@ -231,7 +236,7 @@ class Feed:
     async def _stream(self, chunks: list[int]) -> None:
         """One stream, until there is nothing more to ask this donor for."""
         opening = FetchChunks(self._prefix, self._snapshot, chunks)
-        self._queue.extend(chunks)
+        self._expect(chunks)
         self._tempo.asked(asyncio.get_running_loop().time())
         stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
         try:
@@ -242,6 +247,14 @@ class Feed:
             self._writing = None
             stream.abort()  # nothing to do after an orderly end
             await self._settle(leave=0)
+
+    def _expect(self, chunks: list[int]) -> None:
+        """These were asked for: while they are on their way, another thread has the system give memory for them."""
+        self._queue.extend(chunks)
+        places = [self._target.assembly.buffers(chunk) for chunk in chunks if self._plan.owner(chunk) == self._peer]
+        task = asyncio.get_running_loop().create_task(self._env.executor.run(populate, chain(*places)))
+        self._rooms.add(task)
+        task.add_done_callback(self._rooms.discard)
 
     async def _receive(self, stream: Stream[MoreChunks, Chunk]) -> None:
         loop, queue = asyncio.get_running_loop(), self._queue
@@ -257,7 +270,7 @@ class Feed:
                         await self._check(chunk)
                         patience.renew()
                         if chunks := self._choose():
-                            queue.extend(chunks)
+                            self._expect(chunks)
                             await stream.send(MoreChunks(chunks))
         except TimeoutError as error:
             if isinstance(error, PeerError):

@@ -60,8 +60,11 @@ class Pacer:
 QUIET_BYTES = 64 << 10
 """Other traffic below this, within the window, is no round."""
 
-FREE_PIECE_BYTES = 256 << 10
-"""Before each piece is looked whether a round has begun."""
+FREE_PIECE_BYTES, QUICK_PIECE_BYTES = 256 << 10, 1 << 20
+"""Before each piece is looked whether a round has begun. The larger ones are for where they go in no time."""
+
+QUICK_S = 0.02
+"""The next piece is twice as large if it may go so soon after the one before."""
 
 HELD_PIECE_BYTES = 64 << 10
 LONGEST_HOLD_S = 1.5

@@ -14,9 +14,11 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
 
 _HASHERS = 4
+_COPIERS = 2
+"""As many as the executor has threads: new memory is slow to touch, and two do it faster than one."""
 
 _HASH_BYTES = 34
 """One digest in MessagePack."""
@@ -227,21 +231,16 @@ class SnapshotStore:
         run = self._env.executor.run
         async with self._hold() as state:
             version = self._version()
-            layout, data = await run(self._encode, state, self._env.rng.randbytes(16))
+            layout = await run(self._plan, state, self._env.rng.randbytes(16))
+            _, data = allocate(layout.total_bytes, torch.uint8)
+            shares = _shares(layout, _COPIERS)
+            await asyncio.gather(*(run(_encode, layout, state.tensors, share, data) for share in shares))
         manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         now = asyncio.get_running_loop().time()
         return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, used_at=now)
 
-    def _encode(self, state: SharedState, name: bytes) -> tuple[Manifest, memoryview]:
-        """The manifest but for the hashes, and the copy. Runs in a thread."""
-        layout = self._plan(state, name)
-        _, data = allocate(layout.total_bytes, torch.uint8)
-        for position, (spec, tensor) in enumerate(zip(layout.tensors, state.tensors, strict=True)):
-            spec.encode_into(tensor, data[layout.offsets[position] : layout.offsets[position + 1]])
-        return layout, data
-
     def _plan(self, state: SharedState, name: bytes) -> Manifest:
-        """The manifest but for the hashes; a state that cannot be sent is found out here, before it is copied."""
+        """The manifest but for the hashes; a state that cannot be sent is found out before it is copied."""
         specs = list(describe(state.tensors, state.codecs))
         infinite = infinite_tensors(state.tensors, state.may_be_infinite)
         for position in infinite:  # a codec with a scale would make NaN of all that shares it
@@ -289,6 +288,20 @@ class SnapshotStore:
         if held is not None and held.streams == 0 and now - held.used_at >= self._linger_s:
             self._snapshot = None
         self._free_later()
+
+
+def _shares(layout: Manifest, count: int) -> list[range]:
+    """The positions of the tensors in so many shares, about as large."""
+    total, ends = layout.total_bytes, list(layout.offsets)
+    cuts = [bisect_left(ends, total * number / count) for number in range(count)] + [len(layout.tensors)]
+    return [range(first, last) for first, last in pairwise(cuts) if first < last]
+
+
+def _encode(layout: Manifest, tensors: Sequence[torch.Tensor], share: range, data: memoryview) -> None:
+    """Copy some of the tensors. Runs in a thread."""
+    for position in share:
+        place = data[layout.offsets[position] : layout.offsets[position + 1]]
+        layout.tensors[position].encode_into(tensors[position], place)
 
 
 def _hash_chunks(data: memoryview, chunk_bytes: int) -> list[bytes]:

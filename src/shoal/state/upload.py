@@ -13,7 +13,16 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES, LONGEST_HOLD_S, LOOK_AGAIN_S, Courtesy, Pacer
+from shoal.state.pace import (
+    FREE_PIECE_BYTES,
+    HELD_PIECE_BYTES,
+    LONGEST_HOLD_S,
+    LOOK_AGAIN_S,
+    QUICK_PIECE_BYTES,
+    QUICK_S,
+    Courtesy,
+    Pacer,
+)
 
 __all__ = ["Upload"]
 
@@ -30,6 +39,7 @@ class Upload:
         self._courtesy = Courtesy()
         self._streams: dict[Stream[Any, Any], int] = {}  # and what their connections had sent before
         self._ended_bytes = 0
+        self._free_bytes, self._admitted_at = FREE_PIECE_BYTES, float("-inf")
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Upload:
@@ -57,7 +67,7 @@ class Upload:
         size = pacer.piece_bytes(nbytes)
         if fraction is None:
             return size
-        return min(size, HELD_PIECE_BYTES if self._courtesy.busy else FREE_PIECE_BYTES)
+        return min(size, HELD_PIECE_BYTES if self._courtesy.busy else self._free_bytes)
 
     async def admit(self, nbytes: int, pacer: Pacer, fraction: float | None) -> None:
         """Wait until so many bytes may go; they count as sent.
@@ -73,6 +83,9 @@ class Upload:
                 if not self._courtesy.held(fraction, loop.time(), self._other_bytes):
                     break
                 await asyncio.sleep(LOOK_AGAIN_S)
+        quick = loop.time() - self._admitted_at < QUICK_S
+        self._free_bytes = min(2 * self._free_bytes, QUICK_PIECE_BYTES) if quick else FREE_PIECE_BYTES
+        self._admitted_at = loop.time()
         self._courtesy.sent(nbytes)
         if (wait_s := pacer.reserve(nbytes, loop.time())) > 0:
             await asyncio.sleep(wait_s)

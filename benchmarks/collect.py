@@ -86,11 +86,15 @@ def state_download(content: Mapping[str, Any]) -> list[Row]:
         if not mine:
             raise ValueError(f"no download of shoal from {donors} succeeded")
         row = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(mine), "MB/s")
-        if bar or "hivemind" in rates:
-            row = row._replace(beside="hivemind", bar=bar, absent="hivemind" not in rates)
-        if pairs := paired(rates["shoal"], rates.get("hivemind", ())):
-            row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(a / b for a, b in pairs))
-        rows.append(row)
+        for name in ("hivemind", "floor"):
+            if name in rates or (bar and name == "hivemind"):
+                wanted = bar if name == "hivemind" else None
+                rows.append(row._replace(beside=name, bar=wanted, absent=name not in rates))
+                if pairs := paired(rates["shoal"], rates.get(name, ())):
+                    its, ratio = statistics.median(b for _, b in pairs), Spread.of(a / b for a, b in pairs)
+                    rows[-1] = rows[-1]._replace(its=its, ratio=ratio)
+        if len(rates) == 1 and not bar:
+            rows.append(row)
     return rows
 
 

@@ -117,7 +117,14 @@ ENTRIES = (
     Entry(
         "groups", "matchmaking --peers 2,8,16 --rounds 100", collect.forming, HIVEMIND, "--peers 2 --rounds 5", gib=16.0
     ),
-    Entry("state_download", "state_download --megabytes 400", collect.state_download, HIVEMIND, "--runs 1", gib=8.0),
+    Entry(
+        "state_download",
+        "state_download --megabytes 400",
+        collect.state_download,
+        ("hivemind", "floor"),
+        "--runs 1",
+        gib=8.0,
+    ),
     Entry("dht_8", "dht --nodes 8", collect.dht, HIVEMIND, "--turns 1"),
     Entry("dht_32", "dht --nodes 32 --per-process 4", collect.dht, HIVEMIND, "--turns 1", gib=16.0),
     Entry("idle", "idle", collect.idle, HIVEMIND, "--runs 1 --window 1"),

@@ -1,8 +1,9 @@
 """State download between real processes on loopback: ``python -m benchmarks.state_download --megabytes 400``.
 
-Every peer is a process with one torch thread. For each number of donors the contenders (shoal, and with ``--against
-hivemind`` also hivemind 1.1.12, see `benchmarks.allreduce` for its environment) are started together and take turns:
-one newcomer downloads the state, the values are compared, and it ends. Printed are medians, with the range in brackets:
+Every peer is a process with one torch thread. For each number of donors the contenders (shoal, and with ``--against``
+also hivemind 1.1.12, see `benchmarks.allreduce` for its environment, and `floor`: what shoal's connections and passes
+over memory alone take, `contenders.floor_state`, from one donor) are started together and take turns: one newcomer
+downloads the state, the values are compared, and it ends. Printed are medians, with the range in brackets:
 
 - *MB/s*: size of the state / time of `load_state_from_peers`; with ``--fresh`` each run begins after the donors' copies
   were freed, so that it includes copying and hashing;
@@ -32,6 +33,7 @@ from typing import Any, NamedTuple
 from benchmarks.allreduce import TICKS_PER_S, ContenderFailed, Peer, processor, write
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHERS = ("hivemind", "floor")
 START_S, LOAD_S, STOP_S = 60.0, 400.0, 5.0
 FREED_S = 22.0
 """After this time nobody has used the donors' copies for so long that they are freed (`linger_s`, twice)."""
@@ -145,18 +147,19 @@ async def download(name: str, donors: list[Peer], invites: list[str], args: argp
 
 async def compare(args: argparse.Namespace, count: int) -> dict[str, list[Run | None]]:
     """All contenders with so many donors: a run for each turn, None where it failed."""
-    runs: dict[str, list[Run | None]] = {name: [] for name in args.names}
-    donors: dict[str, list[Peer]] = {name: [] for name in args.names}
-    invites: dict[str, list[str]] = {name: [] for name in args.names}
+    names = [name for name in args.names if name != "floor" or count == 1]
+    runs: dict[str, list[Run | None]] = {name: [] for name in names}
+    donors: dict[str, list[Peer]] = {name: [] for name in names}
+    invites: dict[str, list[str]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="shoal-benchmark-") as folder:
         try:
-            for name in args.names:
+            for name in names:
                 for _ in range(count):
                     peer, invite = await start(name, "donor", invites[name][:1], args, Path(folder))
                     donors[name].append(peer)
                     invites[name].append(invite)
             for number in range(args.runs):
-                for name in args.names if number % 2 else reversed(args.names):
+                for name in names if number % 2 else reversed(names):
                     if args.fresh:
                         await asyncio.sleep(FREED_S)
                     run = None
@@ -253,7 +256,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--cap", type=float, default=0.0, metavar="MBS", help="upload limit of each donor, MB/s")
     parser.add_argument("--fresh", action="store_true", help="begin each run when the donors hold no copy")
-    parser.add_argument("--against", choices=("hivemind",))
+    parser.add_argument("--against", default="", help=f"with commas: {', '.join(OTHERS)}")
     parser.add_argument("--hivemind-python", metavar="PATH", help="the Python of an environment with hivemind 1.1.12")
     parser.add_argument("--newcomers", type=int, default=0, help="measure rounds beside so many downloads instead")
     parser.add_argument("--trainers", type=int, default=4)
@@ -261,11 +264,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--calm", type=float, default=10, help="seconds without the crowd, in each turn")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured there")
     args = parser.parse_args()
-    args.names = ["shoal", *([args.against] if args.against else [])]
-    if args.against and not args.hivemind_python:
+    args.names = ["shoal", *filter(None, args.against.split(","))]
+    if unknown := set(args.names) - {"shoal", *OTHERS}:
+        parser.error(f"--against: unknown {', '.join(unknown)}")
+    if "hivemind" in args.names and not args.hivemind_python:
         parser.error("--against hivemind needs --hivemind-python PATH")
     if args.against and args.cap:
-        parser.error("hivemind has no upload limit: leave out --against or --cap")
+        parser.error("only shoal has an upload limit: leave out --against or --cap")
     return args
 
 

@@ -50,14 +50,18 @@ class Assembly:
         """Whether what lies in the place of a chunk has this digest."""
         return chunk_digest(self.buffers(chunk)) == digest
 
-    def finish(self) -> list[torch.Tensor]:
-        """Take the tensors out, decoded; the assembly is of no more use.
+    def finish(self, share: range | None = None) -> list[torch.Tensor]:
+        """Take tensors out, decoded, each once; different ones may be taken in different threads.
+
+        Args:
+            share: their positions; None for all.
 
         Raises:
             PeerProtocolError: a tensor holds NaN, or infinities that the manifest does not tell of.
         """
         tensors: list[torch.Tensor] = []
-        for position, spec in enumerate(self._manifest.tensors):
+        for position in range(len(self._manifest.tensors)) if share is None else share:
+            spec = self._manifest.tensors[position]
             tensor = self._take(position, spec)
             worst = worst_value(tensor)
             if worst == "NaN" or (worst and position not in self._manifest.infinite):

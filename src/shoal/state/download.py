@@ -35,6 +35,7 @@ from shoal.rpc import Endpoint
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, Target
 from shoal.state.manifest import Accept, Manifest, read_manifest
+from shoal.state.values import shares
 from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
@@ -327,13 +328,15 @@ class _Download:
         # Whatever comes of it, the buffers are used up: another state would begin anew.
         self._target, self._bytes_before = None, bytes_received
         try:
-            tensors = await self._env.executor.run(target.assembly.finish)
+            parts = shares(spec.raw_bytes for spec in manifest.tensors)
+            taken = await asyncio.gather(*(self._env.executor.run(target.assembly.finish, part) for part in parts))
         except PeerProtocolError as error:
             self._spoiled.append(manifest)
             for peer, theirs in self._described.items():
                 if theirs.same_content(manifest):
                     self._drop(peer, error.message)
             return None
+        tensors = [tensor for part in taken for tensor in part]
         duration_s = self._now() - self._started
         self._env.events.emit(
             StateDownloaded(prefix=self._prefix, donors=donors, bytes_received=bytes_received, duration_s=duration_s)

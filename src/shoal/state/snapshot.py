@@ -14,11 +14,9 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.peer import PeerID
-from shoal.state.manifest import Manifest, chunk_digest, chunk_size, describe
-from shoal.state.values import infinite_tensors
+from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe
+from shoal.state.values import infinite_tensors, shares
 from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
@@ -37,8 +35,6 @@ _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
 
 _HASHERS = 4
-_COPIERS = 2
-"""As many as the executor has threads: new memory is slow to touch, and two do it faster than one."""
 
 _HASH_BYTES = 34
 """One digest in MessagePack."""
@@ -231,23 +227,26 @@ class SnapshotStore:
         run = self._env.executor.run
         async with self._hold() as state:
             version = self._version()
-            layout = await run(self._plan, state, self._env.rng.randbytes(16))
+            tensors = state.tensors
+            specs = list(describe(tensors, state.codecs))
+            parts = shares(spec.raw_bytes for spec in specs)
+            looks = (run(infinite_tensors, tensors, part, state.may_be_infinite) for part in parts)
+            infinite = [position for found in await asyncio.gather(*looks) for position in found]
+            layout = self._plan(state, specs, infinite)
             _, data = allocate(layout.total_bytes, torch.uint8)
-            shares = _shares(layout, _COPIERS)
-            await asyncio.gather(*(run(_encode, layout, state.tensors, share, data) for share in shares))
+            await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
         manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         now = asyncio.get_running_loop().time()
         return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, used_at=now)
 
-    def _plan(self, state: SharedState, name: bytes) -> Manifest:
+    def _plan(self, state: SharedState, specs: list[TensorSpec], infinite: Collection[int]) -> Manifest:
         """The manifest but for the hashes; a state that cannot be sent is found out before it is copied."""
-        specs = list(describe(state.tensors, state.codecs))
-        infinite = infinite_tensors(state.tensors, state.may_be_infinite)
         for position in infinite:  # a codec with a scale would make NaN of all that shares it
             specs[position] = replace(specs[position], codec=NoCompression())
         total = sum(spec.encoded_bytes for spec in specs)
         chunk_bytes = chunk_size(total)
-        plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), infinite)
+        name = self._env.rng.randbytes(16)
+        plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), tuple(infinite))
         size = len(encode(plan.to_message())) + _HASH_BYTES * -(-total // chunk_bytes)
         if size > self._max_message_bytes:
             raise ConfigError(
@@ -288,13 +287,6 @@ class SnapshotStore:
         if held is not None and held.streams == 0 and now - held.used_at >= self._linger_s:
             self._snapshot = None
         self._free_later()
-
-
-def _shares(layout: Manifest, count: int) -> list[range]:
-    """The positions of the tensors in so many shares, about as large."""
-    total, ends = layout.total_bytes, list(layout.offsets)
-    cuts = [bisect_left(ends, total * number / count) for number in range(count)] + [len(layout.tensors)]
-    return [range(first, last) for first, last in pairwise(cuts) if first < last]
 
 
 def _encode(layout: Manifest, tensors: Sequence[torch.Tensor], share: range, data: memoryview) -> None:

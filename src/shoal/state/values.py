@@ -6,13 +6,15 @@ infinities. A receiver looks at what it has put together: whatever else is not f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 
 from shoal.errors import ConfigError
 
-__all__ = ["infinite_tensors", "worst_value"]
+__all__ = ["infinite_tensors", "shares", "worst_value"]
 
 
 def worst_value(tensor: torch.Tensor) -> str:
@@ -26,21 +28,32 @@ def worst_value(tensor: torch.Tensor) -> str:
     return "" if bool(torch.isfinite(low)) and bool(torch.isfinite(high)) else "infinity"
 
 
-def infinite_tensors(tensors: Sequence[torch.Tensor], allowed: Collection[int]) -> tuple[int, ...]:
+def infinite_tensors(tensors: Sequence[torch.Tensor], share: range, allowed: Collection[int]) -> list[int]:
     """The positions of the tensors that hold infinities.
 
     Args:
         tensors: the state.
+        share: the positions to look at.
         allowed: where infinities are meant to be.
 
     Raises:
         ConfigError: there is NaN somewhere, or an infinity elsewhere; names the tensor.
     """
     found = []
-    for position, tensor in enumerate(tensors):
-        worst = worst_value(tensor)
+    for position in share:
+        worst = worst_value(tensors[position])
         if worst == "NaN" or (worst and position not in allowed):
             raise ConfigError(f"tensor {position} of the state holds {worst}, so it is not given to others")
         if worst:
             found.append(position)
-    return tuple(found)
+    return found
+
+
+def shares(sizes: Iterable[int], count: int = 2) -> list[range]:
+    """The positions of things of these sizes in at most `count` shares, in order and about as large.
+
+    Two, as the executor of a peer has so many threads, are faster than one at whatever passes over memory.
+    """
+    ends = list(accumulate(sizes, initial=0))
+    cuts = [bisect_left(ends, ends[-1] * number / count) for number in range(count)] + [len(ends) - 1]
+    return [range(first, last) for first, last in pairwise(cuts) if first < last]

@@ -1,0 +1,105 @@
+"""The least that a download of shoal's can be: its bytes over one of its connections, with the passes over memory that
+it cannot do without. The donor copies the state and hashes the copy; the receiver has memory for it made in another
+thread, hashes what has come while more comes, and looks for values that are no numbers. Nothing is asked for, nothing
+is paced, no peer is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from benchmarks.contenders.state_worker import TENSORS, Options, StatePeer, serve, state
+from shoal.compression import allocate, populate, view_bytes
+from shoal.identity import Identity
+from shoal.peer import Address
+from shoal.state.manifest import CHUNK_BYTES, chunk_digest
+from shoal.state.values import worst_value
+from shoal.transport.base import Connection
+from shoal.transport.tcp import TcpTransport
+
+
+class FloorPeer(StatePeer):
+    """One peer; its loop has a thread of its own, as in shoal, and two threads work on tensors."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.shared = [] if options.role == "receiver" else state(options.state_bytes)
+        self.pool = ThreadPoolExecutor(2)
+        self.loop = asyncio.new_event_loop()
+        self.served: set[asyncio.Task[None]] = set()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60.0)
+
+    async def each(self, function: Callable[..., object], *arguments: Any) -> list[Any]:
+        """Call it with each of them, in the threads."""
+        calls = (self.loop.run_in_executor(self.pool, function, *each) for each in zip(*arguments, strict=True))
+        return await asyncio.gather(*calls)
+
+    def start(self, invites: list[str]) -> str:
+        self.invites = invites
+
+        async def listen() -> str:
+            self.transport = TcpTransport(Identity.ephemeral())
+            await self.transport.listen(self.accept)
+            return str(self.transport.addresses[0])
+
+        return str(self.run(listen()))
+
+    def accept(self, connection: Connection) -> None:
+        task = self.loop.create_task(self.give(connection))
+        self.served.add(task)
+        task.add_done_callback(self.served.discard)
+
+    async def give(self, connection: Connection) -> None:
+        await connection.readinto(bytearray(1))
+        copies = [allocate(tensor.numel(), tensor.dtype) for tensor in self.shared]
+        await self.each(worst_value, self.shared)
+        await self.each(torch.Tensor.copy_, [tensor for tensor, _ in copies], self.shared)
+        chunks = [chunk for _, data in copies for chunk in chunks_of(data)]
+        await self.each(chunk_digest, [[chunk] for chunk in chunks])
+        for chunk in chunks:
+            await connection.write(chunk)
+        await connection.readinto(bytearray(1))
+
+    def load(self) -> list[torch.Tensor]:
+        address = Address.parse(self.invites[0])
+
+        async def take() -> list[torch.Tensor]:
+            connection = await self.transport.dial(address.peer_id, [address], timeout_s=10.0)
+            tensors = [torch.empty(self.options.state_bytes // 4 // TENSORS) for _ in range(TENSORS)]
+            chunks = [chunk for tensor in tensors for chunk in chunks_of(view_bytes(tensor))]
+            await connection.write(b"!")
+            checks: list[asyncio.Future[Any]] = [self.loop.run_in_executor(self.pool, populate, chunks)]
+            for chunk in chunks:
+                await connection.readinto(chunk)
+                checks.append(self.loop.run_in_executor(self.pool, chunk_digest, [chunk]))
+            await asyncio.gather(*checks)
+            await self.each(worst_value, tensors)
+            await connection.write(b"!")
+            await connection.close()
+            return tensors
+
+        return list(self.run(take()))
+
+    def average(self) -> None:
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        self.run(self.transport.close())
+
+
+def chunks_of(data: memoryview) -> list[memoryview]:
+    """Cut to what is sent, and hashed, at once."""
+    return [data[start : start + CHUNK_BYTES] for start in range(0, data.nbytes, CHUNK_BYTES)]
+
+
+if __name__ == "__main__":
+    serve(FloorPeer)

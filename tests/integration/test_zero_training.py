@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -68,15 +68,20 @@ def test_accumulation_with_every_micro_batch_reduced(pool: Ranks, stage: int) ->
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("count", [2, 4])
-def test_clipping_by_the_norm_of_all_shards(pool: Ranks, stage: int, count: int) -> None:
+@pytest.mark.parametrize(("count", "kind"), [(2, "sgd"), (3, "adamw"), (4, "sgd")])
+def test_clipping_by_the_norm_of_all_shards(pool: Ranks, stage: int, count: int, kind: str) -> None:
     """Norms and weights, as of one process; every rank has the same norm."""
-    wanted, norms, _ = cases.alone(count, "sgd", clip=0.05)
+    wanted, norms, _ = cases.alone(count, kind, clip=0.05)
     assert min(norms) > 0.05, "the test clips"
-    found = pool.play(count, cases.sharded, stage, "sgd", 1, 0.05)
+    found = pool.play(count, cases.sharded, stage, kind, 1, 0.05)
     assert distance([state for state, *_ in found], wanted) < 1e-6
     assert all(each[1] == found[0][1] for each in found)
     assert found[0][1] == pytest.approx(norms, rel=1e-5)
+
+
+def rows_of_one(parameters: Iterable[torch.Tensor], ranks: int) -> int:
+    """Values that a rank has of these with FSDP2: of each the same number of rows, filled up."""
+    return sum(-(-len(each) // ranks) * each[0].numel() for each in parameters)
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -92,15 +97,33 @@ def test_memory_and_traffic_are_those_of_the_laws(pool: Ranks, stage: int, count
         if each.engine.name == "shoal.zero"
     )
     # FSDP2 fills up each parameter's rows; tiles are shared out to one. The state has a step counter for each.
-    padding = 4 * 23 * TENSORS if stage == 3 else 4 * tile_numel(TRAINED)
+    padding = 4 * tile_numel(TRAINED)
     counters = 4 * (TENSORS if stage == 3 else TRAINED // tile_numel(TRAINED) + TENSORS)
     for _, _, (parameters, gradients, state), _ in found:
-        assert abs(parameters - law.parameters) <= padding
-        assert abs(gradients - law.gradients) <= padding
-        assert abs(state - law.state) <= 2 * padding + counters
+        if stage == 3:
+            assert parameters == 4 * rows_of_one(cases.Odd().parameters(), count)
+            assert gradients == 4 * rows_of_one(
+                (each for each in cases.Odd().parameters() if each.requires_grad), count
+            )
+            assert 0 <= state - 2 * gradients <= counters
+        else:
+            assert abs(parameters - law.parameters) <= padding
+            assert abs(gradients - law.gradients) <= padding
+            assert abs(state - law.state) <= 2 * padding + counters
     mean = sum(traffic.sent / traffic.steps for *_, traffic in found) / count
     assert mean == pytest.approx(law.sent, rel=1e-9 if stage < 3 else 0.1)
     assert all(traffic.steps == cases.STEPS for *_, traffic in found)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_traffic_of_accumulation(pool: Ranks, stage: int, sync: bool) -> None:
+    """What is reduced: once in a step, or once for each micro-batch. What is gathered: in stage 3 for each pass."""
+    once = [traffic for *_, traffic in pool.play(2, cases.sharded, stage, "sgd")]
+    found = [traffic for *_, traffic in pool.play(2, cases.sharded, stage, "sgd", 3, None, sync)]
+    for more, one in zip(found, once, strict=True):
+        assert more.reduced == one.reduced * (3 if sync else 1)
+        assert more.gathered == one.gathered * (3 if stage == 3 else 1)
 
 
 def test_stages_partition_more_and_more(pool: Ranks) -> None:
@@ -118,10 +141,11 @@ def test_nothing_is_sent_within_no_sync(pool: Ranks, stage: int) -> None:
         assert "no_sync" in message
 
 
+@pytest.mark.parametrize("factor", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_step_with_an_infinite_gradient_is_left_out_by_all(pool: Ranks, stage: int) -> None:
+def test_a_step_with_a_gradient_that_is_not_finite_is_left_out_by_all(pool: Ranks, stage: int, factor: float) -> None:
     """One rank's micro-batch is bad: no rank changes anything, and all go on."""
-    for changed, skipped, changed_after in pool.play(3, cases.bad_gradient, stage):
+    for changed, skipped, changed_after in pool.play(3, cases.bad_gradient, stage, factor):
         assert (changed, skipped, changed_after) == (False, 1, True)
 
 
@@ -134,6 +158,13 @@ def test_bfloat16_computes_narrow_and_steps_wide(pool: Ranks, stage: int) -> Non
         assert losses == pytest.approx(plain, abs=0.05)
         assert losses[-1] < losses[0]
         assert memory < 16 * (TRAINED + FROZEN) * 1.3
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_schedule_is_that_of_one_process(pool: Ranks, stage: int) -> None:
+    """To the bit: every group's learning rate changes on every rank, before and after each step."""
+    wanted = cases.scheduled_alone(2)
+    assert distance(pool.play(2, cases.scheduled, stage), wanted) == 0.0
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

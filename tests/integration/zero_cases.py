@@ -178,8 +178,8 @@ def without_sync(stage: int) -> tuple[int, str]:
     return sent, ""
 
 
-def bad_gradient(stage: int) -> tuple[bool, int, bool]:
-    """Whether a step changed anything in which rank 1 has infinite gradients; steps left out; whether the next did."""
+def bad_gradient(stage: int, bad: float) -> tuple[bool, int, bool]:
+    """Whether a step changed anything in which rank 1's loss is so bad; steps left out; whether the next one did."""
     model, optimizer = _shard(stage, "adamw")
 
     def changed(factor: float) -> bool:
@@ -189,8 +189,34 @@ def bad_gradient(stage: int) -> tuple[bool, int, bool]:
         optimizer.zero_grad()
         return any(not torch.equal(value, before[name]) for name, value in shoal.zero.full_state_dict(model).items())
 
-    first = changed(float("inf") if dist.get_rank() == 1 else 1.0)
+    first = changed(bad if dist.get_rank() == 1 else 1.0)
     return first, optimizer.skipped, changed(1.0)
+
+
+def _schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """Another rate in each step, and another one for each group."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 1.0 + 0.1 * step])
+
+
+def scheduled_alone(ranks: int) -> dict[str, torch.Tensor]:
+    """The weights of one process with a schedule."""
+    model = Odd()
+    optimizer = make("adamw", model)([each for each in model.parameters() if each.requires_grad])
+    schedule, state = _schedule(optimizer), dict[str, torch.Tensor]()
+    for step in range(STEPS):
+        state, _, _ = alone(ranks, "adamw", steps=1, first=step, model=model, optimizer=optimizer)
+        schedule.step()
+    return state
+
+
+def scheduled(stage: int) -> dict[str, torch.Tensor]:
+    """The same, sharded."""
+    model, optimizer = _shard(stage, "adamw")
+    schedule = _schedule(optimizer)
+    for step in range(STEPS):
+        train(optimizer, model, steps=1, first=step)
+        schedule.step()
+    return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
 
 
 def narrow(stage: int) -> tuple[str, set[str], list[float], list[float], int]:

@@ -117,7 +117,8 @@ def surroundings(hivemind_python: str | None) -> dict[str, Any]:
     """The machine, the versions and the commit."""
     git = ["git", "-C", str(ROOT)]
     commit = said([*git, "rev-parse", "--short=12", "HEAD"])
-    if commit and said([*git, "status", "--porcelain", "--", "src", "benchmarks"]):
+    # Results are written while it runs.
+    if commit and said([*git, "status", "--porcelain", "--", "src", "benchmarks", ":!benchmarks/results"]):
         commit += ", changed"
     versions = {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in VERSIONS}
     if hivemind_python:

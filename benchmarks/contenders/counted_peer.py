@@ -56,9 +56,8 @@ class Touched:
         keep, receive_buffer = Held.keep, Held.receive_buffer
 
         def counted_keep(self: Held, rest: memoryview) -> None:
-            moves = rest.obj is not self.view.obj
             keep(self, rest)
-            count("kept", len(self) if moves else 0)
+            count("kept", len(self) if self.view.obj is not rest.obj else 0)
 
         def counted_receive_buffer(self: Held, wanted: int) -> memoryview:
             buffer = receive_buffer(self, wanted)

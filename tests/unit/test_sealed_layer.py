@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
 from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
-from shoal.transport.sealed import SealedLayer
+from shoal.transport.sealed import PAUSE_BYTES, SealedLayer
 
 KEYS = bytes(32), b"\1" * 32
 TAG_BYTES = 16
@@ -162,22 +162,25 @@ def test_unread_records_wait_sealed() -> None:
 @given(
     came=st.lists(st.integers(1, 40), min_size=1, max_size=60),
     taken=st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    unit=st.sampled_from([1, 17_000, 40_000]),
     shared=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], shared: bool, seed: int) -> None:
+def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], unit: int, shared: bool, seed: int) -> None:
     """Whatever comes and is taken, also while other connections use the shared memory."""
     scratch, rng = Scratch(), random.Random(seed)
     held = Held(scratch, b"")
-    wire = rng.randbytes(sum(came))
+    wire = rng.randbytes(sum(came) * unit)
     sent, got = 0, b""
     for number, count in enumerate(came):
-        room = held.receive_buffer(0)
-        count = min(count, len(room))
+        if len(held) >= PAUSE_BYTES:
+            break
+        room = held.receive_buffer(unit * count)
+        count = min(unit * count, len(room))
         room[:count] = wire[sent : sent + count]
         sent += count
         waiting = held.received(count)
-        take = min(taken[number % len(taken)], len(waiting))
+        take = min(unit * taken[number % len(taken)], len(waiting))
         got += waiting[:take]
         held.keep(waiting[take:])
         if shared:
@@ -189,6 +192,44 @@ def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], shared: 
     held.keep(waiting[len(waiting) :])
     assert got == wire[:sent]
     assert len(held) == 0
+
+
+def receive(held: Held, data: bytes) -> memoryview:
+    """Let some bytes come; returns all that waits."""
+    held.receive_buffer(len(data))[: len(data)] = data
+    return held.received(len(data))
+
+
+def test_the_beginning_of_a_record_stays_where_it_came() -> None:
+    """The rest comes right behind it; the memory is shared again afterwards. A few bytes are copied."""
+    scratch = Scratch()
+    held, other = Held(scratch, b""), Held(scratch, b"")
+    before = scratch.receiving
+    held.keep(receive(held, b"a" * 300_000)[100_000:])
+    assert held.view.obj is before.obj
+    assert scratch.receiving.obj is not before.obj
+    other.keep(receive(other, b"b" * 1000))
+    assert other.view.obj is not scratch.receiving.obj
+    waiting = receive(held, b"c" * 200_000)
+    assert waiting == b"a" * 200_000 + b"c" * 200_000
+    held.keep(waiting[400_000:])
+    assert len(held) == 0
+    held.keep(receive(held, b"d" * 100_000))
+    assert scratch.receiving.obj is before.obj
+
+
+def test_memory_is_lent_to_a_few_at_a_time() -> None:
+    """The others' bytes are copied; who is gone has none any more."""
+    scratch = Scratch()
+    many = [Held(scratch, b"") for _ in range(5)]
+    for number, held in enumerate(many):
+        held.keep(receive(held, bytes([number]) * 100_000))
+    assert [len(held.view.obj) > 1 << 20 for held in many] == [True] * 4 + [False]
+    assert all(held.view == bytes([number]) * 100_000 for number, held in enumerate(many))
+    del many[0], held
+    late = Held(scratch, b"")
+    late.keep(receive(late, b"x" * 100_000))
+    assert len(late.view.obj) > 1 << 20
 
 
 def test_a_record_that_comes_in_small_pieces_is_copied_a_few_times_at_most() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
+from weakref import WeakSet
 
 from shoal.transport.base import Buffer
 
@@ -22,10 +23,17 @@ BUNCH_BYTES = (1 << 20) + (16 << 10)
 """At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
 
 _AHEAD_BYTES = 64 << 10
-_RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES
-"""What the other side writes in one turn fits, with its tags and with what was read ahead of it. With less room the
-last bytes of a part come apart from their record, and what came of that is copied: to memory of its own, and back."""
+_RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES + 2 * RECORD_BYTES
+"""What the other side writes in one turn fits, with its tags and with what was read ahead of it; behind the beginning of
+a record that came last is room for the rest, and seldom has it to be moved."""
 
+_LENT_ROOM = RECORD_BYTES + 1024
+"""Where less is left, the rest of a record might not fit."""
+
+_LENT_BYTES = 32 << 10
+"""Less is copied, in no time, rather than that memory is lent for it."""
+
+_MOST_LENT = 4
 _NOTHING = memoryview(b"")
 
 
@@ -44,18 +52,35 @@ class Scratch:
     def __init__(self) -> None:
         self.receiving = memoryview(bytearray(_RECEIVE_BYTES))
         self.sending = memoryview(bytearray(BUNCH_BYTES + 1024))
+        self._spare: list[memoryview] = []
+        self._lent_to: WeakSet[Held] = WeakSet()
 
     def lend_sending(self) -> None:
         """The socket's transport may have kept a view of `sending`: it keeps that memory, and others get another."""
         self.sending = memoryview(bytearray(len(self.sending)))
 
+    def lend_receiving(self, held: Held) -> memoryview | None:
+        """Leave the memory of `receiving` to whom its bytes are for; others get another. None if many have some."""
+        if len(self._lent_to) >= _MOST_LENT:
+            return None
+        self._lent_to.add(held)
+        lent = self.receiving
+        self.receiving = self._spare.pop() if self._spare else memoryview(bytearray(_RECEIVE_BYTES))
+        return lent
+
+    def give_back(self, held: Held, lent: memoryview) -> None:
+        """It needs that memory no more."""
+        self._lent_to.discard(held)
+        self._spare.append(lent)
+
 
 class Held:
     """Received bytes that wait, for a reader or for the rest of their record.
 
-    They wait in memory of their own size, and go in front of what comes next, in the shared memory. Where little comes
-    at a time that would copy every byte many times: then they get memory with room, and the next ones come into that.
-    So no byte is copied more than a few times, and a connection on which nothing waits has no memory.
+    Many stay where they came, and that memory is lent to them: most of the next ones come right behind. A few are
+    copied to memory of their own size, and go in front of what comes next, in the shared memory. Where little comes at
+    a time that would copy every byte many times: then they get memory with room, and the next ones come into that. So
+    no byte is copied more than a few times, and a connection on which nothing waits has no memory.
 
     Args:
         scratch: shared memory.
@@ -65,6 +90,7 @@ class Held:
     def __init__(self, scratch: Scratch, received: bytes) -> None:
         self._scratch = scratch
         self._memory, self._start, self._end = memoryview(received), 0, len(received)
+        self._lent = False
         self._came = 0
 
     def __len__(self) -> int:
@@ -75,13 +101,17 @@ class Held:
         """All that waits, until the next call."""
         return self._memory[self._start : self._end]
 
+    @property
+    def _has_room(self) -> bool:
+        return len(self._memory) - self._end >= (_LENT_ROOM if self._lent else 1)
+
     def receive_buffer(self, wanted: int) -> memoryview:
         """Where the socket's next bytes may be written, not empty; `wanted`: how many a reader waits for.
 
-        There is room for little more than those: what comes behind them has to be copied, and kept.
+        There is room for little more than those: what comes behind them has to be kept.
         """
-        room = wanted + _AHEAD_BYTES
-        if self._end < len(self._memory):
+        room = min(wanted, BUNCH_BYTES) + _AHEAD_BYTES
+        if self._has_room:
             return self._memory[self._end : self._end + room]
         there = len(self)
         self._scratch.receiving[:there] = self.view
@@ -90,20 +120,28 @@ class Held:
     def received(self, nbytes: int) -> memoryview:
         """So many were written there. Returns a view of all that waits; `keep` says how much of it still does."""
         self._came = nbytes
-        if self._end < len(self._memory):
+        if self._has_room:
             self._end += nbytes
             return self.view
         return self._scratch.receiving[: len(self) + nbytes]
 
     def keep(self, rest: memoryview) -> None:
         """All but this end of what `received` or `view` returned was taken."""
-        if not rest:
-            self._memory, self._start, self._end = _NOTHING, 0, 0
-        elif rest.obj is self._memory.obj:
+        if rest and rest.obj is self._memory.obj:
             self._start = self._end - len(rest)
+            return
+        end = len(self) + self._came
+        if self._lent:
+            self._lent = False
+            self._scratch.give_back(self, self._memory)
+        self._memory, self._start, self._end = _NOTHING, 0, 0
+        if not rest:
+            return
+        slow = len(rest) > 2 * self._came
+        if len(rest) >= _LENT_BYTES and not slow and (lent := self._scratch.lend_receiving(self)) is not None:
+            self._memory, self._start, self._end, self._lent = lent, end - len(rest), end, True
         else:
-            room = RECORD_BYTES if len(rest) > 2 * self._came else 0
-            memory = bytearray(len(rest) + room)
+            memory = bytearray(len(rest) + (RECORD_BYTES if slow else 0))
             memory[: len(rest)] = rest
             self._memory, self._start, self._end = memoryview(memory), 0, len(rest)
 

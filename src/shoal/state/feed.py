@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -259,7 +260,7 @@ class Feed:
     async def _receive(self, stream: Stream[MoreChunks, Chunk]) -> None:
         loop, queue = asyncio.get_running_loop(), self._queue
         try:
-            async with asyncio.timeout(self._stall_s) as limit:
+            async with asyncio.timeout(None) as limit:
                 with closing(_Patience(stream, limit, self._stall_s)) as patience:
                     while queue:
                         chunk = queue[0]
@@ -380,22 +381,26 @@ class _Patience:
     def __init__(self, stream: Stream[Any, Any], limit: asyncio.Timeout, stall_s: float) -> None:
         self._stream, self._limit, self._stall_s = stream, limit, stall_s
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(stall_s / _LOOKS, self._look)
         self.renew()
+        self._timer = self._loop.call_later(stall_s / _LOOKS, self._look)
 
     def renew(self) -> None:
         """Wait again for so long."""
         self._seen = self._stream.bytes_received
-        self._limit.reschedule(self._loop.time() + self._stall_s)
+        self._until = self._loop.time() + self._stall_s  # the timer sees it: to move that for each piece takes longer
 
     def pause(self) -> None:
         """What takes time now is not the donor's, until `renew`."""
-        self._limit.reschedule(None)
+        self._until = math.inf
 
     def _look(self) -> None:
-        if self._limit.when() is not None and self._stream.bytes_received - self._seen >= _READ_BYTES:
+        now = self._loop.time()
+        if self._until < math.inf and self._stream.bytes_received - self._seen >= _READ_BYTES:
             self.renew()
-        self._timer = self._loop.call_later(self._stall_s / _LOOKS, self._look)
+        if now >= self._until:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._until), self._look)
 
     def close(self) -> None:
         """Look no more."""

@@ -24,8 +24,8 @@ BUNCH_BYTES = (1 << 20) + (16 << 10)
 
 _AHEAD_BYTES = 64 << 10
 _RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES + 2 * RECORD_BYTES
-"""What the other side writes in one turn fits, with its tags and with what was read ahead of it; behind the beginning of
-a record that came last is room for the rest, and seldom has it to be moved."""
+"""What the other side writes in one turn fits, with its tags and with what was read ahead of it; and there is room for
+the rest of a record behind its beginning, which came last, so that it seldom has to be moved."""
 
 _LENT_ROOM = RECORD_BYTES + 1024
 """Where less is left, the rest of a record might not fit."""

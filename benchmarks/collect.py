@@ -106,7 +106,8 @@ def dht(content: Mapping[str, Any]) -> list[Row]:
         if what == "failed":
             continue
         field, unit, times = ("p50_s", "ms", 1e3) if "p50_s" in value else ("per_s", "per s", 1.0)
-        title = f"DHT, {content['nodes']} nodes: {what}"
+        replicas = f", {content['replicas']} replicas" if content.get("replicas") else ""
+        title = f"DHT, {content['nodes']} nodes{replicas}: {what}"
         row = Row(title, times * value[field], unit, "hivemind", bar=at_least(3.0), absent=its is None)
         if its is not None:
             row = row._replace(its=times * its[what][field], ratio=Spread.of(its[what]["range"]))

@@ -1,7 +1,8 @@
 """The DHT between real processes on loopback: ``python -m benchmarks.dht --nodes 8``.
 
 Nodes are real processes with their library's defaults: shoal with TLS, signed records and 10 replicas; hivemind 1.1.12
-(``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`) with 5. With ``--per-process N`` each
+(``--against hivemind --hivemind-python PATH``, see `benchmarks.allreduce`) with 5, so that a store of shoal's is twice
+the work, and half of all nodes may die; ``--replicas N`` gives both as many. With ``--per-process N`` each
 process that gives the orders has N nodes, of either library: a node of hivemind is then still a process of its own with
 a daemon beside it, one of shoal is a thread. The contenders are there at the same time and take turns, so that
 one is idle. In each turn, with keys that were never used before and values of 64 bytes:
@@ -55,6 +56,7 @@ class Network:
         python = args.hivemind_python if self.name == "hivemind" else sys.executable
         gate = asyncio.Semaphore(STARTS_AT_ONCE)
         self.per_process, self.nodes = args.per_process, args.nodes
+        options = {"num_replicas": args.replicas} if args.replicas else {}
         invites: list[str] = []
 
         async def add(number: int) -> None:
@@ -62,7 +64,7 @@ class Network:
                 process = await Peer.spawn(python, f"{self.name}_dht", [], logs / f"{self.name}-{number}.log")
                 self.processes.append(process)
                 for _ in range(self.per_process):
-                    invite = (await process.ask("start", START_S, invites=invites[:1]))["invite"]
+                    invite = (await process.ask("start", START_S, invites=invites[:1], options=options))["invite"]
                     invites.append(invite)
 
         await add(0)
@@ -186,6 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--per-process", type=int, default=1, help="nodes in each process that gives the orders")
+    parser.add_argument("--replicas", type=int, help="nodes that hold a record; default: what each library has")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--warm-up", type=int, default=1, help="turns before those that count")
     parser.add_argument("--at-once", type=int, default=256, help="operations begun at once")
@@ -211,7 +214,14 @@ def main() -> int:
         raw = {network.name: {"seconds": network.seconds, "per_s": network.per_s} for network in networks}
         write(
             args.json,
-            {"nodes": args.nodes, "per_process": args.per_process, "turns": args.turns, "results": results, "raw": raw},
+            {
+                "nodes": args.nodes,
+                "per_process": args.per_process,
+                "replicas": args.replicas,
+                "turns": args.turns,
+                "results": results,
+                "raw": raw,
+            },
         )
     return 0
 

@@ -126,6 +126,7 @@ ENTRIES = (
         gib=8.0,
     ),
     Entry("dht_8", "dht --nodes 8", collect.dht, HIVEMIND, "--turns 1"),
+    Entry("dht_8_like_for_like", "dht --nodes 8 --replicas 5", collect.dht, HIVEMIND, "--turns 1"),
     Entry("dht_32", "dht --nodes 32 --per-process 4", collect.dht, HIVEMIND, "--turns 1", gib=16.0),
     Entry("idle", "idle", collect.idle, HIVEMIND, "--runs 1 --window 1"),
     Entry(

@@ -4,7 +4,8 @@ environment.
 =========  ============================================  ===========================================================
 request    meaning                                       answer
 =========  ============================================  ===========================================================
-start      join the nodes at `invites` (none: begin)     `invite`: how others find this node; `node`: its number here
+start      join the nodes at `invites` (none: begin),    `invite`: how others find this node; `node`: its number here
+           with these `options` of a DHT
 store      store `key` from `node`                       `seconds`, `failed`: 0 or 1
 get        get `key` from `node`; `latest`: ask all      the same
            nodes that should hold it
@@ -38,7 +39,7 @@ class Result(Protocol):
 class Node(Protocol):
     """One node of the library that is measured. `store` and `get` return futures."""
 
-    def start(self, invites: list[str]) -> str:
+    def start(self, invites: list[str], **options: int) -> str:
         """Join; returns how others find this node."""
         ...
 
@@ -76,7 +77,7 @@ def answer(make: type[Node], nodes: list[Node], request: dict[str, Any]) -> dict
     match request["do"]:
         case "start":
             nodes.append(make())
-            return {"invite": nodes[-1].start(request["invites"]), "node": len(nodes) - 1}
+            return {"invite": nodes[-1].start(request["invites"], **request["options"]), "node": len(nodes) - 1}
         case "store" | "get" as what:
             began = now()
             failed = int(not begin(what, nodes[request["node"]], request["key"])())

@@ -1,4 +1,4 @@
-"""hivemind 1.1.12's DHT, with its defaults. Runs with the Python of hivemind's own environment; shoal is not there."""
+"""hivemind 1.1.12's DHT. Runs with the Python of hivemind's own environment; shoal is not there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from benchmarks.contenders.dht_worker import Node, Result, serve
 class HivemindNode(Node):
     """One node: this process, hivemind's DHT process, and its daemon."""
 
-    def start(self, invites: list[str]) -> str:
-        self.dht = hivemind.DHT(initial_peers=invites, start=True)
+    def start(self, invites: list[str], **options: int) -> str:
+        self.dht = hivemind.DHT(initial_peers=invites, start=True, **options)
         return str(self.dht.get_visible_maddrs()[0])
 
     def store(self, key: str, value: bytes, lifetime_s: float) -> Result:

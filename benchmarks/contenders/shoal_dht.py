@@ -1,4 +1,4 @@
-"""shoal's DHT, through its public API, with its defaults."""
+"""shoal's DHT, through its public API."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from benchmarks.contenders.dht_worker import Node, Result, serve
 class ShoalNode(Node):
     """One node."""
 
-    def start(self, invites: list[str]) -> str:
-        self.dht = shoal.DHT(initial_peers=invites, start=True, startup_timeout=60.0)
+    def start(self, invites: list[str], **options: int) -> str:
+        self.dht = shoal.DHT(initial_peers=invites, start=True, startup_timeout=60.0, **options)
         return str(self.dht.get_visible_maddrs()[0])
 
     def store(self, key: str, value: bytes, lifetime_s: float) -> Result:

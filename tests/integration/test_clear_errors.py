@@ -84,6 +84,8 @@ def test_other_protocol_version_is_refused_clearly() -> None:
         ({"initial_peers": 3}, "initial_peers"),
         ({"startup_timeout": 0}, "startup_timeout"),
         ({"shutdown_timeout": "long"}, "shutdown_timeout"),
+        ({"num_replicas": 0}, "num_replicas must be a whole number from 1 to 32, got 0"),
+        ({"num_replicas": 5.0}, "num_replicas"),
         ({"state_upload_limit": 1000}, "state_upload_limit.*allow 32768"),
         ({"state_upload_limit": "fast"}, "state_upload_limit"),
         ({"state_upload_limit": float("nan")}, "state_upload_limit"),

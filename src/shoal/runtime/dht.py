@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, overload
 
 from shoal.core import PeerCore
-from shoal.dht import DhtNode, RecordValidator, Subkey, ValueWithExpiration
+from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration
 from shoal.errors import ConfigError, LocalError, PeerTimeout
 from shoal.events import EventBus
 from shoal.identity import Identity
@@ -44,6 +44,9 @@ class DHT:
         encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
             which nobody else can listen or meddle; identities are proved all the same.
         record_validators: further rules for records, beside signatures.
+        num_replicas: how many nodes hold what this peer stores, and are asked by its `get(latest=True)`; 1 to 32. All
+            peers should have the same. With 10 a record is lost once in a thousand times when half of all nodes die at
+            once, with 5 thirty times.
         state_upload_limit: bytes per second that this peer sends to those who download states from it, all together;
             at least 32 KiB/s. None: as much as there is, and a tenth of its other traffic beside rounds.
         await_ready: with `start`, wait until the network is joined.
@@ -71,6 +74,7 @@ class DHT:
         client_mode: bool = False,
         encrypt: bool = True,
         record_validators: Iterable[RecordValidator] = (),
+        num_replicas: int = 10,
         state_upload_limit: float | None = None,
         await_ready: bool = True,
         daemon: bool = True,
@@ -86,6 +90,7 @@ class DHT:
         self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
         self.events = EventBus()
         self._validators = tuple(record_validators)
+        self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
         self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
         self._running: RunningPeer | None = None
@@ -125,8 +130,14 @@ class DHT:
         )
         self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
         weakref.finalize(self, running.stop, wait=False).atexit = False
-        limit = self._state_upload_limit
-        running.start(self._initial_peers, self._validators, self.client_mode, limit_s, limit)
+        running.start(
+            self._initial_peers,
+            client_mode=self.client_mode,
+            dht_settings=self._dht_settings,
+            validators=self._validators,
+            state_upload_limit=self._state_upload_limit,
+            timeout_s=limit_s,
+        )
         if await_ready:
             try:
                 self.wait_until_ready(limit_s + GRACE_S)
@@ -364,6 +375,13 @@ class DHT:
 def _check_seconds(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+
+
+def _dht_settings(replicas: object) -> DhtSettings:
+    try:
+        return DhtSettings(replicas=replicas)  # type: ignore[arg-type]  # it is looked at there
+    except ConfigError as error:
+        raise ConfigError(f"num_{error}") from None
 
 
 def _checked_limit(limit: object) -> float | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from shoal.clock import Env, SystemClock
 from shoal.core import PeerCore
-from shoal.dht import RecordValidator
+from shoal.dht import DhtSettings, RecordValidator
 from shoal.events import EventBus
 from shoal.identity import Identity
 from shoal.peer import Address
@@ -62,12 +62,14 @@ class RunningPeer:
     def start(
         self,
         initial_peers: Sequence[Address],
-        validators: Sequence[RecordValidator],
+        *,
         client_mode: bool,
-        timeout_s: float,
+        dht_settings: DhtSettings,
+        validators: Sequence[RecordValidator],
         state_upload_limit: float | None,
+        timeout_s: float,
     ) -> None:
-        """Begin to join; `ready` tells how it went."""
+        """Begin to join; `ready` tells how it went. Arguments as for `PeerCore.start`."""
 
         async def join() -> PeerCore:
             self._starting = asyncio.current_task()
@@ -81,6 +83,7 @@ class RunningPeer:
                 Env(SystemClock(), random.Random(), self.thread.executor, self._events, prompt),
                 initial_peers,
                 client_mode=client_mode,
+                dht_settings=dht_settings,
                 validators=validators,
                 state_upload_limit=state_upload_limit,
                 timeout_s=timeout_s,

@@ -39,7 +39,7 @@ class Result(Protocol):
 class Node(Protocol):
     """One node of the library that is measured. `store` and `get` return futures."""
 
-    def start(self, invites: list[str], **options: int) -> str:
+    def start(self, invites: list[str], **options: Any) -> str:
         """Join; returns how others find this node."""
         ...
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hivemind  # type: ignore[import-not-found]
 from hivemind.utils.timed_storage import get_dht_time  # type: ignore[import-not-found]
 
@@ -11,7 +13,7 @@ from benchmarks.contenders.dht_worker import Node, Result, serve
 class HivemindNode(Node):
     """One node: this process, hivemind's DHT process, and its daemon."""
 
-    def start(self, invites: list[str], **options: int) -> str:
+    def start(self, invites: list[str], **options: Any) -> str:
         self.dht = hivemind.DHT(initial_peers=invites, start=True, **options)
         return str(self.dht.get_visible_maddrs()[0])
 

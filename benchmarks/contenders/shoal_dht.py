@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import shoal
 from benchmarks.contenders.dht_worker import Node, Result, serve
 
@@ -9,7 +11,7 @@ from benchmarks.contenders.dht_worker import Node, Result, serve
 class ShoalNode(Node):
     """One node."""
 
-    def start(self, invites: list[str], **options: int) -> str:
+    def start(self, invites: list[str], **options: Any) -> str:
         self.dht = shoal.DHT(initial_peers=invites, start=True, startup_timeout=60.0, **options)
         return str(self.dht.get_visible_maddrs()[0])
 

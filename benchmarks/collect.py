@@ -37,18 +37,39 @@ def whole_rounds(bars: Mapping[str, Bar], *, ours: str = "shoal") -> Collector:
         failed = len(rounds[ours]) - len(mine)
         title = f"round, {size(content)}{'' if ours == 'shoal' else f', {ours}'}"
         alone = Row(f"{title} ({failed} failed)" if failed else title, statistics.median(mine), "s")
-        rows = []
-        for name in dict.fromkeys([*rounds, *bars]):
-            if name in {ours, "shoal"}:
-                continue
-            row = alone._replace(beside=name, bar=bars.get(name), absent=name not in rounds)
-            pairs = [(a["whole_s"], b["whole_s"]) for a, b in paired(rounds[ours], rounds.get(name, ()))]
-            if pairs:
-                row = row._replace(its=statistics.median(b for _, b in pairs), ratio=Spread.of(b / a for a, b in pairs))
-            rows.append(row)
-        return rows or [alone]
+        seconds = {name: [each["whole_s"] if each else None for each in turns] for name, turns in rounds.items()}
+        return against(alone, seconds, bars, ours=ours)
 
     return collect
+
+
+def against(
+    alone: Row,
+    turns: Mapping[str, Sequence[float | None]],
+    bars: Mapping[str, Bar],
+    *,
+    ours: str = "shoal",
+    more_is_better: bool = False,
+) -> list[Row]:
+    """A row beside each of the others, and beside each that there is a bar against; the one `alone` if there is none.
+
+    Args:
+        alone: what was measured of shoal.
+        turns: the number of each contender in each turn, None where it failed.
+        bars: against others.
+        ours: what is measured; others are all but that and `shoal`.
+        more_is_better: of the numbers.
+    """
+    rows = []
+    for name in dict.fromkeys([*turns, *bars]):
+        if name in {ours, "shoal"}:
+            continue
+        row = alone._replace(beside=name, bar=bars.get(name), absent=name not in turns)
+        if pairs := paired(turns[ours], turns.get(name, ())):
+            ratio = Spread.of(a / b if more_is_better else b / a for a, b in pairs)
+            row = row._replace(its=statistics.median(b for _, b in pairs), ratio=ratio)
+        rows.append(row)
+    return rows or [alone]
 
 
 def paired(mine: Sequence[Any], its: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -75,9 +96,9 @@ def forming(content: Mapping[str, Any]) -> list[Row]:
 
 def state_download(content: Mapping[str, Any]) -> list[Row]:
     """Megabytes per second for each number of donors; the bar is for one, as hivemind never uses more."""
-    rows = []
+    rows: list[Row] = []
     mb = content["megabytes"]
-    for donors, bar in (("1", at_least(5.0)), ("3", None)):
+    for donors, bars in (("1", {"hivemind": at_least(5.0)}), ("3", {})):
         if donors not in content:
             continue
         runs: Mapping[str, Sequence[Mapping[str, float] | None]] = content[donors]
@@ -85,16 +106,8 @@ def state_download(content: Mapping[str, Any]) -> list[Row]:
         mine = [rate for rate in rates["shoal"] if rate is not None]
         if not mine:
             raise ValueError(f"no download of shoal from {donors} succeeded")
-        row = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(mine), "MB/s")
-        for name in ("hivemind", "floor"):
-            if name in rates or (bar and name == "hivemind"):
-                wanted = bar if name == "hivemind" else None
-                rows.append(row._replace(beside=name, bar=wanted, absent=name not in rates))
-                if pairs := paired(rates["shoal"], rates.get(name, ())):
-                    its, ratio = statistics.median(b for _, b in pairs), Spread.of(a / b for a, b in pairs)
-                    rows[-1] = rows[-1]._replace(its=its, ratio=ratio)
-        if len(rates) == 1 and not bar:
-            rows.append(row)
+        alone = Row(f"state of {mb:g} MB, donors: {donors}", statistics.median(mine), "MB/s")
+        rows += against(alone, rates, bars, more_is_better=True)
     return rows
 
 

@@ -7,13 +7,13 @@ is paced, no peer is found.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
+from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.state_worker import TENSORS, Options, StatePeer, serve, state
 from shoal.compression import allocate, populate, view_bytes
 from shoal.identity import Identity
@@ -24,19 +24,15 @@ from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 
 
-class FloorPeer(StatePeer):
-    """One peer; its loop has a thread of its own, as in shoal, and two threads work on tensors."""
+class FloorPeer(OwnLoop, StatePeer):
+    """One peer; two threads work on tensors, as in shoal."""
 
     def __init__(self, options: Options) -> None:
+        OwnLoop.__init__(self)
         self.options = options
         self.shared = [] if options.role == "receiver" else state(options.state_bytes)
         self.pool = ThreadPoolExecutor(2)
-        self.loop = asyncio.new_event_loop()
         self.served: set[asyncio.Task[None]] = set()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60.0)
 
     async def each(self, function: Callable[..., object], *arguments: Any) -> list[Any]:
         """Call it with each of them, in the threads."""
@@ -51,7 +47,7 @@ class FloorPeer(StatePeer):
             await self.transport.listen(self.accept)
             return str(self.transport.addresses[0])
 
-        return str(self.run(listen()))
+        return self.run(listen())
 
     def accept(self, connection: Connection) -> None:
         task = self.loop.create_task(self.give(connection))
@@ -87,7 +83,7 @@ class FloorPeer(StatePeer):
             await connection.close()
             return tensors
 
-        return list(self.run(take()))
+        return self.run(take())
 
     def average(self) -> None:
         raise NotImplementedError

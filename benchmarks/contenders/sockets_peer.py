@@ -12,23 +12,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import threading
-from collections.abc import Coroutine
 from itertools import pairwise
-from typing import Any
 
 import torch
 
+from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.worker import Contender, Options, Times, now, serve
 
 PART_BYTES = 1 << 20
-ROUND_S = 80.0
 
 
-class SocketsPeer(Contender):
-    """One peer; its loop has a thread of its own, as in shoal."""
+class SocketsPeer(OwnLoop, Contender):
+    """One peer."""
+
+    limit_s = 80.0
 
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        OwnLoop.__init__(self)
         self.options, self.tensor = options, tensor
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         values = options.numel // options.peers * itemsize // tensor.element_size()
@@ -38,11 +38,6 @@ class SocketsPeer(Contender):
         self.received = [torch.zeros(values) for _ in range(2 * (options.peers - 1))]
         self.dialed: list[socket.socket] = []
         self.accepted: list[socket.socket] = []
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self.loop).result(ROUND_S)
 
     def start(self) -> str:
         self.listener = tuned(socket.create_server((self.options.host, 0)))

@@ -5,12 +5,10 @@ each connection at once. Nothing is added up: this is what there is to reach.
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Coroutine
-from typing import Any
 
 import torch
 
+from benchmarks.contenders.own_loop import OwnLoop
 from benchmarks.contenders.worker import Contender, Options, Times, now, serve
 from shoal.compression import view_bytes
 from shoal.identity import Identity
@@ -21,12 +19,13 @@ from shoal.transport.tcp import TcpTransport
 PART_BYTES = 1 << 20
 
 
-class TransportPeer(Contender):
-    """One peer; its loop has a thread of its own, as in shoal."""
+class TransportPeer(OwnLoop, Contender):
+    """One peer."""
 
     encrypt = True
 
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
+        OwnLoop.__init__(self)
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
         self.options, self.tensor = options, tensor
         self.part_bytes = options.part_bytes or PART_BYTES
@@ -35,11 +34,6 @@ class TransportPeer(Contender):
         self.accepted: list[Connection] = []
         self.complete = asyncio.Event()
         self.received: list[torch.Tensor] = []
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-
-    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60.0)
 
     def accept(self, connection: Connection) -> None:
         self.accepted.append(connection)

@@ -276,7 +276,7 @@ def test_without_other_traffic_states_are_not_held() -> None:
     for i in range(100):
         known = i * 0.02 >= 0.1
         assert courtesy.held(0.1, i * 0.02, lambda i=i: i * 1000) != known  # type: ignore[misc]
-        courtesy.sent(1 << 20)
+        courtesy.sent(1 << 20, i * 0.02)
 
 
 @given(st.floats(0.05, 1.0), st.integers(1 << 20, 1 << 28), st.lists(st.integers(1, 64 << 10), min_size=1))
@@ -288,7 +288,7 @@ def test_beside_other_traffic_states_get_their_fraction(fraction: float, rate: i
         for nbytes in pieces:
             if courtesy.held(fraction, now, lambda now=now: int(rate * now)):  # type: ignore[misc]
                 break
-            courtesy.sent(nbytes)
+            courtesy.sent(nbytes, now)
             sent += nbytes
         log.append(sent)
     assert log[-1] - log[100] <= fraction * rate * 2.5 + 50 * max(pieces)
@@ -299,7 +299,7 @@ def test_states_are_free_again_when_the_round_is_over() -> None:
     """Half a second after its last bytes."""
     courtesy = Courtesy()
     courtesy.held(0.1, 0.0, lambda: 0)
-    courtesy.sent(1 << 20)
+    courtesy.sent(1 << 20, 0.0)
     assert courtesy.held(0.1, 0.1, lambda: 1 << 20)
     assert courtesy.busy
     assert courtesy.held(0.1, 0.5, lambda: 1 << 20)

@@ -34,8 +34,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, Target
-from shoal.state.manifest import Accept, Manifest, read_manifest
-from shoal.state.values import shares
+from shoal.state.manifest import Accept, Manifest, read_manifest, shares
 from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
@@ -328,7 +327,7 @@ class _Download:
         # Whatever comes of it, the buffers are used up: another state would begin anew.
         self._target, self._bytes_before = None, bytes_received
         try:
-            parts = shares(spec.raw_bytes for spec in manifest.tensors)
+            parts = shares(manifest.tensors)
             taken = await asyncio.gather(*(self._env.executor.run(target.assembly.finish, part) for part in parts))
         except PeerProtocolError as error:
             self._spoiled.append(manifest)

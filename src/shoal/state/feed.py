@@ -253,9 +253,11 @@ class Feed:
         """These were asked for: while they are on their way, another thread has the system give memory for them."""
         self._queue.extend(chunks)
         places = [self._target.assembly.buffers(chunk) for chunk in chunks if self._plan.owner(chunk) == self._peer]
-        task = asyncio.get_running_loop().create_task(self._env.executor.run(populate, chain(*places)))
-        self._rooms.add(task)
-        task.add_done_callback(self._rooms.discard)
+        if places:  # a doubled chunk has no place of its own
+            populating = self._env.executor.run(populate, chain.from_iterable(places))
+            task = asyncio.get_running_loop().create_task(populating)
+            self._rooms.add(task)
+            task.add_done_callback(self._rooms.discard)
 
     async def _receive(self, stream: Stream[MoreChunks, Chunk]) -> None:
         loop, queue = asyncio.get_running_loop(), self._queue

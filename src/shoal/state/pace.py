@@ -87,6 +87,12 @@ class Courtesy:
         self._state_bytes = 0
         self._samples: deque[tuple[float, int, int]] = deque()
         self.busy = False
+        self._free_bytes, self._sent_at = FREE_PIECE_BYTES, float("-inf")
+
+    @property
+    def piece_bytes(self) -> int:
+        """The largest piece to send at once."""
+        return HELD_PIECE_BYTES if self.busy else self._free_bytes
 
     def held(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
         """Whether states have had their share by now, or it is not known yet: then look again after `LOOK_AGAIN_S`.
@@ -108,6 +114,9 @@ class Courtesy:
         self.busy = other >= QUIET_BYTES
         return self.busy and self._state_bytes - state_before > fraction * other
 
-    def sent(self, nbytes: int) -> None:
+    def sent(self, nbytes: int, now: float) -> None:
         """So many bytes of a state go now."""
         self._state_bytes += nbytes
+        quick = now - self._sent_at < QUICK_S
+        self._free_bytes = min(2 * self._free_bytes, QUICK_PIECE_BYTES) if quick else FREE_PIECE_BYTES
+        self._sent_at = now

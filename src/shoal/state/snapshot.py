@@ -25,8 +25,8 @@ from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.peer import PeerID
-from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe
-from shoal.state.values import infinite_tensors, shares
+from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, shares
+from shoal.state.values import infinite_tensors
 from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
@@ -229,7 +229,7 @@ class SnapshotStore:
             version = self._version()
             tensors = state.tensors
             specs = list(describe(tensors, state.codecs))
-            parts = shares(spec.raw_bytes for spec in specs)
+            parts = shares(specs)
             looks = (run(infinite_tensors, tensors, part, state.may_be_infinite) for part in parts)
             infinite = [position for found in await asyncio.gather(*looks) for position in found]
             layout = self._plan(state, specs, infinite)

@@ -13,16 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import (
-    FREE_PIECE_BYTES,
-    HELD_PIECE_BYTES,
-    LONGEST_HOLD_S,
-    LOOK_AGAIN_S,
-    QUICK_PIECE_BYTES,
-    QUICK_S,
-    Courtesy,
-    Pacer,
-)
+from shoal.state.pace import LONGEST_HOLD_S, LOOK_AGAIN_S, Courtesy, Pacer
 
 __all__ = ["Upload"]
 
@@ -39,7 +30,6 @@ class Upload:
         self._courtesy = Courtesy()
         self._streams: dict[Stream[Any, Any], int] = {}  # and what their connections had sent before
         self._ended_bytes = 0
-        self._free_bytes, self._admitted_at = FREE_PIECE_BYTES, float("-inf")
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> Upload:
@@ -65,9 +55,7 @@ class Upload:
     def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
         """How many of `nbytes` to send at once."""
         size = pacer.piece_bytes(nbytes)
-        if fraction is None:
-            return size
-        return min(size, HELD_PIECE_BYTES if self._courtesy.busy else self._free_bytes)
+        return size if fraction is None else min(size, self._courtesy.piece_bytes)
 
     async def admit(self, nbytes: int, pacer: Pacer, fraction: float | None) -> None:
         """Wait until so many bytes may go; they count as sent.
@@ -83,10 +71,7 @@ class Upload:
                 if not self._courtesy.held(fraction, loop.time(), self._other_bytes):
                     break
                 await asyncio.sleep(LOOK_AGAIN_S)
-        quick = loop.time() - self._admitted_at < QUICK_S
-        self._free_bytes = min(2 * self._free_bytes, QUICK_PIECE_BYTES) if quick else FREE_PIECE_BYTES
-        self._admitted_at = loop.time()
-        self._courtesy.sent(nbytes)
+        self._courtesy.sent(nbytes, loop.time())
         if (wait_s := pacer.reserve(nbytes, loop.time())) > 0:
             await asyncio.sleep(wait_s)
 

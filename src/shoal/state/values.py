@@ -6,15 +6,13 @@ infinities. A receiver looks at what it has put together: whatever else is not f
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Sequence
 
 import torch
 
 from shoal.errors import ConfigError
 
-__all__ = ["infinite_tensors", "shares", "worst_value"]
+__all__ = ["infinite_tensors", "worst_value"]
 
 
 def worst_value(tensor: torch.Tensor) -> str:
@@ -47,13 +45,3 @@ def infinite_tensors(tensors: Sequence[torch.Tensor], share: range, allowed: Col
         if worst:
             found.append(position)
     return found
-
-
-def shares(sizes: Iterable[int], count: int = 2) -> list[range]:
-    """The positions of things of these sizes in at most `count` shares, in order and about as large.
-
-    Two, as the executor of a peer has so many threads, are faster than one at whatever passes over memory.
-    """
-    ends = list(accumulate(sizes, initial=0))
-    cuts = [bisect_left(ends, ends[-1] * number / count) for number in range(count)] + [len(ends) - 1]
-    return [range(first, last) for first, last in pairwise(cuts) if first < last]

@@ -7,9 +7,9 @@ its data goes sealed under those keys, or in the clear where both sides asked fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from shoal.transport.base import Buffer
 
@@ -33,11 +33,11 @@ _LENT_ROOM = RECORD_BYTES + 1024
 _LENT_BYTES = 32 << 10
 """Less is copied, in no time, rather than that memory is lent for it."""
 
-_MOST_LENT = 1
-"""Each one is 2 MiB. One is enough for a connection that has the loop to itself, as in a state download; in rounds more
-made no difference that could be measured."""
-
 _NOTHING = memoryview(b"")
+
+
+def _nobody() -> None:
+    """Memory that is not lent."""
 
 
 class BrokenLayer(Exception):
@@ -47,6 +47,9 @@ class BrokenLayer(Exception):
 class Scratch:
     """Memory that all connections of one loop share: nothing stays in it when a callback of the loop returns.
 
+    It is lent to one connection at a time, beside which there is another of 2 MiB: enough where one has the loop to
+    itself, as in a state download. In rounds more of them made no difference that could be measured.
+
     Attributes:
         receiving: where the socket's bytes come to.
         sending: where what goes to the socket is made.
@@ -55,26 +58,25 @@ class Scratch:
     def __init__(self) -> None:
         self.receiving = memoryview(bytearray(_RECEIVE_BYTES))
         self.sending = memoryview(bytearray(BUNCH_BYTES + 1024))
-        self._spare: list[memoryview] = []
-        self._lent_to: WeakSet[Held] = WeakSet()
+        self._spare: memoryview | None = None
+        self._lent_to: Callable[[], Held | None] = _nobody
 
     def lend_sending(self) -> None:
         """The socket's transport may have kept a view of `sending`: it keeps that memory, and others get another."""
         self.sending = memoryview(bytearray(len(self.sending)))
 
     def lend_receiving(self, held: Held) -> memoryview | None:
-        """Leave the memory of `receiving` to whom its bytes are for; others get another. None if many have some."""
-        if len(self._lent_to) >= _MOST_LENT:
+        """Leave the memory of `receiving` to whom its bytes are for; others get another. None if somebody has one."""
+        if self._lent_to() is not None:
             return None
-        self._lent_to.add(held)
-        lent = self.receiving
-        self.receiving = self._spare.pop() if self._spare else memoryview(bytearray(_RECEIVE_BYTES))
+        self._lent_to = ref(held)  # who is gone has none any more
+        lent, self.receiving = self.receiving, self._spare or memoryview(bytearray(_RECEIVE_BYTES))
+        self._spare = None
         return lent
 
-    def give_back(self, held: Held, lent: memoryview) -> None:
-        """It needs that memory no more."""
-        self._lent_to.discard(held)
-        self._spare.append(lent)
+    def give_back(self, lent: memoryview) -> None:
+        """It is needed no more."""
+        self._lent_to, self._spare = _nobody, lent
 
 
 class Held:
@@ -136,7 +138,7 @@ class Held:
         end = len(self) + self._came
         if self._lent:
             self._lent = False
-            self._scratch.give_back(self, self._memory)
+            self._scratch.give_back(self._memory)
         self._memory, self._start, self._end = _NOTHING, 0, 0
         if not rest:
             return

@@ -518,6 +518,100 @@ def test_no_stream_is_without_a_link() -> None:
     on_sim(scenario)
 
 
+def test_what_was_dialed_for_a_stream_serves_the_next_one() -> None:
+    """Who opens a stream and is cancelled while it dials leaves the connection to whoever opens the next one."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        b.endpoint.serve_stream(OpenPipe, hold)
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        net.swarm.network.set_link("a", "b", latency_s=0.5)
+        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        await sleep(0.1)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        with pytest.raises(PeerTimeout):
+            await a.endpoint.open(b.contact, OpenPipe(), timeout_s=0.1)
+        await sleep(60.0)
+        assert len(a.transport.dials) == 3  # the link, and both that were not waited for
+        began = now()
+        streams = [await a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0) for _ in range(2)]
+        assert now() == began
+        assert len(a.transport.dials) == 3
+        await together(*(stream.finish() for stream in streams))
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_stream_that_is_being_dialed_ends_with_its_endpoint(waited_for: bool) -> None:
+    """Whether or not somebody still waits for its connection, `close` leaves nothing behind."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        net.swarm.network.set_link("a", "b", latency_s=0.5)
+        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        await sleep(0.1)
+        if not waited_for:
+            opening.cancel()
+            await together(opening)
+        await a.endpoint.close()
+        with pytest.raises(ClosedError if waited_for else asyncio.CancelledError):
+            await opening
+        assert not a.endpoint._open.connections
+        assert not a.seen(Warned)
+
+    on_sim(scenario)
+
+
+def test_a_dial_that_nobody_waits_for_and_that_fails_is_not_heard_of() -> None:
+    """The peer is gone before its connection is made: nothing is kept, nothing is told but its loss."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        net.swarm.network.set_link("a", "b", latency_s=0.5)
+        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        await sleep(0.1)
+        opening.cancel()
+        await together(opening)
+        net.swarm.crash("b")
+        await sleep(60.0)
+        assert not a.endpoint._open.peers
+        assert not a.seen(Warned)
+
+    on_sim(scenario)
+
+
+def test_a_silent_peer_leaves_no_connection_behind() -> None:
+    """It is lost without a word: what it has open for its next streams is closed, too, and so is what was never used.
+
+    A peer that serves for weeks would else run out of connections, as others lose their power or their line.
+    """
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve_stream(OpenPipe, hold)
+        await (await a.endpoint.open(b.contact, OpenPipe(), timeout_s=5.0)).finish()
+        unused = await a.transport.dial(b.peer_id, b.transport.addresses, timeout_s=5.0)
+        await sleep(1.0)
+        assert len(b.endpoint._open.connections) == 3
+        net.swarm.partition([["a"], ["b"]])
+        await sleep(60.0)
+        assert len(b.seen(PeerLost)) == 1
+        assert not b.endpoint._open.connections
+        assert not b.endpoint._open.peers
+        net.swarm.heal()
+        assert await ends(unused)
+
+    on_sim(scenario)
+
+
 def test_cross_dialing_gives_two_links_and_one_peer() -> None:
     """Both dial at the same moment: both links work, and the peer is lost when the last one is."""
 

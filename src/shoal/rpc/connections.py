@@ -20,9 +20,10 @@ class PeerState:
         streams: connections of streams that we opened.
         inbound: how many streams it has open to us.
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
+        accepted: connections for the streams that it opens, also while they wait for the next one.
     """
 
-    __slots__ = ("dialing", "idle", "inbound", "links", "streams")
+    __slots__ = ("accepted", "dialing", "idle", "inbound", "links", "streams")
 
     def __init__(self) -> None:
         self.links: list[CallLink] = []
@@ -30,6 +31,7 @@ class PeerState:
         self.streams: set[Connection] = set()
         self.inbound = 0
         self.idle: dict[Connection, bool] = {}
+        self.accepted: set[Connection] = set()
 
     @property
     def link(self) -> CallLink | None:
@@ -53,7 +55,7 @@ class PeerState:
     @property
     def empty(self) -> bool:
         """Whether nothing is open, nor about to be."""
-        return not (self.links or self.dialing or self.streams or self.idle)
+        return not (self.links or self.dialing or self.streams or self.idle or self.accepted)
 
 
 class Connections:

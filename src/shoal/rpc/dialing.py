@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ClosedError, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
@@ -21,6 +21,14 @@ from shoal.wire import Contact, Hello
 __all__ = ["Dialer"]
 
 _MAX_CONTACTS = 8192
+
+T = TypeVar("T")
+
+
+class Spawn(Protocol):
+    """Starts a task that the endpoint owns."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]: ...
 
 
 class Dialer:
@@ -46,7 +54,7 @@ class Dialer:
         *,
         contact: Callable[[], Contact],
         add_link: Callable[[Connection], CallLink],
-        spawn: Callable[[Coroutine[Any, Any, CallLink]], asyncio.Task[CallLink]],
+        spawn: Spawn,
     ) -> None:
         self._transport, self._open, self._limits = transport, connections, limits
         self._contact, self._add_link, self._spawn = contact, add_link, spawn
@@ -78,20 +86,25 @@ class Dialer:
             return state.link
         if state.dialing is None:
             state.dialing = self._spawn(self._dial_link(peer))
-        dialing, current = state.dialing, asyncio.current_task()
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(dialing)
+                return await self._result(state.dialing)
         except PeerTimeout:
             raise
         except TimeoutError:
             raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
+
+    async def _result(self, dialing: asyncio.Task[T]) -> T:
+        """What comes of it; who is cancelled meanwhile leaves it alone."""
+        current = asyncio.current_task()
+        try:
+            return await asyncio.shield(dialing)
         except asyncio.CancelledError:
             if dialing.cancelled() and current is not None and not current.cancelling():  # by `close`, not our caller
                 raise ClosedError("this peer was shut down") from None
             raise
         finally:
-            del dialing  # it holds its exception, whose traceback holds this frame
+            del dialing, current  # they hold their exceptions, whose traceback holds this frame
 
     async def _dial_link(self, peer: PeerID) -> CallLink:
         state = self._open.of(peer)
@@ -132,10 +145,31 @@ class Dialer:
             if not connection.closed:
                 return connection
             self._open.drop(connection)
-        connection = await self._dial(peer)
+        dialing = self._spawn(self._dial(peer))
+        try:
+            connection = await self._result(dialing)
+        except asyncio.CancelledError:
+            # A dial takes four round trips. Whoever wanted this one has no use for it now; the next stream has.
+            dialing.add_done_callback(self._keep)
+            raise
+        finally:
+            del dialing  # it holds its exception, whose traceback holds this frame
         try:
             await self.link(peer, timeout_s)  # it may be gone by now
         except BaseException:
             self._open.drop(connection)
             raise
         return connection
+
+    def _keep(self, dialed: asyncio.Task[Connection]) -> None:
+        if not dialed.cancelled() and dialed.exception() is None:
+            self.keep(dialed.result(), bulk=False)
+            self._open.forget(dialed.result().peer_id)
+
+    def keep(self, connection: Connection, *, bulk: bool) -> None:
+        """Have a connection wait for the next stream that we open, if there is room for it."""
+        state = self._open.of(connection.peer_id)
+        if state.links and not self._closed and len(state.idle) < self._limits.idle_streams:
+            state.idle[connection] = bulk
+        else:
+            self._open.drop(connection)

@@ -47,6 +47,7 @@ from shoal.wire import (
 __all__ = ["Endpoint"]
 
 R = TypeVar("R")
+T = TypeVar("T")
 Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
 
@@ -267,13 +268,15 @@ class Endpoint:
         self._spawn(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: Connection) -> None:
-        is_link = False
+        is_link, peer = False, connection.peer_id
+        self._open.of(peer).accepted.add(connection)
         try:
-            async with asyncio.timeout(_OPEN_TIMEOUT_S):
+            # A peer that we have a link with may dial ahead of its next stream.
+            async with asyncio.timeout(None if self.connected(peer) else _OPEN_TIMEOUT_S):
                 frame = await read_frame(connection, self.limits)
             if frame.kind is Kind.HELLO:
                 hello = decode(frame.header, Hello)
-                if hello.contact.peer == connection.peer_id:
+                if hello.contact.peer == peer:
                     self.learn(hello.contact)
                 self._add_link(connection)
                 is_link = True  # and reads on by itself
@@ -285,10 +288,12 @@ class Endpoint:
         except PeerUnreachable:
             pass  # the dialer closed an idle stream connection, as it may
         except (PeerProtocolError, msgspec.MsgspecError) as error:
-            self.env.events.emit(PeerDropped(peer=connection.peer_id, where="rpc", reason=str(error)))
+            self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=str(error)))
         finally:
             if not is_link:
                 self._open.drop(connection)
+            self._open.of(peer).accepted.discard(connection)
+            self._open.forget(peer)
 
     # -------------------------------------------------------------------------------------------------- bookkeeping
 
@@ -342,16 +347,24 @@ class Endpoint:
         state = self._open.of(peer)
         self._open.drop_all(state.streams)
         self._open.drop_all(state.idle)
+        if state.accepted:
+            self._spawn(self._drop_accepted(peer))
         self._open.forget(peer)
         self.env.events.emit(PeerLost(peer=peer, reason=reason))
         for callback in list(self._lost_callbacks):
             callback(peer, reason)
 
+    async def _drop_accepted(self, peer: PeerID) -> None:
+        """A lost peer may have lost its link alone, and be making another one; if not, nothing of it is kept."""
+        await asyncio.sleep(_OPEN_TIMEOUT_S)
+        if (state := self._open.peers.get(peer)) is not None and not state.links:
+            self._open.drop_all(state.accepted)
+
     def _stream_released(self, connection: Connection, *, bulk: bool, reusable: bool) -> None:
         state = self._open.of(connection.peer_id)
         state.streams.discard(connection)
-        if reusable and state.links and not self._closed and len(state.idle) < self.limits.idle_streams:
-            state.idle[connection] = bulk
+        if reusable:
+            self._dialer.keep(connection, bulk=bulk)
         else:
             self._open.drop(connection)
         self._open.watch(connection.peer_id)
@@ -361,7 +374,7 @@ class Endpoint:
         _logger.error("internal error in %s", where, exc_info=error)
         self.env.events.emit(Warned(where=where, message=f"{type(error).__name__}: {error}"))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)

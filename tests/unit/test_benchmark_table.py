@@ -124,7 +124,8 @@ def test_a_codec_is_judged_by_its_slowest_direction() -> None:
         "1000": {"normal": coded(3.0, 2.0), "outliers": coded(0.9, 4.0)},
         "16384": {"normal": coded(3.0, 2.0), "outliers": coded(4.0, 5.0)},
     }
-    small, large = collect.codecs({"missing": {}, "sizes": sizes})
+    plain, small, _, large = collect.codecs({"missing": {}, "sizes": sizes})
+    assert (plain.line, plain.ratio) == ("codec none, 1,000 values: encode", Spread(0.9, 0.9, 0.9))
     assert (small.line, small.ratio) == ("codec uniform8bit, 1,000 values: encode", Spread(0.9, 0.9, 0.9))
     assert (large.line, large.ratio) == ("codec uniform8bit, 16,384 values: decode", Spread(2.0, 2.0, 2.0))
     assert [verdict(row) for row in (small, large)] == [False, True]
@@ -134,7 +135,7 @@ def test_a_codec_is_judged_by_its_slowest_direction() -> None:
 def test_a_codec_without_hiveminds_is_not_judged(missing: dict[str, str]) -> None:
     """Because hivemind is not there, or its codec fails."""
     content = {"missing": missing, "sizes": {"1000": {"normal": coded(0.0, 0.0, whose=("shoal",))}}}
-    (row,) = collect.codecs(content)
+    _, row = collect.codecs(content)
     assert (row.beside, row.its, row.absent, verdict(row)) == ("hivemind", None, not missing, None)
     assert (row.line, row.measured) == ("codec uniform8bit, 1,000 values: encode", 1.0)
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.compression.memory import as_tensor, dtype_name, view_bytes
+from shoal.compression.memory import allocate, dtype_name
 from shoal.errors import ConfigError, LocalError
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _MAX_NAME = 64
+_FEW_BYTES = 1 << 16
 
 
 class TensorRole(enum.Enum):
@@ -162,13 +163,16 @@ class CompressionBase(ABC):
         if out.nbytes != needed or out.readonly:
             raise LocalError(f"{self.name} needs a writable buffer of {needed} bytes, got {out.nbytes}")
         if needed:
-            with torch.no_grad():
-                self._encode(values.detach(), out)
+            self._encode(values.detach(), out)
 
     def encode(self, values: torch.Tensor) -> memoryview:
         """As `encode_into`, into new memory."""
-        out = view_bytes(torch.empty(self.encoded_bytes(values.numel(), values.dtype), dtype=torch.uint8))
-        self.encode_into(values, out)
+        self._check_dtype(values.dtype)
+        nbytes = self.encoded_bytes(values.numel(), values.dtype)
+        # To set few bytes to 0 takes less time than to see a tensor as bytes.
+        out = memoryview(bytearray(nbytes)) if nbytes <= _FEW_BYTES else allocate(nbytes, torch.uint8)[1]
+        if nbytes:
+            self._encode(values.detach(), out)
         return out
 
     def decode(self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -257,7 +261,8 @@ def codec_by_name(name: str) -> CompressionBase:
 
 
 def wire_view(out: memoryview, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """A tensor to write the bytes `out` through; False if it is a copy because `out` is not aligned for `dtype`."""
-    tensor = as_tensor(out, dtype)
-    shared = torch.frombuffer(out, dtype=torch.uint8).data_ptr() == tensor.data_ptr()
-    return tensor, shared
+    """A tensor to write the bytes `out` through; False if it has other memory, as `out` is not aligned for `dtype`."""
+    tensor = torch.frombuffer(out, dtype=dtype)
+    if tensor.data_ptr() % dtype.itemsize:
+        return torch.empty_like(tensor), False
+    return tensor, True

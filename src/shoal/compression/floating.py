@@ -25,13 +25,16 @@ from abc import abstractmethod
 import torch
 
 from shoal.compression.base import CompressionBase, register_codec, wire_view
-from shoal.compression.memory import DTYPES, as_tensor
+from shoal.compression.memory import DTYPES, as_tensor, view_bytes
 from shoal.errors import ConfigError
 
 __all__ = ["FLOATS", "BFloat16Compression", "Float16Compression", "NoCompression", "register_plain"]
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 """The dtypes that a lossy codec takes."""
+
+
+_FEW_BYTES = 1 << 16
 
 
 class _Cast(CompressionBase):
@@ -72,6 +75,12 @@ class NoCompression(_Cast):
 
     def idempotent(self, dtype: torch.dtype) -> bool:
         return True
+
+    def _encode(self, values: torch.Tensor, out: memoryview) -> None:
+        if out.nbytes <= _FEW_BYTES and values.device.type == "cpu" and values.is_contiguous():
+            out[:] = view_bytes(values)  # half the time; more of them would keep other threads out meanwhile
+        else:
+            super()._encode(values, out)
 
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.bool:  # a byte from elsewhere need not be 0 or 1, and PyTorch takes it for granted

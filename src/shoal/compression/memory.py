@@ -116,7 +116,7 @@ def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch
         raise ConfigError(f"{view.nbytes} bytes are no whole number of {dtype} elements")
     if view.nbytes == 0:
         return torch.empty(0, dtype=dtype)
-    raw = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-    if raw.data_ptr() % dtype.itemsize:
-        raw = raw.clone()
-    return raw.view(dtype)
+    tensor = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=dtype)
+    if tensor.data_ptr() % dtype.itemsize:
+        return torch.frombuffer(view, dtype=torch.uint8).clone().view(dtype)
+    return tensor

@@ -88,6 +88,8 @@ class PackedCompression(CompressionBase):
 
 def _as_float32(values: torch.Tensor) -> torch.Tensor:
     """The values in row-major order; the tensor's own memory where it has that form already."""
+    if values.dtype is torch.float32 and values.dim() == 1 and values.is_cpu and values.is_contiguous():
+        return values
     flat = values.to(device="cpu", dtype=torch.float32).contiguous().view(-1)
     if values.dtype is torch.float64:
         low, high = torch.aminmax(flat)

@@ -36,6 +36,8 @@ _HEADER = struct.Struct("<fB")
 _MAGIC = 1.5 * 2**23
 """Added to a small float32 it rounds that to an integer, ties to even, and leaves it in the low bits of the sum."""
 
+_MAGIC_TENSOR = torch.tensor(_MAGIC)
+
 _ROUNDS_TO_ZERO = 0.5 + 2.0**-20
 """In steps. A little more than a half, so that what is larger surely does not round to 0, however it is computed."""
 
@@ -62,7 +64,7 @@ class Uniform8BitQuantization(PackedCompression):
             return
         step, one_sided = _fit(low, high)
         _HEADER.pack_into(out, 0, step, one_sided)
-        magic = torch.add(torch.tensor(_MAGIC), values, alpha=1 / step)
+        magic = torch.add(_MAGIC_TENSOR, values, alpha=1 / step)
         if one_sided and low < 0.0 < high:
             magic.clamp_(min=_MAGIC)  # what would round to 0 with codes of both signs
         codes.copy_(magic.view(torch.int32))
@@ -70,7 +72,7 @@ class Uniform8BitQuantization(PackedCompression):
     def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
         step, one_sided = _HEADER.unpack_from(data)
         codes = as_tensor(data[_HEADER.size :], torch.uint8 if one_sided else torch.int8)
-        return codes.to(torch.float32).mul_(step)
+        return codes.float().mul_(step)
 
     def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
         low, high = (extreme.item() for extreme in values.float().aminmax())

@@ -89,7 +89,7 @@ class Quantile8BitQuantization(PackedCompression):
 
     def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
         levels = as_tensor(data[:_HEADER_BYTES], torch.float32)
-        return levels.index_select(0, as_tensor(data[_HEADER_BYTES:], torch.uint8).to(torch.int64))
+        return levels.index_select(0, as_tensor(data[_HEADER_BYTES:], torch.uint8).to(torch.int32))
 
     def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
         flat = values.float()

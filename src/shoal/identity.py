@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from functools import lru_cache
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -172,10 +173,16 @@ class Identity:
 def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) -> bool:
     """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception."""
     try:
-        Ed25519PublicKey.from_public_bytes(peer_id.raw).verify(signature, _signed_bytes(context, message))
+        _public_key(peer_id.raw).verify(signature, _signed_bytes(context, message))
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+@lru_cache(maxsize=1024)
+def _public_key(raw: bytes) -> Ed25519PublicKey:
+    """To make one takes an eighth of the time of a verification, and the same peers sign again and again."""
+    return Ed25519PublicKey.from_public_bytes(raw)
 
 
 def _signed_bytes(context: bytes, message: bytes) -> bytes:

@@ -78,11 +78,13 @@ class NoCompression(_Cast):
         return True
 
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
-        if out.nbytes <= _FEW_BYTES and values.is_cpu and values.is_contiguous():
+        if not (values.is_cpu and values.is_contiguous()):
+            super()._encode(values, out)
+        elif out.nbytes <= _FEW_BYTES:
             # A fifth of the time; more of them would keep other threads out meanwhile.
             out[:] = ctypes.string_at(values.data_ptr(), out.nbytes)
-        else:
-            super()._encode(values, out)
+        else:  # bytes need no alignment, and so no memory beside
+            torch.frombuffer(out, dtype=torch.uint8).copy_(values.view(-1).view(torch.uint8))
 
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if dtype is torch.bool:  # a byte from elsewhere need not be 0 or 1, and PyTorch takes it for granted

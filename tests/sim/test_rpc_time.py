@@ -20,6 +20,7 @@ from tests.sim.rpc_kit import (
     ByHand,
     Down,
     OpenPipe,
+    Peer,
     PipeDown,
     PipeUp,
     Said,
@@ -44,6 +45,16 @@ async def hold(stream: PipeDown, opening: OpenPipe) -> None:
     """A handler that waits for the end of the stream."""
     while await stream.recv() is not None:
         pass
+
+
+async def opening_slowly(net: SimNet) -> tuple[Peer, Peer, asyncio.Task[PipeUp]]:
+    """Two peers with a link between them; the first is dialing for a stream to the other, half a second away."""
+    a, b = await net.peer("a"), await net.peer("b")
+    b.endpoint.serve(Say, echo)
+    b.endpoint.serve_stream(OpenPipe, hold)
+    await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+    net.swarm.network.set_link("a", "b", latency_s=0.5)
+    return a, b, asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
 
 
 # ------------------------------------------------------------------------------------------------------------ deadlines
@@ -502,12 +513,7 @@ def test_no_stream_is_without_a_link() -> None:
     """If the link is lost while a stream's connection is being made, there is a new one before the stream begins."""
 
     async def scenario(net: SimNet) -> None:
-        a, b = await net.peer("a"), await net.peer("b")
-        b.endpoint.serve(Say, echo)
-        b.endpoint.serve_stream(OpenPipe, hold)
-        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
-        net.swarm.network.set_link("a", "b", latency_s=0.5)
-        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        a, b, opening = await opening_slowly(net)
         await sleep(1.0)
         [link] = a.endpoint._open.peers[b.peer_id].links
         link.connection.abort()
@@ -522,12 +528,7 @@ def test_what_was_dialed_for_a_stream_serves_the_next_one() -> None:
     """Who opens a stream and is cancelled while it dials leaves the connection to whoever opens the next one."""
 
     async def scenario(net: SimNet) -> None:
-        a, b = await net.peer("a"), await net.peer("b")
-        b.endpoint.serve(Say, echo)
-        b.endpoint.serve_stream(OpenPipe, hold)
-        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
-        net.swarm.network.set_link("a", "b", latency_s=0.5)
-        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        a, b, opening = await opening_slowly(net)
         await sleep(0.1)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -550,11 +551,7 @@ def test_a_stream_that_is_being_dialed_ends_with_its_endpoint(waited_for: bool) 
     """Whether or not somebody still waits for its connection, `close` leaves nothing behind."""
 
     async def scenario(net: SimNet) -> None:
-        a, b = await net.peer("a"), await net.peer("b")
-        b.endpoint.serve(Say, echo)
-        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
-        net.swarm.network.set_link("a", "b", latency_s=0.5)
-        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        a, _, opening = await opening_slowly(net)
         await sleep(0.1)
         if not waited_for:
             opening.cancel()
@@ -572,11 +569,7 @@ def test_a_dial_that_nobody_waits_for_and_that_fails_is_not_heard_of() -> None:
     """The peer is gone before its connection is made: nothing is kept, nothing is told but its loss."""
 
     async def scenario(net: SimNet) -> None:
-        a, b = await net.peer("a"), await net.peer("b")
-        b.endpoint.serve(Say, echo)
-        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
-        net.swarm.network.set_link("a", "b", latency_s=0.5)
-        opening = asyncio.create_task(a.endpoint.open(b.contact, OpenPipe(), timeout_s=20.0))
+        a, _, opening = await opening_slowly(net)
         await sleep(0.1)
         opening.cancel()
         await together(opening)

@@ -54,13 +54,13 @@ class Vault:
         return self._validators.refuses(record)
 
     def accept(self, record: Record, source: PeerID, now: float) -> str:
-        """Hold a record that `source` sent, if all rules allow it; else say why not. This node's own was checked."""
+        """Hold a record that `source` sent, if all rules allow it; else say why not. This node forges nothing."""
         if self.held.holds(record) and self.timely(record, now):
             return ""
         if not self.timely(record, now):
             return "expired, or expires too far ahead"
-        refusal = "" if source == self._peer else self.forged(record) or self.unwanted(record)
-        return refusal or self.held.put(record, source, now)
+        forged = "" if source == self._peer else self.forged(record)
+        return forged or self.unwanted(record) or self.held.put(record, source, now)
 
     def wrote(self, record: Record, now: float) -> None:
         """Keep a record that this node wrote, to renew it."""

@@ -151,7 +151,7 @@ async def start(host: SimHost, initial: Sequence[Address], target: int, director
         prefix=PREFIX,
         schema=b"schema",
         settings={},
-        compare_schema=lambda _theirs: None,
+        compare_schema=lambda *_: None,
         plan=plan,
         target_group_size=target,
         window_s=WINDOW_S,

@@ -1,7 +1,8 @@
-"""An ordinary PyTorch loop, trained by everybody who runs it: the lines marked `shoal` are all that is new.
+"""An ordinary PyTorch loop, trained by everybody who runs it: the lines marked `shoal` are what is new.
 
-`python examples/plain_loop.py` prints an invite; `python examples/plain_loop.py INVITE`, in another terminal or on
-another machine, joins. Close one with Ctrl+C, start another: the rest goes on. The text is Python's own documentation.
+`python examples/plain_loop.py` prints an invite; `python examples/plain_loop.py INVITE`, in another terminal, joins.
+Close one with Ctrl+C, start another: the rest goes on. For peers on other machines set `HOST` to this machine's address
+in their network; `README.md` says more. The text is Python's own documentation.
 """
 
 import hashlib
@@ -31,19 +32,20 @@ def draw_batch():
 
 def main():
     """Train to the end."""
-    dht = shoal.DHT(initial_peers=sys.argv[1:], start=True)  # shoal
-    print(dht.invite(), flush=True)
+    place = f"/ip4/{os.environ.get('HOST', '127.0.0.1')}/tcp/0"
+    dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs=place, start=True)  # shoal
+    print(dht.invite(), flush=True)  # shoal
     swarm = shoal.Optimizer(  # shoal
         dht=dht, run_id=RUN, target_batch_size=1024, batch_size_per_step=BATCH, optimizer=optimizer
     )
     swarm.announce_end(EPOCHS)  # shoal
     shown = 0
-    while not swarm.finished:
+    while not swarm.finished:  # shoal
         inputs, targets = draw_batch()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        swarm.step()
-        swarm.zero_grad()
+        swarm.step()  # shoal
+        swarm.zero_grad()  # shoal
         if swarm.local_epoch >= shown:
             print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
             shown = swarm.local_epoch + EPOCHS // 20
@@ -51,7 +53,7 @@ def main():
         b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters())
     )
     print(f"loss {loss.item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
-    dht.shutdown()
+    dht.shutdown()  # shoal
 
 
 if __name__ == "__main__":

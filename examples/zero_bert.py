@@ -36,7 +36,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=5e-4)
 
 
-def train(stage, corpus, args):
+def train(stage, corpus, args, device):
     """Train one stage; returns a line of the table."""
     torch.manual_seed(0)
     config = BertConfig(
@@ -49,7 +49,7 @@ def train(stage, corpus, args):
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    model = BertForMaskedLM(config)
+    model = BertForMaskedLM(config).to(device)
     wrapped: torch.nn.Module = model
     parameters = sum(each.numel() for each in model.parameters())
     if stage == 0:
@@ -63,7 +63,7 @@ def train(stage, corpus, args):
         batch = next(batches)
         labels = torch.full_like(batch.inputs, -100)
         labels.view(-1)[batch.chosen] = batch.targets
-        loss = wrapped(input_ids=batch.inputs, labels=labels).loss
+        loss = wrapped(input_ids=batch.inputs.to(device), labels=labels.to(device)).loss
         loss.backward()
         memory = held(model, optimizer)
         optimizer.step()
@@ -99,13 +99,17 @@ def main():
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256, help="of the hidden states, a multiple of 64 (default 256)")
     args = parser.parse_args()
+    device = torch.device("cpu")
     if "RANK" in os.environ:  # torchrun
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        if torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+            device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     else:
         dist.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     chief, corpus, shown = dist.get_rank() == 0, load_corpus(), False
     for stage in range(4) if args.stage == "all" else [int(args.stage)]:
-        parameters, memory, sent, seconds, loss = train(stage, corpus, args)
+        parameters, memory, sent, seconds, loss = train(stage, corpus, args, device)
         if chief and not shown:
             print(f"BERT with {parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks, {args.steps} steps")
             print("         MB per rank after a backward pass        |  MB sent |   seconds |     loss,")

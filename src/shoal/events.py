@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger("shoal.events")
+_MAX_WARNED = 256
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +138,13 @@ class Warned(Event, frozen=True, kw_only=True):
 class EventBus:
     """Hands each event to every subscriber, in order, in the thread that emits it.
 
-    A subscriber must be quick and must not raise; one that raises is logged and stays subscribed.
+    A subscriber must be quick and must not raise; one that raises is logged and stays subscribed. All events go to the
+    log `shoal.events` as DEBUG, but `Warned` as WARNING, as long as it does not say the same again.
     """
 
     def __init__(self) -> None:
         self._subscribers: list[Callable[[Event], None]] = []
+        self._warned: dict[str, str] = {}
 
     def subscribe(self, subscriber: Callable[[Event], None]) -> Callable[[], None]:
         """Call `subscriber(event)` for every event from now on; returns a function that ends it."""
@@ -154,9 +157,17 @@ class EventBus:
 
     def emit(self, event: Event) -> None:
         """Tell all subscribers."""
-        _logger.debug("%s", event)
+        _logger.log(logging.WARNING if self._is_new_warning(event) else logging.DEBUG, "%s", event)
         for subscriber in self._subscribers:
             try:
                 subscriber(event)
             except Exception:
                 _logger.exception("a subscriber failed on %s", type(event).__name__)
+
+    def _is_new_warning(self, event: Event) -> bool:
+        if not isinstance(event, Warned) or self._warned.get(event.where) == event.message:
+            return False
+        if len(self._warned) >= _MAX_WARNED:
+            self._warned.clear()
+        self._warned[event.where] = event.message
+        return True

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 import shoal
-from shoal.errors import ClosedError, LocalError, PeerUnreachable, ShoalError
+from shoal.compression import CompressionInfo, TensorRole
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerUnreachable, ShoalError
 from shoal.events import Event, GroupFormed, PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.optim.collaboration import Phase
 from shoal.peer import PeerID
@@ -409,7 +410,7 @@ def test_tensors_are_free_while_a_step_looks_for_a_group() -> None:
         coming = one.step(timeout=LONG_S, wait=False)
         until(lambda: looking(one))
         with one.get_tensors() as tensors:
-            tensors[0].add_(1)
+            tensors[0] += 1
         assert not coming.done()
         coming.cancel()
 
@@ -612,11 +613,14 @@ def test_calls_before_start_and_after_shutdown() -> None:
     dht = shoal.DHT()
     with pytest.raises(LocalError, match="not started"):
         dht.get("key")
-    dht.shutdown()
     dht.run_in_background()
     one = shoal.DecentralizedAverager([torch.ones(1)], dht, start=False, prefix="p")
     with pytest.raises(LocalError, match="not started"):
         one.step()
+    with shoal.DecentralizedAverager([torch.ones(1)], dht, start=False, prefix="never") as never:
+        pass
+    with pytest.raises(ClosedError, match="shut down"):
+        never.run_in_background()
     one.run_in_background()
     swarm = optimizer(dht, torch.nn.Linear(2, 1))
     for again in (one, dht):
@@ -629,8 +633,45 @@ def test_calls_before_start_and_after_shutdown() -> None:
     for call in (dht.get_visible_maddrs, dht.invite, lambda: dht.get("key"), swarm.step, one.load_state_from_peers):
         with pytest.raises(ClosedError):
             call()
-    with pytest.raises(LocalError, match="only once"):
-        dht.run_in_background()
+    with shoal.DHT() as never_started:
+        pass
+    for each in (dht, never_started):
+        with pytest.raises(ClosedError, match="make another one"):
+            each.run_in_background()
+        assert not each.is_alive()
+
+
+def test_tensor_infos_are_those_of_the_state() -> None:
+    """Unless `get_current_state` says something else: the codec for downloads chooses by them too."""
+    tensors = [torch.ones(3)]
+    infos = [CompressionInfo.from_tensor(tensors[0], key="weight", role=TensorRole.PARAMETER)]
+    with shoal.DHT(start=True) as dht:
+        one = shoal.DecentralizedAverager(tensors, dht, prefix="p", start=True, tensor_infos=infos)
+        assert list(one.get_current_state()[2] or ()) == infos
+
+
+def test_a_client_cannot_share_its_state() -> None:
+    """Nobody can dial it: said when it is asked to, not by downloads that fail elsewhere."""
+    with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], client_mode=True, start=True) as client:
+        with pytest.raises(ConfigError, match="allow_state_sharing=True needs a peer that can be dialed"):
+            shoal.DecentralizedAverager([torch.ones(1)], client, prefix="p", start=False, allow_state_sharing=True)
+        one = shoal.DecentralizedAverager([torch.ones(1)], client, prefix="p", start=True)
+        assert not one.allow_state_sharing
+        with pytest.raises(ConfigError, match="in client mode"):
+            one.allow_state_sharing = True
+
+
+def test_another_model_is_refused_by_name() -> None:
+    """A run that is trained with other tensors is not joined: the first step says so, instead of never an epoch."""
+    with two_peers() as (first, second):
+        model, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 3)
+        one = optimizer(first, model)
+        model(torch.ones(1, 2)).sum().backward()
+        one.step()
+        two = optimizer(second, other)
+        other(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ConfigError, match="other settings: tensors is 2 with 9 elements"):
+            until(two.step)
 
 
 def test_dropped_dht_leaves() -> None:

@@ -87,14 +87,14 @@ def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
 def test_a_difference_is_found_if_there_is_one(mine: list[TensorSpec], theirs: list[TensorSpec]) -> None:
     """None exactly for equal tensors; the sentence names the first position that differs."""
     ours, others = make(mine).schema, make(theirs).schema
-    text = first_difference(ours, others)
+    text = first_difference(ours, others, me="A", other="B")
     assert (text is None) == (mine == theirs)
     first = next((i for i, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), None)
     if first is not None:
         assert text is not None
         assert text.startswith(f"tensor {first} has ")
     elif text is not None:
-        assert text.startswith(f"there are {len(mine)} tensors here and {len(theirs)}")
+        assert text.startswith(f"there are {len(mine)} tensors at A and {len(theirs)}")
 
 
 @given(specs, st.lists(st.integers(-50, 5000), max_size=6), st.integers(-(2**70), 2**70))

@@ -108,9 +108,9 @@ def plan(members: Sequence[Member]) -> tuple[list[int], int]:
     return slices, 1 << 19
 
 
-def compare_schema(theirs: bytes, mine: bytes = b"schema") -> str | None:
+def compare_schema(theirs: bytes, peer: PeerID) -> str | None:
     """A sentence if the schemas differ."""
-    return None if theirs == mine else f"tensor 0 'weight' is {theirs.decode()} there, {mine.decode()} here"
+    return None if theirs == b"schema" else f"tensor 0 'weight' is {theirs.decode()} at {peer.short()}"
 
 
 @dataclass(eq=False)

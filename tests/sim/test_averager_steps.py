@@ -266,6 +266,28 @@ def test_a_step_can_be_given_up_in_every_stage(stage: AveragingStage) -> None:
     sim.run(main, seed=7)
 
 
+def test_a_step_waits_for_the_end_of_one_that_was_given_up() -> None:
+    """A round takes a moment to end in order: the next step is not refused meanwhile."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        averager, plan = trial.swarm.peer("p0"), StepPlan()
+        step = trial.swarm.spawn("p0", averager.step(plan))
+        other = asyncio.ensure_future(trial.step("p1"))
+        while plan.stage is not AveragingStage.RUNNING_ALLREDUCE:
+            await sim.sleep(0.001)
+        with pytest.raises(LocalError, match="running already"):
+            await trial.step("p0")
+        step.cancel()
+        await asyncio.gather(other, trial.step("p0"))
+        assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=9)
+
+
 @pytest.mark.parametrize("bad", [b"\x91" * 60_000 + b"\xc0", b"\xa1\xff", b"\xc1"], ids=["nested", "text", "code"])
 def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes) -> None:
     """The average was applied when it is looked at: the step succeeds, an event names the peer."""

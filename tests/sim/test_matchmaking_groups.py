@@ -312,7 +312,7 @@ def test_other_schema_is_refused_by_name() -> None:
     async def main() -> None:
         fleet = Fleet.launch()
         await fleet.add("p0")
-        await fleet.add("p1", schema=b"other", compare_schema=lambda theirs: "tensor 0 'weight' differs")
+        await fleet.add("p1", schema=b"other", compare_schema=lambda *_: "tensor 0 'weight' differs")
         ends = await outcomes({mate.name: fleet.call(mate, window_s=1.0) for mate in fleet.mates.values()})
         for end in ends.values():
             assert isinstance(end, SchemaMismatch)
@@ -330,7 +330,7 @@ def test_other_schema_does_not_disturb_the_others() -> None:
     async def main() -> None:
         fleet = Fleet.launch()
         mates = await fleet.add(*names(3))
-        (odd,) = await fleet.add("odd", schema=b"other", compare_schema=lambda theirs: "tensor 0 'weight' differs")
+        (odd,) = await fleet.add("odd", schema=b"other", compare_schema=lambda *_: "tensor 0 'weight' differs")
         loop = asyncio.get_running_loop()
         began = loop.time()
         task = fleet.call(odd, window_s=1.0)

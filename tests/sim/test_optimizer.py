@@ -12,6 +12,7 @@ import torch
 from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
+from shoal.events import LocalValuesRejected
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -334,6 +335,39 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
         assert not run.warnings, run.warnings
 
     sim.run(main, seed=12)
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers: int) -> None:
+    """Alone there is no mean to replace them; where all have such, every round would fail for ever. Training goes on."""
+
+    async def main() -> None:
+        run = Run(target=8 * peers)
+        names = [f"p{peer}" for peer in range(peers)]
+        dropped: list[LocalValuesRejected] = []
+        for name in names:
+            trainer = await run.add(name)
+            trainer.collaboration.core.env.events.subscribe(
+                lambda event: dropped.append(event) if isinstance(event, LocalValuesRejected) else None
+            )
+        await sim.sleep(3.0)
+        loop = asyncio.get_running_loop()
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            await trainer.take_batch(4)
+            for accumulator in trainer.collaboration.training.accumulators:
+                accumulator[0, 0] = torch.nan
+            await trainer.train(4, duration_s=0.2, until=lambda: loop.time() > 60)
+
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
+        assert {event.prefix for event in dropped} >= {"run"}
+        assert min(run.swarm.peer(name).collaboration.epoch for name in names) > 10
+        assert all(p.isfinite().all() for name in names for p in run.swarm.peer(name).parameters)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=14)
 
 
 def test_a_run_with_other_settings_is_refused_by_name() -> None:

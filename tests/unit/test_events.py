@@ -59,6 +59,22 @@ def test_a_subscriber_that_fails_is_logged_and_stays(caplog: pytest.LogCaptureFi
     assert [record.message for record in caplog.records] == ["a subscriber failed on Warned"] * 2
 
 
+def test_a_warning_is_logged_once_and_other_events_are_for_debugging(caplog: pytest.LogCaptureFixture) -> None:
+    """What is said again and again, with each step, is in the log once, until something else is said of that place."""
+    bus = EventBus()
+    with caplog.at_level(logging.WARNING, logger="shoal.events"):
+        for message in ("no donor", "no donor", "no disk", "no donor"):
+            bus.emit(Warned(where="state", message=message))
+            bus.emit(PeerConnected(peer=PEER))
+            bus.emit(Warned(where="elsewhere", message="as before"))
+    assert [record.message.split("'")[1:4:2] for record in caplog.records] == [
+        ["state", "no donor"],
+        ["elsewhere", "as before"],
+        ["state", "no disk"],
+        ["state", "no donor"],
+    ]
+
+
 def test_every_event_is_named_and_frozen() -> None:
     """What is exported is what there is, and none can be changed by who hears it first."""
     kinds = {name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, Event)}

@@ -409,6 +409,24 @@ def test_refused_peer_is_asked_again_when_it_declares_anew() -> None:
     assert play.read(declared(1, MINE - 1)) == [Ask(contact_of(1), MINE)]
 
 
+@pytest.mark.parametrize("wall_s", [WALL_S, WALL_S + 3600.0, WALL_S - 3600.0])
+def test_each_search_declares_later_than_the_one_before(wall_s: float) -> None:
+    """Two retries of a step end at the same moment; who was refused between the two would never ask again.
+
+    A clock that was set by an hour costs no order that could stand for an hour.
+    """
+    memory = Memory()
+    ends = 2.0
+    declared = []
+    for begins, offset in ((0.0, WALL_S), (0.5, WALL_S), (1.0, wall_s)):
+        rules = Rules(window_s=WINDOW_S, deadline_s=ends - begins)
+        machine = GroupMachine(peer_id(ME), rules, memory, now=begins, wall_offset_s=offset)
+        declared += [action.expiration for action in machine.start(begins) if isinstance(action, Declare)]
+    assert declared[0] == WALL_S + ends
+    assert declared[0] < declared[1] < declared[0] + 0.1
+    assert declared[2] == wall_s + ends if wall_s != WALL_S else declared[1] < declared[2] < declared[0] + 0.1
+
+
 def test_full_leader_is_asked_again_soon() -> None:
     """It may lose a follower, or follow somebody with more room."""
     play = Play()

@@ -151,31 +151,36 @@ def test_the_largest_commit_and_report_fit_in_a_message() -> None:
 # --------------------------------------------------------------------------------------------------------------- schema
 
 
+def difference(mine: bytes, theirs: bytes) -> str | None:
+    """Between a schema of A and one of B."""
+    return first_difference(mine, theirs, me="A", other="B")
+
+
 def test_equal_schemas_have_no_difference() -> None:
     """Also if the same tensors were compressed another way."""
     specs = (spec(2, 3), spec(), spec(4, dtype="float64"))
     mine = layout(*specs).schema
-    assert first_difference(mine, layout(*specs).schema) is None
+    assert difference(mine, layout(*specs).schema) is None
     other = zlib.compress(msgspec.msgpack.encode(specs), 0)
     assert other != mine
-    assert first_difference(mine, other) is None
+    assert difference(mine, other) is None
 
 
 @pytest.mark.parametrize(
     ("theirs", "named"),
     [
-        ([spec(2), spec(3, 4), spec(5)], "tensor 1 has shape [3] here and [3, 4] at the other peer"),
-        ([spec(2), spec(3, dtype="float64"), spec(6)], "tensor 1 has dtype float32 here and float64 at the other peer"),
-        ([spec(2, codec="float16"), spec(9)], "tensor 0 has codec none here and float16 at the other peer"),
-        ([spec(2), spec(3)], "there are 3 tensors here and 2 at the other peer"),
-        ([spec(2), spec(3), spec(5), spec(5)], "there are 3 tensors here and 4 at the other peer"),
-        ([spec(2), spec(3), spec()], "tensor 2 has shape [5] here and [] at the other peer"),
+        ([spec(2), spec(3, 4), spec(5)], "tensor 1 has shape [3] at A and [3, 4] at B"),
+        ([spec(2), spec(3, dtype="float64"), spec(6)], "tensor 1 has dtype float32 at A and float64 at B"),
+        ([spec(2, codec="float16"), spec(9)], "tensor 0 has codec none at A and float16 at B"),
+        ([spec(2), spec(3)], "there are 3 tensors at A and 2 at B"),
+        ([spec(2), spec(3), spec(5), spec(5)], "there are 3 tensors at A and 4 at B"),
+        ([spec(2), spec(3), spec()], "tensor 2 has shape [5] at A and [] at B"),
     ],
 )
 def test_the_first_difference_is_named(theirs: list[TensorSpec], named: str) -> None:
     """The first tensor that differs, and in what."""
     mine = layout(spec(2), spec(3), spec(5)).schema
-    assert first_difference(mine, layout(*theirs).schema) == named
+    assert difference(mine, layout(*theirs).schema) == named
 
 
 def test_a_long_difference_is_cut() -> None:
@@ -183,7 +188,7 @@ def test_a_long_difference_is_cut() -> None:
     long_name, long_shape = spec(3, codec="x" * 10_000), spec(*[1] * 10_000)
     for theirs in (long_name, long_shape):
         schema = zlib.compress(msgspec.msgpack.encode((theirs,)))
-        text = first_difference(layout(spec(3)).schema, schema)
+        text = difference(layout(spec(3)).schema, schema)
         assert text is not None
         assert len(text) < 400
 
@@ -209,4 +214,4 @@ def test_a_long_difference_is_cut() -> None:
 def test_what_is_no_schema_is_one_kind_of_error(schema: bytes) -> None:
     """Noise, other values, text that is not UTF-8, nesting without end, bombs."""
     with pytest.raises(msgspec.MsgspecError):
-        first_difference(layout(spec(1)).schema, schema)
+        difference(layout(spec(1)).schema, schema)

@@ -178,8 +178,14 @@ class Layout:
                 number += start == self.runs[number].stop
 
 
-def first_difference(mine: bytes, theirs: bytes) -> str | None:
+def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str | None:
     """Compare two schemas: a sentence that names the first difference, None if they are equal.
+
+    Args:
+        mine: one schema.
+        theirs: another one.
+        me: who has the one, as both sides will read it.
+        other: who has the other one.
 
     Raises:
         msgspec.MsgspecError: `theirs` is not a schema.
@@ -187,13 +193,13 @@ def first_difference(mine: bytes, theirs: bytes) -> str | None:
     if mine == theirs:
         return None
     ours, others = _unpack(mine), _unpack(theirs)
-    for index, (our, other) in enumerate(zip(ours, others, strict=False)):
+    for index, (our, their) in enumerate(zip(ours, others, strict=False)):
         for field in ("shape", "dtype", "codec"):
-            here, there = getattr(our, field), getattr(other, field)
+            here, there = getattr(our, field), getattr(their, field)
             if here != there:
-                return f"tensor {index} has {field} {_show(here)} here and {_show(there)} at the other peer"
+                return f"tensor {index} has {field} {_show(here)} at {me} and {_show(there)} at {other}"
     if len(ours) != len(others):
-        return f"there are {len(ours)} tensors here and {len(others)} at the other peer"
+        return f"there are {len(ours)} tensors at {me} and {len(others)} at {other}"
     return None
 
 

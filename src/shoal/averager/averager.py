@@ -2,7 +2,8 @@
 
 Runs in one event loop (`shoal.runtime` gives it a thread, `shoal.sim` virtual time). The lock of the averaged tensors
 is held to copy in and to apply, never while anything is waited for on the network; it is waited for until the step's
-deadline. A failed round leaves them as they were, also one whose average is agreed on and could not be applied in time.
+deadline, and when there is a group as long as the others wait for a silent member. A failed round leaves them as they
+were, also one whose average is agreed on and could not be applied in time.
 
 After each round that succeeded the group bits, unless they are empty, are drawn anew from the round's id, so that small
 groups mix and all peers come to the global average in a logarithmic number of rounds (Moshpit SGD).
@@ -143,17 +144,24 @@ class Averager:
             RoundFailed: no average; no tensor was touched.
             SchemaMismatch: only peers with other tensors or settings were met.
             ConfigError: `gather` or `weight` cannot be sent.
+            LocalError: another step goes on. One that was cancelled is waited for.
             ClosedError: the averager was closed, also while the step went on.
         """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while self._stepping is not None:
+            if not self._stepping.cancelling():
+                raise LocalError("step() is running already: wait for it, or make another averager")
+            await asyncio.wait([self._stepping], timeout=max(0.0, deadline - loop.time()))
+            if loop.time() >= deadline:
+                raise RoundFailed("the step before was cancelled, and did not end in time")
         if self._closed or self._leaving:
             raise ClosedError("the averager was shut down")
-        if self._stepping is not None:
-            raise LocalError("step() is running already: wait for it, or make another averager")
         plan = plan or StepPlan(weight=weight, gather=gather)
         attempt = _Attempt(plan, prepare or (lambda: (plan.weight, 1.0)), expected, apply)
         self._stepping = asyncio.current_task()
         try:
-            return await self._try_until(asyncio.get_running_loop().time() + timeout_s, attempt, allow_retries)
+            return await self._try_until(deadline, attempt, allow_retries)
         except asyncio.CancelledError:
             if self._closed:
                 raise ClosedError("the averager was shut down") from None

@@ -44,7 +44,7 @@ class GroupFinder:
 
     def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
         self._prefix, self._settings, self._vector = prefix, settings, vector
-        self._schema = vector.layout.schema
+        self._me, self._schema = core.peer_id, vector.layout.schema
         self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
         self._matchmaker = Matchmaker(
@@ -64,11 +64,12 @@ class GroupFinder:
             auxiliary=settings.auxiliary,
         )
 
-    def _compare_schema(self, theirs: bytes) -> str | None:
+    def _compare_schema(self, theirs: bytes, peer: PeerID) -> str | None:
+        me, other = f"peer {self._me.short()}", f"peer {peer.short()}"
         try:
-            return first_difference(self._schema, theirs)
+            return first_difference(self._schema, theirs, me=me, other=other)
         except msgspec.MsgspecError as error:
-            return f"the other peer's schema cannot be read: {error}"
+            return f"the schema of {other} cannot be read: {error}"
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
         slices = balance(

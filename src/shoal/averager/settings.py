@@ -17,6 +17,9 @@ __all__ = ["MAX_GROUP", "AveragerSettings", "check_group_bits"]
 
 MAX_GROUP = 256
 _MAX_BITS = 64
+_MAX_AVERAGING_EXPIRATION_S = 1800.0
+"""A search declares itself until its window ends, and the DHT keeps a record for an hour; clocks differ."""
+
 _MAX_DECLARE_STATE_PERIOD_S = 1800.0
 """A declaration holds for two periods, and the DHT keeps a record for an hour."""
 
@@ -38,26 +41,27 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How an averager finds groups and averages. Checked by `Averager`.
 
     Attributes:
-        target_group_size: a group starts at once when it has this many members; None for no limit.
+        target_group_size: a group starts at once when it has this many members, at least 2; None for no limit.
         min_group_size: no group is smaller, and a round that loses more members fails.
-        averaging_expiration_s: how long one search for a group lasts before it starts again.
+        averaging_expiration_s: how long one search for a group lasts before it starts again; at most 1800.
         request_timeout_s: longest wait for another peer's answer while searching.
         averaging_alpha: tensors move this fraction of the way to the average, 0 < alpha <= 1.
         part_size_bytes: the vector is sent in parts of at most this size, as encoded.
         allreduce_timeout_s: longest time from the group to the verdict.
         sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
-            decider; None: twice `sender_timeout_s`. It must be more than that: an owner may be waiting for a sender.
+            decider (which allows for its reports 2 more); None: twice `sender_timeout_s`. It must be more than
+            `sender_timeout_s`: an owner may be waiting for a sender.
         next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
         bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
         min_vector_size: who would reduce fewer elements than this reduces none.
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed.
-        group_bits: which of several groups, `0` and `1`; drawn anew after each round, and after each search without a
-            group, unless empty.
+        group_bits: which of several groups, at most 64 of `0` and `1`; drawn anew after each round, and after each
+            search without a group, unless empty.
         declare_state_period_s: how often a donor declares itself; at most 1800.
-        fresh_state_s: a copy of the state that is older than this is not given to newcomers, as the state may change
-            without a call of `StateSharing.changed`; None if it never does.
+        fresh_state_s: a copy of the state that is older than this is not given to newcomers, unless others are just
+            taking it, as the state may change without a call of `StateSharing.changed`; None if it never does.
         settings: named values that must be equal on all peers; a difference is refused by name.
     """
 
@@ -113,14 +117,16 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         _need(_whole(least) and 1 <= least <= MAX_GROUP, "min_group_size", least, f"a whole number, 1 to {MAX_GROUP}")
         if size is not None:
             _need(
-                _whole(size) and 1 <= size <= MAX_GROUP,
+                _whole(size) and 2 <= size <= MAX_GROUP,
                 "target_group_size",
                 size,
-                f"None (no limit), or a whole number up to {MAX_GROUP}",
+                f"None (no limit), or a whole number from 2 to {MAX_GROUP}",
             )
             _relate(least <= size, "min_group_size", least, "at most", "target_group_size", size)
 
     def _check_relations(self) -> None:
+        window, longest = self.averaging_expiration_s, _MAX_AVERAGING_EXPIRATION_S
+        _need(window <= longest, "averaging_expiration", window, f"at most {longest:g} seconds")
         _relate(
             self.request_timeout_s < self.averaging_expiration_s,
             "request_timeout",
@@ -132,8 +138,8 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         _need(self.sender_timeout_s >= 1, "sender_timeout", self.sender_timeout_s, "at least 1 second")
         chunk, least = self.next_chunk_timeout_s, _MIN_NEXT_CHUNK_TIMEOUT_S
         _need(chunk >= least, "next_chunk_timeout", chunk, f"at least {least:g} seconds")
-        period, longest = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
-        _need(period <= longest, "declare_state_period", period, f"at most {longest:g} seconds")
+        period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
+        _need(period <= most, "declare_state_period", period, f"at most {most:g} seconds")
         sender = self.sender_timeout_s
         for name, limit in (
             ("reducer_timeout", self.reducer_timeout_s),

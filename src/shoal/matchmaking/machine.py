@@ -90,6 +90,7 @@ _MAX_HOPS = 6
 _MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
 _CROWD_GROUPS = 4
+_LATER_S = 1e-3
 
 _Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
@@ -319,7 +320,8 @@ class GroupMachine:
             self._mismatch(peer, text)
         else:
             self._met = True
-            if code in SOFT_CODES:
+            if code in SOFT_CODES or self._declarers.expiration_of(peer) is None:
+                # The latter is known from a redirection only: what of it is of no use cannot be told by its expiration.
                 self._declarers.pause(peer, now + 4 * self._rules.settle_s)
             else:
                 self._declarers.spend(peer, self._expiration_of(peer))
@@ -447,7 +449,11 @@ class GroupMachine:
 
     def _new_window(self, now: float) -> None:
         self._window_end = min(now + self._rules.window_s, self._end)
-        self._expiration = self._window_end + self._wall_offset_s
+        # Later than the last one: others hold that for over, as they were told when they asked between two searches.
+        last, self._expiration = self._memory.declared, self._window_end + self._wall_offset_s
+        if 0 <= last - self._expiration < self._rules.window_s:  # more is a clock that was set back
+            self._expiration = last + _LATER_S
+        self._memory.declared = self._expiration
         self._lookout.renew()
 
     def _conclude(self, now: float) -> None:

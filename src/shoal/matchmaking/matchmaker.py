@@ -68,7 +68,7 @@ class Matchmaker:
         prefix: str,
         schema: bytes,
         settings: Mapping[str, str],
-        compare_schema: Callable[[bytes], str | None],
+        compare_schema: Callable[[bytes, PeerID], str | None],
         plan: Plan,
         target_group_size: int | None = None,
         min_group_size: int = 2,

@@ -123,11 +123,13 @@ class Memory:
         lost: peers whose link was lost; their declarations with expirations up to the value are dead.
         companions: the members of the last group under the same key: who is likely to come again.
         read_s: how long the last read of the directory took: a measure of how far away the others are.
+        declared: the latest expiration that we declared ourselves with.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
     companions: frozenset[PeerID] = frozenset()
     read_s: float = 0.0
+    declared: float = -math.inf
 
     _MAX_LOST = 1024
 

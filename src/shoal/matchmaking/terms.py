@@ -27,7 +27,7 @@ class Terms:
         group_key: the key that is looked under.
         schema: describes our tensors.
         settings: named values that must be equal in the whole run.
-        compare_schema: a sentence naming the first difference to our schema, None if there is none.
+        compare_schema: a sentence naming the first difference to the schema of this peer, None if there is none.
         plan: divides the work of a group.
         member: ourselves, as all others will see us.
         min_size: the smallest group that we take part in.
@@ -37,7 +37,7 @@ class Terms:
     group_key: str
     schema: bytes
     settings: Mapping[str, str]
-    compare_schema: Callable[[bytes], str | None]
+    compare_schema: Callable[[bytes, PeerID], str | None]
     plan: Plan
     member: Member
     min_size: int
@@ -57,7 +57,9 @@ class Terms:
         text = self._settings_difference(join)
         if text is not None:
             return JoinRefused("settings", text[:_TEXT_CHARACTERS])
-        text = None if join.schema == self.schema else self.compare_schema(join.schema)
+        if join.schema == self.schema:
+            return None
+        text = self.compare_schema(join.schema, join.member.contact.peer)
         return None if text is None else JoinRefused("schema", text[:_TEXT_CHARACTERS])
 
     def has_room(self, others: Iterable[Member], limit_bytes: int) -> bool:

@@ -36,7 +36,7 @@ from shoal.averager import Averager, StepResult, TensorLock
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
-from shoal.events import EpochAdvanced, Warned
+from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.rate import RateMeter
 from shoal.optim.run_end import RunEnd
@@ -288,6 +288,9 @@ class Collaboration:
             self.last_round = result
             self._shared = True
             self._ready(self.state.after_round(result), len(result.outcome.members))
+        else:
+            async with self.lock.held():
+                self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
 
     async def _round(
         self,
@@ -332,8 +335,20 @@ class Collaboration:
         vector.overwrite()
         self.training.use_accumulators()
 
+    def _drop_unfit(self) -> bool:
+        """Whether what was accumulated is not finite, and was forgotten: no epoch is made of it."""
+        if (bad := self.training.unfit()) is None:
+            return False
+        self.training.discard()
+        reason = "gradients that are not finite: they are dropped"
+        self.core.env.events.emit(LocalValuesRejected(prefix=self.settings.run_id, tensor=bad, reason=reason))
+        return True
+
     async def _step_alone(self) -> None:
         async with self.lock.held():
+            if self._drop_unfit():
+                self._move(Phase.COLLECTING)
+                return
             samples = self.training.samples
             self.training.use_own_mean()
         self._shared = False

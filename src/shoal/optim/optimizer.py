@@ -127,7 +127,14 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             average_state_every=average_state_every,
-            fingerprint=_fingerprint(inner, target_batch_size, average_state_every, grad_compression),
+            fingerprint=_fingerprint(
+                inner,
+                self._training,
+                target_batch_size,
+                average_state_every,
+                grad_compression=grad_compression,
+                state_averaging_compression=state_averaging_compression,
+            ),
         )
         self._closed = False
         core = dht.core()
@@ -297,14 +304,19 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _fingerprint(
-    inner: torch.optim.Optimizer, target_batch_size: int, average_state_every: int, codec: CompressionBase | None
+    inner: torch.optim.Optimizer,
+    training: TrainingState,
+    target_batch_size: int,
+    average_state_every: int,
+    **codecs: CompressionBase | None,
 ) -> dict[str, str]:
     return {
         "target_batch_size": str(target_batch_size),
+        "tensors": training.summary(),
         "optimizer": type(inner).__name__,
         "learning rate": str(inner.defaults.get("lr", "none")),
         "average_state_every": str(average_state_every),
-        "grad_compression": codec.name if codec is not None else "none",
+        **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(shoal.__version__.split(".")[:2]),
     }
 

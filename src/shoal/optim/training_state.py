@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -109,6 +110,15 @@ class TrainingState:
             self._clear()
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
+    def unfit(self) -> int | None:
+        """Which trained parameter's accumulator holds what is not finite; None if all are well."""
+        for index, accumulator in enumerate(self.accumulators if not self._stale else ()):
+            if accumulator.numel():
+                low, high = torch.aminmax(accumulator)  # NaN goes through
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    return index
+        return None
+
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
         if self.samples not in (0, self._unit):
@@ -155,6 +165,13 @@ class TrainingState:
     def state_tensors(self) -> tuple[torch.Tensor, ...]:
         """What state averaging averages: parameters and extra tensors of floating point."""
         return tuple(t for t in (*self.parameters, *self.extra_tensors) if t.dtype.is_floating_point)
+
+    def summary(self) -> str:
+        """Of the shapes and dtypes of parameters and extra tensors, and which of them are trained: one line."""
+        tensors = self.describe()
+        specs = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in tensors]
+        digest = hashlib.sha256(repr(specs).encode()).hexdigest()[:8]
+        return f"{len(tensors)} with {sum(each.numel() for each in tensors)} elements, {digest}"
 
     def fingerprint(self) -> bytes:
         """SHA-256 over the bytes of all parameters and extra tensors, in order."""

@@ -138,11 +138,16 @@ class DecentralizedAverager(SharesState):
             fresh_state_s=_FRESH_S,
         )
         self._settings.check()
+        if self.client_mode and allow_state_sharing:
+            raise ConfigError(
+                "allow_state_sharing=True needs a peer that can be dialed, and this one is in client mode: leave it out"
+            )
         shares = not (self.client_mode or auxiliary)
         self._shares_at_start = shares if allow_state_sharing is None else bool(allow_state_sharing)
         self._codecs = choose_codecs(averaged_tensors, codec_argument("compression", compression), tensor_infos)
         self._state_compression = codec_argument("state_compression", state_compression)
         self._shutdown_timeout_s = seconds("shutdown_timeout", shutdown_timeout, 5.0)
+        self._tensor_infos = None if tensor_infos is None else tuple(tensor_infos)
         self._held = HeldTensors(averaged_tensors)
         self._averager: Averager | None = None
         self._forget_closer: Callable[[], None] = lambda: None
@@ -165,8 +170,12 @@ class DecentralizedAverager(SharesState):
 
         Raises:
             ConfigError: the tensors cannot be averaged.
-            LocalError: it runs already, or was shut down; or the DHT was not started.
+            LocalError: it runs already; or the DHT was not started.
+            ClosedError: it was shut down.
+            PeerTimeout, PeerUnreachable: as `DHT.core`.
         """
+        if self._closed:
+            raise ClosedError("the averager was shut down: make another one")
         if self._averager is not None:
             raise LocalError("this averager was started already, and is started only once: make another one")
         core = self.dht.core(timeout)
@@ -231,12 +240,13 @@ class DecentralizedAverager(SharesState):
         return self.dht.peer_id
 
     @contextmanager
-    def get_tensors(self) -> Iterator[Sequence[torch.Tensor]]:
+    def get_tensors(self) -> Iterator[list[torch.Tensor]]:
         """The averaged tensors, locked: no round changes or reads them within the block. Keep it short.
 
-        The lock is never held while a round waits for the network, so it is free within milliseconds. A round that
-        needs the tensors waits for the end of the block, behind others that asked before it, and fails when its step's
-        timeout comes first.
+        The lock is never held while a round waits for the network, so it is free as soon as values were copied:
+        milliseconds, or as long as copying a large state takes. A step waits for the end of the block, behind others
+        that asked before it, before it looks for a group; one that has a group loses it after `sender_timeout`, and
+        looks for another one until its own timeout.
 
         Raises:
             LocalError: this thread is within such a block already, and would wait for itself; or somebody else has been

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar, overload
 
 from shoal.core import PeerCore
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration
-from shoal.errors import ConfigError, LocalError, PeerTimeout
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout
 from shoal.events import EventBus
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
@@ -93,7 +93,9 @@ class DHT:
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
         self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
+        self._joining_s = startup_timeout + GRACE_S
         self._running: RunningPeer | None = None
+        self._shut_down = False
         if start:
             self.run_in_background(await_ready=await_ready)
 
@@ -113,12 +115,16 @@ class DHT:
         Raises:
             ConfigError: the address cannot be listened on.
             PeerUnreachable: no initial peer answered.
-            LocalError: it runs already, or was shut down.
+            LocalError: it runs already.
+            ClosedError: it was shut down.
         """
+        if self._shut_down:
+            raise ClosedError("the DHT was shut down: make another one")
         if self._running is not None:
             raise LocalError("this DHT was started already, and is started only once: make another one")
         limit_s = self._startup_timeout if timeout is None else timeout
         _check_seconds("timeout", limit_s)
+        self._joining_s = limit_s + GRACE_S
         transport = TcpTransport(
             self._identity,
             host=self._listen[0],
@@ -140,7 +146,7 @@ class DHT:
         )
         if await_ready:
             try:
-                self.wait_until_ready(limit_s + GRACE_S)
+                self.wait_until_ready()
             except BaseException:
                 self.shutdown()
                 raise
@@ -170,7 +176,7 @@ class DHT:
         """
         running = self._started()
         running.thread.check_alive()
-        limit_s = self._startup_timeout + GRACE_S if timeout is None else timeout
+        limit_s = self._joining_s if timeout is None else timeout
         if not running.thread.is_current():
             concurrent.futures.wait([running.ready], limit_s)
             if not running.ready.done():
@@ -205,6 +211,7 @@ class DHT:
         Afterwards no thread, socket or task of this peer is left. Safe to call twice, and from any thread; from shoal's
         own thread (an event subscriber) it returns at once, and the rest follows.
         """
+        self._shut_down = True
         if self._running is not None:
             self._running.stop()
 
@@ -225,7 +232,7 @@ class DHT:
         return self._identity.peer_id
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
-        """Where others can reach this peer: their `str` is what others pass as `initial_peers`. None in client mode.
+        """Where others can reach this peer: their `str` is what others pass as `initial_peers`. Empty in client mode.
 
         Args:
             latest: kept for compatibility: they are always the present ones.

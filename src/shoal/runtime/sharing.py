@@ -33,6 +33,7 @@ class SharesState:
     _held: HeldTensors
     _averager: Averager | None
     _state_compression: CompressionBase
+    _tensor_infos: Sequence[CompressionInfo] | None
 
     def _core(self) -> Averager:
         raise NotImplementedError
@@ -44,13 +45,15 @@ class SharesState:
         """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
 
         `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
-        seconds may be given the same copy. A state with NaN is not given to others, nor one with infinities in the
-        averaged tensors themselves; in other tensors (masks) infinities go as they are.
+        seconds may be given the same copy, and while somebody takes a copy all others are given it too, up to two
+        minutes after it was made: a donor keeps one copy at a time. A state with NaN is not given to others, nor one
+        with infinities in the averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
-            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None).
+            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None). Unless overridden: no
+            metadata, the averaged tensors, and the `tensor_infos` that the averager was made with.
         """
-        return None, self._held.tensors, None
+        return None, self._held.tensors, self._tensor_infos
 
     def _shared_state(self) -> SharedState:
         metadata, tensors, infos = self._held.export(self.get_current_state)
@@ -64,12 +67,19 @@ class SharesState:
 
     @property
     def allow_state_sharing(self) -> bool:
-        """Whether others can download the state from here; can be set."""
+        """Whether others can download the state from here; can be set once the averager was started.
+
+        Raises:
+            ConfigError: it is set to True in client mode: nobody can dial this peer.
+            LocalError: the averager was not started.
+        """
         return self._core().sharing.enabled
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
         averager = self._core()
+        if value and averager.settings.client_mode:
+            raise ConfigError("allow_state_sharing=True needs a peer that can be dialed: this one is in client mode")
 
         async def change() -> None:
             if value:
@@ -85,6 +95,7 @@ class SharesState:
 
         Raises:
             ConfigError: the number that is set is not finite, or no number.
+            LocalError: it is set before the averager was started.
         """
         return self._averager.sharing.priority if self._averager is not None else 0.0
 
@@ -122,7 +133,8 @@ class SharesState:
             timeout: seconds; None: 600.
 
         Returns:
-            (metadata, tensors) as the donor's `get_current_state` gave them, or None if no donor gave a state in time.
+            (metadata, tensors) as the donor's `get_current_state` gave them, the tensors in host memory; or None if
+            there is no donor, or none gave a state in time. It is not waited for one to appear.
 
         Raises:
             ConfigError: `timeout` is wrong.

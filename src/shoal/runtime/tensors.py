@@ -37,15 +37,15 @@ class HeldTensors:
         self._exporter: int | None = None  # the thread that exports the state, while shoal holds the lock
 
     @contextmanager
-    def held(self, *, wait: bool = True) -> Iterator[Sequence[torch.Tensor]]:
-        """Hold the tensors; raises `LocalError` where that would wait for ever.
+    def held(self, *, wait: bool = True) -> Iterator[list[torch.Tensor]]:
+        """Hold the tensors, and get a list of them; raises `LocalError` where that would wait for ever.
 
         Args:
             wait: for others that hold them, some minutes at most; False: `LocalError` at once.
         """
         me = threading.get_ident()
         if self._exporter == me:
-            yield self.tensors
+            yield list(self.tensors)
             return
         if self._holder == me:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
@@ -55,7 +55,7 @@ class HeldTensors:
             raise LocalError(f"no access to the tensors within {limit_s:g} s: {holder} held them")
         self._holder = me
         try:
-            yield self.tensors
+            yield list(self.tensors)  # a list: `tensors[0] += 1` also assigns
         finally:
             self.lock.generation += 1
             self._holder = None

@@ -11,15 +11,25 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor as ConcurrentExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import ParamSpec, Protocol, TypeVar
 
 from shoal.events import EventBus
 
-__all__ = ["Backoff", "Clock", "Env", "Executor", "InlineExecutor", "SystemClock", "ThreadExecutor", "get_dht_time"]
+__all__ = [
+    "Backoff",
+    "Clock",
+    "Env",
+    "Executor",
+    "InlineExecutor",
+    "SystemClock",
+    "ThreadExecutor",
+    "get_dht_time",
+    "to_the_end",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +86,20 @@ class ThreadExecutor:
     async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
+
+
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Wait for what must not be left half done: who is cancelled meanwhile is so only when it has ended."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # nobody asks for it any more
+        raise
 
 
 @dataclass(frozen=True, slots=True)

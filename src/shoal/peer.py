@@ -177,7 +177,7 @@ class Invite:
                 raise damaged
             unpacked = zlib.decompressobj().decompress(packed, 65536)
             version, addresses, run_id = msgspec.msgpack.decode(unpacked, type=tuple[int, list[str], str])
-        except (binascii.Error, zlib.error, msgspec.MsgspecError) as error:
+        except (binascii.Error, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise damaged from error
         if version != 1:
             raise ConfigError(f"this invite has format {version}, made by a newer shoal: upgrade to read it")

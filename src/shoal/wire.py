@@ -119,7 +119,7 @@ def decode(data: bytes | bytearray | memoryview | msgspec.Raw, kind: type[M]) ->
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack, or not such a message; says where.
     """
-    return cast(M, _read(_decoder(kind), data))
+    return cast(M, read(_decoder(kind), data))
 
 
 def _no_extensions(code: int, _data: memoryview) -> NoReturn:
@@ -135,11 +135,15 @@ def decode_plain(data: bytes | memoryview) -> Any:
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
     """
-    return _read(_plain_decoder, data)
+    return read(_plain_decoder, data)
 
 
-def _read(decoder: msgspec.msgpack.Decoder[Any], data: bytes | bytearray | memoryview | msgspec.Raw) -> Any:
-    """Decode what may be hostile: whatever is wrong with it is one kind of error."""
+def read(decoder: msgspec.msgpack.Decoder[R], data: bytes | bytearray | memoryview | msgspec.Raw) -> R:
+    """Decode what may be hostile: whatever is wrong with it is one kind of error.
+
+    Raises:
+        msgspec.MsgspecError: the bytes are not MessagePack, or not what the decoder is for; says where.
+    """
     try:
         return decoder.decode(data)
     except UnicodeDecodeError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import multiprocessing
 import os
@@ -53,6 +54,10 @@ def in_thread(work: Callable[[], Any]) -> Any:
     if error is not None:
         raise error
     return result
+
+
+async def nothing() -> None:
+    """Nothing is left to be done."""
 
 
 @contextmanager
@@ -262,6 +267,35 @@ def test_the_programs_threads_give_way_sooner_while_a_round_goes_on() -> None:
         until(lambda: sys.getswitchinterval() == usual)
 
 
+def test_a_name_server_that_does_not_answer_holds_up_no_tensor_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name lookups have threads of their own: whoever names such hosts makes nobody look silent in a round."""
+    answers, asked = threading.Event(), asyncio.Event()
+    thread = LoopThread("test")
+
+    def lookup(*args: Any, **kwargs: Any) -> Any:
+        thread.call_soon(asked.set)
+        answers.wait(LONG_S)
+        raise OSError("no such host")
+
+    monkeypatch.setattr("socket.getaddrinfo", lookup)
+
+    async def work() -> str:
+        loop = asyncio.get_running_loop()
+        lookups = [loop.create_task(loop.getaddrinfo("nowhere.example", 1)) for _ in range(4)]
+        await asked.wait()
+        done = await thread.executor.run(lambda: "done")
+        for each in lookups:
+            each.cancel()
+        return done
+
+    try:
+        assert thread.run(work(), LONG_S) == "done"
+        assert not answers.is_set()
+    finally:
+        answers.set()
+        thread.stop(nothing, 1.0)
+
+
 def test_threads_that_take_one_core_at_once_leave_the_users_alone() -> None:
     """None of them takes another's one core for what the user wants."""
     done = run_python(
@@ -379,9 +413,6 @@ def test_call_that_the_loop_never_answers_has_an_end() -> None:
     """A subscriber that blocks shoal's thread costs the caller a LocalError that says so, not for ever."""
     release = threading.Event()
     thread = LoopThread("blocked")
-
-    async def nothing() -> None:
-        pass
 
     try:
         thread.call_soon(lambda: release.wait(LONG_S))

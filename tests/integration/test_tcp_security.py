@@ -457,6 +457,9 @@ def test_random_bytes_harm_nobody() -> None:
     play(scenario)
 
 
+REFUSAL_NO_TEXT = b"\x94\xa7refusal\xa2\xff\xfe\x01\x01"
+"""A refusal whose reason is not UTF-8."""
+
 HELLO = (1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
 
 
@@ -471,6 +474,8 @@ HELLO = (1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
         b"\x00\x09\xa5hello\xa1x\x01",
         b"\x00\x07\x91\xa5hello",
         b"\x00\x07\x91\xa5other",
+        b"\x00\x0e" + REFUSAL_NO_TEXT,
+        b"\x04\x00" + b"\x91" * 1024,
     ],
     ids=[
         "giant length",
@@ -481,6 +486,8 @@ HELLO = (1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
         "no array",
         "too few fields",
         "type",
+        "no text",
+        "nested",
     ],
 )
 def test_a_malformed_frame_ends_the_connection(frame: bytes) -> None:
@@ -728,6 +735,27 @@ def test_a_server_that_does_not_speak_tls_is_unreachable(answer: bytes) -> None:
         server = await asyncio.start_server(serve_junk, "127.0.0.1", 0)
         async with stage() as actors:
             with pytest.raises(PeerUnreachable):
+                await actors.dial(Address("127.0.0.1", server.sockets[0].getsockname()[1], SERVER.peer_id))
+        server.close()
+        await server.wait_closed()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("frame", [b"\x00\x0e" + REFUSAL_NO_TEXT, b"\x04\x00" + b"\x91" * 1024, b"\xff\xff"])
+def test_a_server_that_greets_with_nonsense_is_at_fault(frame: bytes) -> None:
+    """A `PeerError`, as for everything that others do: whoever asks for a group or a record would not expect more."""
+
+    async def scenario() -> None:
+        async def serve_nonsense(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(frame)
+            await reader.read()
+            writer.close()
+
+        context, _ = server_context()
+        server = await asyncio.start_server(serve_nonsense, "127.0.0.1", 0, ssl=context)
+        async with stage() as actors:
+            with pytest.raises(PeerProtocolError, match="greeting frame"):
                 await actors.dial(Address("127.0.0.1", server.sockets[0].getsockname()[1], SERVER.peer_id))
         server.close()
         await server.wait_closed()

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from shoal.allreduce.interface import is_weight
 from shoal.allreduce.round import Outcome, Round, RoundOptions, RoundTable
-from shoal.allreduce.vector import Vector, describe, is_weight
+from shoal.allreduce.vector import Vector, describe
 from shoal.compression import CompressionBase, NoCompression
 from shoal.peer import PeerID
 from shoal.rpc import Stream

@@ -23,6 +23,7 @@ from shoal.wire import (
     Commit,
     Held,
     Leave,
+    Member,
     Message,
     PartAbsent,
     PartAverage,
@@ -32,10 +33,12 @@ from shoal.wire import (
     Report,
     decode,
 )
-from tests.sim.round_kit import OPTIONS, ROUND, RoundPeer, gather_group, run_round
+from tests.sim.round_kit import OPTIONS, ROUND, HandMade, OpenControl, RoundPeer, gather_group, run_round
 from tests.sim.rpc_kit import ByHand, SimNet, on_sim, together
 
 NUMEL = 1000
+NO_WEIGHTS = (math.nan, math.inf, -5.0, 0.0, 1e300)
+"""What the members that count in an average cannot weigh."""
 
 
 async def three(net: SimNet, numel: int = NUMEL) -> list[RoundPeer]:
@@ -368,6 +371,8 @@ def test_asking_a_million_times_is_remembered_once() -> None:
         (PartAverage(Held(-1, 0, b"\x01", 1.0, b"d" * 16)), encoded(1.0, 200)),
         (PartAverage(Held(0, 99, b"\x01", 1.0, b"d" * 16)), encoded(1.0, 200)),
         (PartAverage(Held(0, 0, b"\x01" * 9, 1.0, b"d" * 16)), encoded(1.0, 200)),
+        *((PartAverage(Held(0, 0, b"\x01", weight, b"d" * 16)), encoded(1.0, 200)) for weight in NO_WEIGHTS),
+        (PartAverage(Held(0, 0, b"\x0f", 1.0, b"d" * 16)), encoded(1.0, 200)),
         (PartAverage(HELD), encoded(1.0, 10)),
         (PartAverage(HELD), encoded(1.0, 1_000_000)),
         (PartAverage(HELD), encoded(math.nan, 200)),
@@ -457,6 +462,7 @@ def test_early_streams_are_bounded() -> None:
         Report(held=[Held(-1, 0, b"\x07", 3.0, b"d" * 16)]),
         Report(held=[Held(1 << 50, 0, b"\x07", 3.0, b"d" * 16)]),
         Report(held=[Held(0, -1, b"\x07", 3.0, b"d" * 16), Held(0, 1 << 50, b"\x07", 3.0, b"d" * 16)]),
+        *(Report(held=[Held(0, 0, b"\x07", weight, b"d" * 16)]) for weight in NO_WEIGHTS),
         Report(lost=[-1, 7, 1 << 50, 2]),
         Report(moved_bytes=-(1 << 60)),
         Report(moved_bytes=1 << 60),
@@ -491,6 +497,8 @@ def test_absurd_reports_do_not_stop_the_decider(report: Message) -> None:
         Commit(b"another round!!!", []),
         Commit(ROUND, []),
         Commit(ROUND, [HELD] * 7),
+        *(Commit(ROUND, [Held(0, 0, b"\x07", weight, b"d" * 16)]) for weight in NO_WEIGHTS),
+        Commit(ROUND, [Held(1, 0, b"\x07", 3.0, b"d" * 16)]),
     ],
 )
 def test_absurd_orders_do_not_stop_a_member(order: Message) -> None:
@@ -559,5 +567,63 @@ def test_frames_of_a_round_by_hand() -> None:
         await asyncio.gather(*running)
         await hand.close()
         await asyncio.gather(*(round_.close() for round_ in rounds))
+
+    on_sim(scenario)
+
+
+def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> None:
+    """It was left out, and one of the others gives it the averages, slowly: that a third one goes costs nothing."""
+
+    async def scenario(net: SimNet) -> None:
+        loop = asyncio.get_running_loop()
+        b = await RoundPeer.make(net, "b", torch.full((200,), 2.0))
+        a, c = await net.peer("a"), await net.peer("c")
+        digests = [b"0" * 16, b"1" * 16]
+        averages = [Held(part, 0, b"\x05", 2.0, digests[part]) for part in range(2)]
+
+        async def give_slowly(stream: Stream[Message, Message], opening: Reduce) -> None:
+            while (received := await stream.recv()) is not None:
+                message, nbytes = received
+                await stream.readinto(bytearray(nbytes))
+                if isinstance(message, PartRequest):
+                    await sleep(3.0)
+                    await stream.send(PartAverage(averages[message.part]), encoded(1.5, 100))
+
+        async def give_nothing(stream: Stream[Message, Message], opening: Reduce) -> None:
+            while (received := await stream.recv()) is not None:
+                await stream.readinto(bytearray(received[1]))
+                # Of older attempts, or never asked for here: of no interest to anybody.
+                await stream.send(PartAbsent(0, 1))
+
+        async def wait(stream: Stream[Message, Message], opening: OpenControl) -> None:
+            await sleep(60.0)
+
+        a.endpoint.serve_stream(Reduce, give_slowly)
+        c.endpoint.serve_stream(Reduce, give_nothing)
+        a.endpoint.serve_stream(OpenControl, wait)
+        b.controls[a.peer_id] = await b.peer.endpoint.open(a.contact, OpenControl(), timeout_s=5.0)
+        b.vector.copy_in()
+        group = HandMade(
+            round_id=ROUND,
+            members=[Member(each.contact, True, None, b"\xc0") for each in (a, b.peer, c)],
+            my_index=1,
+            decider=0,
+            slices=[100, 0, 100],
+            part_bytes=1024,
+            controls=b.controls,
+        )
+        options = RoundOptions(silence_s=10.0, timeout_s=60.0)
+        round_ = Round(b.table, group, b.vector, weight=1.0, options=options)
+        running = asyncio.create_task(round_.run())
+        await sleep(1.0)
+        round_.obey(Commit(ROUND, averages))
+        await sleep(0.5)
+        net.swarm.crash("c")
+        outcome = await running
+        assert outcome.left_out == (b.peer.peer_id,)
+        assert 5.0 < loop.time() < 15.0
+        b.vector.overwrite()
+        assert values(b).tolist() == [1.5] * 200
+        await round_.close(orderly=False)
 
     on_sim(scenario)

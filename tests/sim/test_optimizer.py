@@ -339,7 +339,7 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
 
 @pytest.mark.parametrize("peers", [1, 3])
 def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers: int) -> None:
-    """Alone there is no mean to replace them; where all have such, every round would fail for ever. Training goes on."""
+    """Alone there is no mean to replace them; where all have such, every round would fail for ever."""
 
     async def main() -> None:
         run = Run(target=8 * peers)

@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor
+from shoal import sim
+from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor, to_the_end
 from shoal.events import EventBus
 
 
@@ -62,3 +63,40 @@ def test_each_environment_has_its_own_bus_and_chance() -> None:
     assert one.events is not other.events
     assert one.rng is not other.rng
     assert isinstance(one.events, EventBus)
+
+
+def test_what_must_not_be_left_half_done_is_waited_for_by_who_is_cancelled() -> None:
+    """However often; then the cancellation counts, also over what came of the work."""
+
+    async def main() -> None:
+        for fails in (False, True):
+            done, ended = asyncio.Event(), list[str]()
+
+            async def work(done: asyncio.Event = done, ended: list[str] = ended, fails: bool = fails) -> None:
+                await done.wait()
+                ended.append("work")
+                if fails:
+                    raise ValueError("no")
+
+            waiting = asyncio.create_task(to_the_end(work()))
+            for _ in range(3):
+                await sim.sleep(0.1)
+                waiting.cancel()
+            await sim.sleep(0.1)
+            assert not waiting.done()
+            done.set()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert ended == ["work"]
+
+        async def fail() -> None:
+            raise ValueError("no")
+
+        async def succeed() -> str:
+            return "result"
+
+        with pytest.raises(ValueError, match="no"):
+            await to_the_end(fail())
+        assert await to_the_end(succeed()) == "result"
+
+    sim.run(main)

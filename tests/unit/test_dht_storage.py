@@ -129,6 +129,13 @@ def test_plain_value_and_dictionary_live_side_by_side_and_the_later_is_shown() -
     assert view([record("plain", NOW + 9), record(1, NOW + 9, subkey="a")], NOW) == ({"a": (1, NOW + 9)}, NOW + 9)
 
 
+def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
+    """Anybody can write a plain value that expires last: it must not hide who has declared himself."""
+    records = [record("plain", NOW + 40), record(1, NOW + 10, subkey="a")]
+    assert view(records, NOW, entries_only=True) == ({"a": (1, NOW + 10)}, NOW + 10)
+    assert view(records[:1], NOW, entries_only=True) is None
+
+
 def test_undecodable_values_do_not_exist() -> None:
     """One bad entry does not hide the good ones."""
     good = record(1, subkey="a")
@@ -173,6 +180,24 @@ def test_key_takes_no_more_bytes_than_its_limit() -> None:
     assert "bytes already" in put_all(store, record("y", subkey="b"))[0]
     assert put_all(store, record("x" * 900, NOW + 99, subkey="a")) == [""]
     assert put_all(store, record("", key="other")) == [""]
+
+
+@pytest.mark.parametrize(
+    "limits", [StorageLimits(key_entries=8), StorageLimits(key_bytes=8 * wire_bytes(record(subkey="a")))]
+)
+def test_a_flooded_key_makes_room_at_the_cost_of_who_holds_the_most(limits: StorageLimits) -> None:
+    """Who fills a key keeps nobody out; a cache just keeps what came first."""
+    flood = [record(subkey=f"{number:02}", expiration=NOW + 10 + number) for number in range(20)]
+    store, cache = RecordStore(limits), RecordStore(limits, fair=False)
+    for each in (store, cache):
+        assert put_all(each, *flood).count("") >= 6
+    late = [record(subkey=f"late {number}") for number in range(3)]
+    assert put_all(store, *late, source=B) == [""] * 3
+    assert {each.subkey for each in store} >= {each.subkey for each in late}
+    assert flood[0].subkey not in {each.subkey for each in store}  # the one that would have expired first
+    assert all(put_all(cache, *late, source=B))
+    assert put_all(store, record(1, NOW + 99, subkey="late 0"), source=C) == [""]  # in the place of another's
+    assert all(put_all(store, record(subkey="one more")))  # the flooder is refused
 
 
 def test_owner_is_held_to_its_share_whoever_sends_its_records() -> None:

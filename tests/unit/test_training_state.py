@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from shoal.compression import NoCompression
+from shoal.errors import StateUnavailable
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -147,8 +150,13 @@ def test_a_state_with_infinities_in_what_is_trained_is_not_taken(infinite: tuple
         ({"state": [4, b"d" * 32, 101]}, None),
         ({"state": [4, b"d" * 32, 100]}, "no better than ours"),
         ({"state": [4, b"d" * 32, 99]}, "no better than ours"),
-        ({"state": [5, b"d" * 32, 0]}, None),
+        ({"state": [5, b"d" * 32, 0]}, "of epoch 5, and offered as one of epoch 4"),
         ({"state": "?"}, "no name"),
+        ({"state": [4, b"d", 101]}, "no name"),
+        ({"state": [-1, b"d" * 32, 101]}, "no name"),
+        ({"state": [1 << 60, b"d" * 32, 101]}, "no name"),
+        ({"state": [4, b"d" * 32, -1]}, "no name"),
+        ({"state": [4, b"d" * 32, 1 << 63]}, "no name"),
         ({}, "no name"),
         (7, "no name"),
     ],
@@ -160,3 +168,17 @@ def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why
     manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))
     found = why_not_ours(training, manifest, StateName(4, b"d" * 32, 100).key)
     assert found is None if why is None else why in (found or "")
+
+
+@pytest.mark.parametrize("epoch", [math.inf, math.nan, -1, 2.0, "3", None, 1 << 60])
+def test_an_epoch_that_cannot_be_is_not_taken_over(epoch: object) -> None:
+    """It decides how many steps the schedule is moved: nothing is changed, and nobody waits for the end of time."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    training = TrainingState(optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 10))
+    values, tensors = training.export()
+    with pytest.raises(StateUnavailable, match="does not fit here: an epoch of"):
+        training.load({**values, "epoch": epoch}, [tensor + 1 for tensor in tensors])
+    assert parameter.tolist() == [0.0] * 3
+    training.load({**values, "epoch": 7}, [tensor + 1 for tensor in tensors])
+    assert (training.epoch, parameter.tolist()) == (7, [1.0] * 3)

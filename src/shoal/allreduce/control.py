@@ -12,6 +12,7 @@ from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from shoal.allreduce.commit import DeciderRules, Send
+from shoal.allreduce.interface import is_sound
 from shoal.allreduce.stragglers import Stragglers
 from shoal.errors import PeerError
 from shoal.rpc import Endpoint, Stream
@@ -125,7 +126,11 @@ class DeciderControl:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
-                if nbytes or isinstance(message, Leave):
+                if isinstance(message, Leave):
+                    break
+                if nbytes or not all(is_sound(held, len(self._round.members)) for held in message.held):
+                    stream.abort()
+                    reason = "a malformed report"
                     break
                 if self._round.members[member].contributes:
                     self._round.heard()
@@ -226,6 +231,7 @@ class FollowerControl:
             while (received := await self._stream.recv()) is not None:
                 message, nbytes = received
                 if nbytes or not isinstance(message, Assign | Commit | Abort):
+                    self._stream.abort()
                     break
                 self._round.obey(message)
         except PeerError:

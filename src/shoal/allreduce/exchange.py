@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberAction
-from shoal.allreduce.interface import has_member
+from shoal.allreduce.interface import has_member, is_sound
 from shoal.allreduce.owner import PartOwner
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
@@ -172,7 +172,7 @@ class Exchange:
         """Receive an average into its place, if it is wanted."""
         round_ = self._round
         part = check_part(round_, held.part, held.attempt, stream)
-        if nbytes != round_.vector.encoded_bytes(part) or len(held.contributors) != (len(round_.members) + 7) // 8:
+        if nbytes != round_.vector.encoded_bytes(part) or not is_sound(held, len(round_.members)):
             raise PeerProtocolError(f"a malformed average of part {part.number}", stream.peer_id)
         if round_.rules.wants(part.number, held.attempt):
             async with self._work.locks[part.number]:
@@ -239,7 +239,6 @@ class Exchange:
     async def settle(self) -> None:
         """After `stop`, and when the tasks of the round have ended: wait until nothing uses the vector any more."""
         await self._all_served()
-        await self._work.settle()
 
     def let_go(self) -> None:
         """All is over: know nothing of the round any more (see `Round.close`)."""

@@ -9,9 +9,21 @@ import msgspec
 
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.wire import Commit, Member
+from shoal.wire import Commit, Held, Member
 
-__all__ = ["FormedGroup", "Outcome", "RoundOptions", "has_member"]
+__all__ = [
+    "MAX_WEIGHT",
+    "MIN_WEIGHT",
+    "FormedGroup",
+    "Outcome",
+    "RoundOptions",
+    "has_member",
+    "is_sound",
+    "is_weight",
+]
+
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
+"""A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
 
 
 class FormedGroup(Protocol):
@@ -102,6 +114,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
             contributors=tuple(peers[i] for i in sorted(everywhere)),
             left_out=tuple(peers[i] for i in sorted(missing)),
         )
+
+
+def is_weight(weight: float) -> bool:
+    """Whether values can be counted with this weight."""
+    return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
+
+
+def is_sound(held: Held, members: int) -> bool:
+    """Whether what is said of an average can be, in a group of so many members: who counts in it, and with what weight.
+
+    Whoever says it may be lying; weights go on into the names of states, which others read.
+    """
+    named = int.from_bytes(held.contributors, "little")
+    if len(held.contributors) != (members + 7) // 8 or named >> members:
+        return False
+    return 0 < held.weight <= 1.001 * members * MAX_WEIGHT if named else held.weight == 0
 
 
 def has_member(mask: bytes, index: int) -> bool:

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable
 
 from shoal.allreduce.digest import NO_DIGEST
+from shoal.allreduce.interface import is_weight
 from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.reducer import ReducerRules
 from shoal.allreduce.streams import Inbound, RoundView, check_part
-from shoal.allreduce.vector import is_weight
 from shoal.errors import PeerProtocolError
 from shoal.wire import Held, PartData
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import Vector
-from shoal.clock import Executor
+from shoal.clock import Executor, to_the_end
 
 __all__ = ["PartWork"]
 
@@ -42,7 +42,6 @@ class PartWork:
     def __init__(self, vector: Vector, executor: Executor, parts: int) -> None:
         self.locks = [asyncio.Lock() for _ in range(parts)]
         self._vector, self._executor = vector, executor
-        self._jobs: set[asyncio.Future[Any]] = set()
 
     async def light(self, part: Part, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """As `compute`, for what is little work where the codec is little work."""
@@ -54,12 +53,6 @@ class PartWork:
         """Run a function on a part: in the loop or in another thread, as its size advises."""
         if part.numel <= _INLINE_ELEMENTS:
             return function(*args, **kwargs)
-        # A function that runs in another thread cannot be stopped: who closes the round waits for it.
-        job = asyncio.ensure_future(self._executor.run(function, *args, **kwargs))
-        self._jobs.add(job)
-        job.add_done_callback(self._jobs.discard)
-        return await asyncio.shield(job)
-
-    async def settle(self) -> None:
-        """Wait until no other thread uses the vector any more."""
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        # A function that runs in another thread cannot be stopped: until it has ended the part is not free, also for
+        # who is cancelled meanwhile. Its memory is given to the next attempt as soon as the lock is.
+        return await to_the_end(self._executor.run(function, *args, **kwargs))

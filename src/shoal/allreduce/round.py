@@ -20,15 +20,23 @@ from shoal.allreduce.commit import DeciderRules, MemberRules
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.exchange import Exchange
-from shoal.allreduce.interface import FormedGroup, Outcome, RoundOptions
+from shoal.allreduce.interface import (
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    FormedGroup,
+    Outcome,
+    RoundOptions,
+    is_sound,
+    is_weight,
+)
 from shoal.allreduce.reference import common_reference
 from shoal.allreduce.streams import DownStream
-from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, Vector, is_weight
+from shoal.allreduce.vector import Vector
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
-from shoal.wire import Abort, AskVerdict, Assign, Commit, Reduce, Report, Verdict
+from shoal.wire import Abort, AskVerdict, Assign, Commit, PartAbsent, Reduce, Report, Verdict
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
 
@@ -85,6 +93,7 @@ class Round:
         self._lost_sources: list[int] = []
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._tried: dict[int, int] = {}
+        self._asked: dict[int, int] = {}  # after the commit: part -> who was asked for it last
         self._exchange = Exchange(self, silence_s=options.silence_s)
         self._control = self._make_control(group, owners)
         self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
@@ -205,12 +214,20 @@ class Round:
                 if 0 <= message.owner < len(self.members) and all(0 <= p < len(self.parts) for p in message.parts):
                     self._exchange.act(self.rules.assigned(message))
             case Commit():
-                if message.round_id == self.round_id and len(message.parts) == len(self.parts):
+                if self._fits(message):
                     for part in self.rules.committed(message):
                         self._fetch(part)
             case Abort():
                 self.give_up(message.reason)
         self._check()
+
+    def _fits(self, commit: Commit) -> bool:
+        """Whether this can be the verdict of this round."""
+        return (
+            commit.round_id == self.round_id
+            and [held.part for held in commit.parts] == list(range(len(self.parts)))
+            and all(is_sound(held, len(self.members)) for held in commit.parts)
+        )
 
     def heard(self) -> None:
         """Another member has begun the round."""
@@ -246,14 +263,16 @@ class Round:
         self._news.set()
         self._check()
 
-    def source_lost(self, member: int, part: int | None) -> None:
+    def source_lost(self, member: int, absent: PartAbsent | None) -> None:
         """A member does not give what it was asked for."""
-        if self.rules.commit is not None:
-            for missing in [part] if part is not None else self.rules.missing():
-                if self.rules.held[missing] is None:
-                    self._fetch(missing)
+        if (commit := self.rules.commit) is not None:
+            for part in [absent.part] if absent is not None else self.rules.missing():
+                old = absent is not None and absent.attempt != commit.parts[part].attempt
+                # Others may be giving theirs: only who was asked last has left us without.
+                if self.rules.held[part] is None and self._asked.get(part) == member and not old:
+                    self._fetch(part)
         else:
-            if part is None:
+            if absent is None:
                 self.blame(member, "its averages stopped")
             self._lost_sources.append(member)
             self._news.set()
@@ -272,6 +291,7 @@ class Round:
         if turn >= len(sources):
             self.give_up("committed, but nobody who holds the averages could be reached")
         else:
+            self._asked[part] = sources[turn]
             self._exchange.ask(part, self.rules.commit.parts[part].attempt, sources[turn])
 
     def _check(self) -> None:

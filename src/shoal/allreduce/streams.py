@@ -52,8 +52,8 @@ class RoundView(Protocol):
         """Something is held that was not held before."""
         ...
 
-    def source_lost(self, member: int, part: int | None) -> None:
-        """This member does not give what it was asked for (`part`, or anything)."""
+    def source_lost(self, member: int, absent: PartAbsent | None) -> None:
+        """This member does not give what it was asked for (what it said, None: anything)."""
         ...
 
     def blame(self, member: int, reason: str) -> None:
@@ -188,7 +188,7 @@ class Outgoing:
             elif nbytes or not 0 <= message.part < len(self._round.parts):
                 raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
             else:
-                self._round.source_lost(self._owner, message.part)
+                self._round.source_lost(self._owner, message)
 
     async def finish(self) -> None:
         """The round is over: end the stream in order, so that its connection can be used again."""

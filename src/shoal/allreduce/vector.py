@@ -31,18 +31,10 @@ from shoal.compression import (
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
-__all__ = ["MAX_WEIGHT", "MIN_WEIGHT", "Vector", "describe", "is_weight"]
-
-MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
-"""A weight that is not 0 lies between these: sums and quotients in float32 then stay exact enough."""
+__all__ = ["Vector", "describe"]
 
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
-
-
-def is_weight(weight: float) -> bool:
-    """Whether values can be counted with this weight."""
-    return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:

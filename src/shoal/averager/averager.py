@@ -12,9 +12,9 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import MAX_GROUP, AveragerSettings
 from shoal.averager.sharing import StateSharing
-from shoal.clock import Backoff
+from shoal.clock import Backoff, to_the_end
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
@@ -39,7 +39,6 @@ __all__ = ["Averager"]
 
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
-T = TypeVar("T")
 
 
 class Averager:
@@ -245,7 +244,7 @@ class Averager:
             orderly = True
             if not self.settings.auxiliary:
                 async with self._tensors(deadline, group.round_id, "the average was agreed on, and not applied: "):
-                    await _to_the_end(self._apply(attempt.apply))
+                    await to_the_end(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
@@ -262,7 +261,7 @@ class Averager:
             async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
                 attempt.plan.take_values()
                 weight, scale = attempt.prepare()
-                bad = await _to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
+                bad = await to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -376,16 +375,6 @@ class _Attempt(msgspec.Struct, frozen=True):
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None
-
-
-async def _to_the_end(work: Coroutine[Any, Any, T]) -> T:
-    """Wait for something that must not be left half done, also when the waiting is cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
 
 
 async def _finish(round_: Round, group: Group, *, orderly: bool) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.allreduce.round import Outcome
-from shoal.allreduce.vector import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.clock import Clock
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.matchmaking import Group

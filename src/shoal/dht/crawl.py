@@ -333,14 +333,14 @@ class Crawler:
         for number, record in enumerate(records):
             if record.key != findings.key:
                 raise self._lie(peer, "a record of another key")
+            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
+                await asyncio.sleep(0)  # signatures take a while: others go first
             if not self._vault.timely(record, now) or not findings.improves(record):
                 continue
             if forged := self._vault.forged(record):
                 raise self._lie(peer, f"holds a record that nobody may hold: {forged}")
             if not self._vault.unwanted(record):
                 findings.records[record.subkey] = record
-            if number % _CHECKED_AT_ONCE == _CHECKED_AT_ONCE - 1:
-                await asyncio.sleep(0)  # signatures take a while: others go first
 
     def _lie(self, peer: PeerID, what: str) -> PeerProtocolError:
         self._neighbours.lied(peer, asyncio.get_running_loop().time())

@@ -8,10 +8,11 @@ is taking a maximum: in any order, grouping and repetition it ends the same.
 displaces the other. What `get` shows is decided when it is read: the kind whose latest record expires later; the
 dictionary if they expire at once.
 
-**Bounds.** A record is refused if it has expired or expires too far ahead, if its key is full, or if its owner or the
-peer that sent it holds too much already. Sizes count a flat overhead per record, so many tiny records are not free.
-When the whole store is full, the source that holds the most gives up its records that expire first, never a smaller
-source: one peer can fill its own share and no more. A cache (`fair=False`) drops whatever expires first.
+**Bounds.** A record is refused if it has expired or expires too far ahead, or if its owner or the peer that sent it
+holds too much already. Sizes count a flat overhead per record, so many tiny records are not free. When a key or the
+whole store is full, the source that holds the most of it gives up its records that expire first, never a smaller
+source: one peer can fill its own share and no more. When a cache (`fair=False`) is full,
+whatever expires first goes.
 """
 
 from __future__ import annotations
@@ -120,10 +121,15 @@ def merge(records: Iterable[Record]) -> dict[bytes | None, Record]:
     return merged
 
 
-def view(records: Iterable[Record], now: float) -> ValueWithExpiration | None:
+def view(records: Iterable[Record], now: float, *, entries_only: bool = False) -> ValueWithExpiration | None:
     """What the records of one key say at this time: its plain value, or its dictionary; None if all have expired.
 
     An entry that cannot be decoded does not exist.
+
+    Args:
+        records: of one key.
+        now: wall clock, seconds.
+        entries_only: its dictionary, whatever its plain value is.
     """
     plain: ValueWithExpiration | None = None
     entries: dict[Subkey, ValueWithExpiration] = {}
@@ -131,7 +137,7 @@ def view(records: Iterable[Record], now: float) -> ValueWithExpiration | None:
         try:
             shown = ValueWithExpiration(decode_value(record.value), record.expiration)
             if subkey is None:
-                plain = shown
+                plain = None if entries_only else shown
             else:
                 entries[decode_subkey(subkey)] = shown
         except ValueError:
@@ -220,7 +226,7 @@ class RecordStore:
         held = slots.get(record.subkey)
         if held is not None and not wins(record, held.record):
             return "" if held.record == record else "a later record is held"
-        refusal = self._no_room(record, source, held, len(slots))
+        refusal = self._no_room(record, source, held)
         if not refusal:
             self._remove(record.key, record.subkey)
             self._insert(_Held(record, source))
@@ -244,18 +250,13 @@ class RecordStore:
 
     # -------------------------------------------------------------------------------------------------------- bounds
 
-    def _no_room(self, record: Record, source: PeerID, old: _Held | None, entries: int) -> str:
+    def _no_room(self, record: Record, source: PeerID, old: _Held | None) -> str:
         """Why there is no room for a record that takes the place of `old`; makes room in the whole store if need be."""
         limits, size = self.limits, record_bytes(record)
 
         def over(held: int, limit: int, freed: bool) -> bool:
             return held + size - (record_bytes(old.record) if old is not None and freed else 0) > limit
 
-        if old is None and entries >= limits.key_entries:
-            return f"the key holds {limits.key_entries} entries already"
-        replaced = wire_bytes(old.record) if old is not None else 0
-        if self._key_bytes.get(record.key, 0) - replaced + wire_bytes(record) > limits.key_bytes:
-            return f"the key holds {limits.key_bytes} bytes already"
         if record.owner is not None:
             freed = old is not None and old.record.owner == record.owner
             if over(self._owner_bytes.get(record.owner, 0), limits.owner_bytes, freed):
@@ -263,9 +264,37 @@ class RecordStore:
         freed = old is not None and old.source == source
         if over(self._source_bytes.get(source, 0), limits.source_bytes, freed):
             return f"you have {limits.source_bytes} bytes here already"
+        if refusal := self._no_room_in_key(record, source, old):
+            return refusal
         if size > limits.total_bytes or (over(self.bytes, limits.total_bytes, True) and not self._evict(source, size)):
             return "full"
         return ""
+
+    def _no_room_in_key(self, record: Record, source: PeerID, old: _Held | None) -> str:
+        """Why its key has no room for a record; makes some, if that is not at the cost of a source that holds less."""
+        limits, key, size = self.limits, record.key, wire_bytes(record)
+        slots = self._keys.get(key, {})
+        more, entry = size - (wire_bytes(old.record) if old is not None else 0), old is None
+        while True:
+            if len(slots) + entry > limits.key_entries:
+                refusal = f"the key holds {limits.key_entries} entries already"
+            elif self._key_bytes.get(key, 0) + more > limits.key_bytes:
+                refusal = f"the key holds {limits.key_bytes} bytes already"
+            else:
+                return ""
+            held: dict[
+                PeerID, int
+            ] = {}  # counted only where a key is full: that is rare, and takes less than its check
+            for each in slots.values():
+                _add(held, each.source, wire_bytes(each.record))
+            largest, most = max(held.items(), key=lambda item: item[1], default=(source, 0))
+            if not self._fair or held.get(source, 0) + size > most:
+                return refusal
+            theirs = [subkey for subkey, each in slots.items() if each.source == largest and each is not old]
+            if not theirs:
+                return refusal
+            for subkey in sorted(theirs, key=lambda name: slots[name].record.expiration)[: 1 + len(theirs) // 16]:
+                self._remove(key, subkey)
 
     def _evict(self, source: PeerID, size: int) -> bool:
         """Make room for `size` bytes from `source`; False if that would be at the cost of someone who holds less."""

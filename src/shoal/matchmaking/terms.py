@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.peer import PeerID
-from shoal.wire import Join, JoinRefused, Member
+from shoal.wire import Join, JoinRefused, Member, encode
 
 __all__ = ["Plan", "Terms"]
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
 """Given a group's members in order: how many elements each reduces, and the uncompressed bytes of one part."""
 
-_BEGIN_OVERHEAD_BYTES = 1 << 14
-_MEMBER_OVERHEAD_BYTES = 256
+_BEGIN_OVERHEAD_BYTES = 1 << 12
+_SLICE_BYTES = 9
 _SHOWN_CHARACTERS = 120
 _TEXT_CHARACTERS = 1000
 
@@ -64,10 +64,7 @@ class Terms:
 
     def has_room(self, others: Iterable[Member], limit_bytes: int) -> bool:
         """Whether a `Begin` that names us and these fits into one message."""
-        nbytes = sum(
-            len(each.gathered) + _MEMBER_OVERHEAD_BYTES * (1 + len(each.contact.addresses))
-            for each in (self.member, *others)
-        )
+        nbytes = sum(len(encode(each)) + _SLICE_BYTES for each in (self.member, *others))
         return nbytes + _BEGIN_OVERHEAD_BYTES <= limit_bytes
 
     def _settings_difference(self, join: Join) -> str | None:

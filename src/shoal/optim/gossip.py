@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
+from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
 from shoal.wire import Contact, Progress, TellProgress, decode, encode
@@ -137,7 +138,7 @@ class ProgressGossip:
         """Read everybody's progress from the DHT."""
         while True:
             with suppress(ShoalError):
-                found = await self._core.node.get(self._key, latest=True)
+                found = await self._core.node.get(self._key, latest=True, entries_only=True)
                 entries = found.value if found is not None and isinstance(found.value, dict) else {}
                 for subkey, entry in entries.items():
                     with suppress(msgspec.MsgspecError, TypeError, ConfigError):
@@ -174,4 +175,9 @@ class ProgressGossip:
     async def _tell_one(self, peer: PeerID) -> None:
         request = TellProgress(self._run_id, self._mine())
         with suppress(PeerError):
-            self._hear(await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S))
+            progress = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
+            if progress.contact.peer == peer:
+                self._hear(progress)
+            else:
+                reason = "answers in another peer's name"
+                self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))

@@ -65,6 +65,8 @@ def why_not_ours(training: TrainingState, manifest: Manifest, mine: StateKey | N
         theirs = name_of(manifest.metadata)
     except StateUnavailable as error:
         return str(error)
+    if manifest.epoch != theirs.epoch:
+        return f"its state is of epoch {theirs.epoch}, and offered as one of epoch {manifest.epoch}"
     if mine is not None and mine >= theirs.key:
         return "its copy is of a state that is no better than ours: it will have a newer one"
     offered = manifest.tensors

@@ -7,17 +7,24 @@ digest; of two names the one with the larger `key` is the better state (`docs/de
 from __future__ import annotations
 
 import hashlib
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from shoal.averager import StepResult
 from shoal.progress import StateKey
-from shoal.wire import encode
+from shoal.wire import Digest, encode
 
-__all__ = ["StateName"]
+__all__ = ["MAX_EPOCH", "StateName"]
+
+MAX_EPOCH = 10**7
+"""More swarm steps than any run takes. Who takes over a state brings a schedule up to its epoch, step by step."""
 
 
 class StateName(NamedTuple):
     """What the parameters of a peer are: swapped as one value whenever they change.
+
+    One that comes from another peer becomes ours, and part of what we tell everybody: the bounds are for that.
 
     Attributes:
         epoch: swarm steps that went into them.
@@ -26,9 +33,9 @@ class StateName(NamedTuple):
             one.
     """
 
-    epoch: int
-    digest: bytes
-    samples: int
+    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+    digest: Digest
+    samples: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
     @classmethod
     def genesis(cls, fingerprint: bytes) -> StateName:

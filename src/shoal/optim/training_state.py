@@ -21,6 +21,7 @@ import torch
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.state_name import MAX_EPOCH
 
 __all__ = ["TrainingState"]
 
@@ -203,8 +204,10 @@ class TrainingState:
         """
         own = self.describe()
         try:
-            epoch, fixed = int(values["epoch"]), int(values["fixed"])
-            if epoch < 0 or fixed != len(own) or len(tensors) < fixed:
+            epoch, fixed = values["epoch"], values["fixed"]
+            if not isinstance(epoch, int) or not 0 <= epoch <= MAX_EPOCH:
+                raise ValueError(f"an epoch of {epoch!r:.80}")
+            if fixed != len(own) or len(tensors) < fixed:
                 raise ValueError(f"{fixed} parameters and extra tensors where there are {len(own)} here")
             for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
                 if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
@@ -217,7 +220,7 @@ class TrainingState:
             except Exception:
                 self.optimizer.load_state_dict(before)
                 raise
-        except (KeyError, TypeError, ValueError, IndexError, RuntimeError, AttributeError) as error:
+        except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, AttributeError) as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
         with torch.no_grad():
             for mine, theirs in zip(own, tensors, strict=False):

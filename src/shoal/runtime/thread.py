@@ -59,19 +59,19 @@ class LoopFuture(concurrent.futures.Future[T]):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """The loop, whatever policy the program has set; name lookups run in shoal's pool, not in asyncio's own."""
+    """The loop, whatever policy the program has set; name lookups run in a pool of shoal's, not in asyncio's own."""
 
-    def __init__(self, pool: DaemonPool) -> None:
+    def __init__(self, lookups: DaemonPool) -> None:
         super().__init__()
-        self._shoal_pool = pool
+        self._lookups = lookups
         self._alone = False
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
         # Small tensor work is done in the loop itself; it begins with work for the pool (to copy the tensors).
-        self._alone = self._alone or take_one_core()
-        return super().run_in_executor(executor or self._shoal_pool, func, *args)
+        self._alone = self._alone or (executor is not None and take_one_core())
+        return super().run_in_executor(executor or self._lookups, func, *args)
 
 
 class LoopThread:
@@ -84,7 +84,9 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._pool = DaemonPool(_POOL_THREADS, f"{name}-work")
-        self._loop = _Loop(self._pool)
+        # Of its own: a name server that does not answer, and whoever names such hosts, must not hold up tensor work.
+        self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
+        self._loop = _Loop(self._lookups)
         self._guard = threading.Lock()
         self._closing = False
         self._limit_s = 0.0
@@ -132,6 +134,7 @@ class LoopThread:
             self._loop.close()
             for future in self._open if self._answering else ():  # of tasks that would not be cancelled
                 _settle(future, partial(future.set_exception, _shut_down()))
+            self._lookups.shutdown(wait=False, cancel_futures=True)
             self._pool.shutdown(wait=True, cancel_futures=True)
 
     # ------------------------------------------------------------------------------------------------------- calling

@@ -38,6 +38,7 @@ from shoal.identity import SIGNATURE_BYTES, Identity, verify
 from shoal.peer import PEER_ID_BYTES, PeerID
 from shoal.transport.connection import TcpConnection
 from shoal.transport.sealed import KEY_BYTES
+from shoal.wire import read
 
 __all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
 
@@ -103,7 +104,7 @@ class _Refusal(_Frame, frozen=True, array_like=True, tag="refusal"):
 F = TypeVar("F", bound=_Frame)
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(_Hello | _Proof | _Welcome | _Refusal).decode
+_decoder: msgspec.msgpack.Decoder[_Frame] = msgspec.msgpack.Decoder(_Hello | _Proof | _Welcome | _Refusal)
 
 
 class _Channel(NamedTuple):
@@ -233,7 +234,7 @@ async def _expect(connection: TcpConnection, kind: type[F], peer_id: PeerID | No
     body = bytearray(size)
     await connection.readinto(body)
     try:
-        frame = _decode(body)
+        frame = read(_decoder, body)
     except msgspec.MsgspecError as error:
         raise PeerProtocolError(f"a greeting frame that cannot be read: {error}", peer_id) from error
     if isinstance(frame, _Refusal):

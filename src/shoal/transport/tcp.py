@@ -279,10 +279,14 @@ class TcpTransport:
                 )
         except (PeerError, TimeoutError) as error:
             _logger.debug("an incoming connection did not authenticate: %s", str(error) or "not in time")
-            connection.abort("not authenticated")
+            return
+        except Exception:
+            _logger.exception("the greeting failed")  # our own mistake: the connection goes all the same
             return
         finally:
             self._pending.pop(connection, None)
+            if connection.proved_peer_id is None:
+                connection.abort("not authenticated")
         try:
             acceptor(connection)
         except Exception:

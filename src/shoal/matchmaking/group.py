@@ -73,7 +73,7 @@ class Group:
         my_index: which of them we are.
         decider: which of them decides the round: the leader.
         slices: how many elements each member reduces, in order.
-        part_bytes: uncompressed bytes of one part.
+        part_bytes: the most bytes of one part, as encoded.
         controls: the streams that carry the round's control from now on, open. The decider has one for each other
             member (a member that is gone already among them: its stream is broken); any other member has one, to the
             decider. Nobody else reads or writes them until `release`.

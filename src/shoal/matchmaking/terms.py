@@ -11,7 +11,7 @@ from shoal.wire import Join, JoinRefused, Member, encode
 __all__ = ["Plan", "Terms"]
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
-"""Given a group's members in order: how many elements each reduces, and the uncompressed bytes of one part."""
+"""Given a group's members in order: how many elements each reduces, and the most bytes of one part as encoded."""
 
 _BEGIN_OVERHEAD_BYTES = 1 << 12
 _SLICE_BYTES = 9

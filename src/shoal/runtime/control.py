@@ -37,7 +37,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def began_allreduce(self) -> bool:
-        """Whether this peer's values were taken: changes of the step have no effect any more, unless it is retried."""
+        """Whether this peer's values were taken: changes of the step are refused from then on, unless it is retried."""
         return self._plan.began
 
     @property

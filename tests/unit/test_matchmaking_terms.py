@@ -1,0 +1,43 @@
+"""On what terms a peer takes part: whether all that the members say of themselves fits into one message."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.matchmaking.terms import Terms
+from shoal.peer import Address, PeerID
+from shoal.rpc import Limits
+from shoal.wire import Begin, Contact, Member, encode
+
+LIMIT = Limits().header_bytes
+GROUP = 256
+
+
+def member(number: int, gathered: int, host: str) -> Member:
+    """One that can be dialed at as many addresses as there may be."""
+    peer = PeerID(number.to_bytes(32, "big"))
+    addresses = tuple(Address(host, 60_000, peer) for _ in range(8))
+    return Member(Contact(peer, addresses), True, 1.5, b"\xc0" * gathered, True, b"r" * 16)
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "a" * 253])
+@pytest.mark.parametrize("gathered", [1, 1000, 1700, 2900, 60_000])
+def test_a_begin_of_all_for_whom_there_is_room_fits_into_one_message(gathered: int, host: str) -> None:
+    """Long addresses count as what they are; and room is not refused before it is nearly used up."""
+    members = [member(0, gathered, host)]
+    terms = Terms(
+        group_key="p.0b",
+        schema=b"",
+        settings={},
+        compare_schema=lambda *_: None,
+        plan=lambda members: ([], 1),
+        member=members[0],
+        min_size=2,
+        request_timeout_s=3.0,
+    )
+    while len(members) < GROUP and terms.has_room([*members[1:], member(len(members), gathered, host)], LIMIT):
+        members.append(member(len(members), gathered, host))
+    nbytes = len(encode(Begin(b"x" * 16, members, 0, [1 << 60] * len(members), 1 << 23)))
+    assert nbytes <= LIMIT
+    one = nbytes / len(members)
+    assert len(members) == GROUP or nbytes > LIMIT - one - 8192

@@ -429,7 +429,8 @@ class Join(
     Sent to a peer that is later in order (a nudge) it is refused, and makes the sender known there.
 
     `group` is the group key; `schema` describes the tensors (see `shoal.allreduce.partition`); `settings` are named
-    values that must be equal in the whole run; `expiration` (wall clock, seconds) is when the follower's own window ends.
+    values that must be equal in the whole run; `expiration` (wall clock, seconds) is when the follower's own window
+    ends.
     """
 
     group: str

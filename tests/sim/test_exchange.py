@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from typing import Any, cast
 
 import pytest
 import torch
 
+from shoal.allreduce.control import FollowerControl
 from shoal.allreduce.round import Round, RoundOptions
 from shoal.allreduce.streams import UpStream
 from shoal.compression import Float16Compression
@@ -627,3 +629,13 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
         await round_.close(orderly=False)
 
     on_sim(scenario)
+
+
+def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
+    """However often an owner says that it has nothing, while the decider's line is slow; what is held is always told."""
+    control = FollowerControl(cast(Any, None), cast(Any, None))
+    for _ in range(1000):
+        control.report(Report(lost=[1]))
+    assert control._queue.qsize() == 64
+    control.report(Report(held=[HELD]))
+    assert control._queue.qsize() == 65

@@ -23,6 +23,7 @@ __all__ = ["Control", "DeciderControl", "FollowerControl"]
 _ASK_TIMEOUT_S = 2.0
 _ASK_PAUSE_S = 0.1
 _FAREWELL_S = 1.0
+_MAX_WAITING = 64
 
 
 class ControlledRound(Protocol):
@@ -246,7 +247,9 @@ class FollowerControl:
             self.lost(self._round.decider)
 
     def report(self, report: Report) -> None:
-        self._queue.put_nowait(report)
+        # Of reports without parts many can only come from somebody who says again and again that he has none.
+        if report.held or self._queue.qsize() < _MAX_WAITING:
+            self._queue.put_nowait(report)
 
     def lost(self, member: int) -> None:
         if member == self._round.decider and self.may_learn:

@@ -632,7 +632,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
 
 
 def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
-    """However often an owner says that it has nothing, while the decider's line is slow; what is held is always told."""
+    """However often an owner says that it has nothing, while the decider's line is slow. What is held is told."""
     control = FollowerControl(cast(Any, None), cast(Any, None))
     for _ in range(1000):
         control.report(Report(lost=[1]))

@@ -65,10 +65,10 @@ class TimeLimits:
     def after_slowing_s(self, normal_s: float) -> float:
         """The same for a member that is slow.
 
-        First the owners leave it out as a sender, then the decider gives it twice the time that the others needed, and
-        half of the stall limit.
+        First the owners leave it out as a sender, when it would need more than twice as long as the others; then the
+        decider gives it twice the time that these needed with that, and half of the stall limit.
         """
-        others_s = normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
+        others_s = 2 * normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
         return 2 * others_s + self.stall_s / 2 + self.after_kill_s(normal_s)
 
     def words_s(self, bytes_s: float) -> float:

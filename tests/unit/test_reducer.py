@@ -238,16 +238,30 @@ def test_one_fast_sender_makes_nobody_slow() -> None:
         assert reducer.stalled(now + 4.9) == []
 
 
-def test_of_two_the_slower_one_sets_the_pace() -> None:
-    """The lower median of two senders is the slower one: it cannot be behind itself."""
+def test_of_two_the_one_far_behind_the_other_is_left_out() -> None:
+    """Three members, one at 1% of its speed: the other two do not wait for it a hundred times as long."""
     reducer = rules(0, 1, 2)
     for part in range(10):
         reducer.own(part, 0, 100.0)
     give(reducer, 1, list(range(10)), 101.0)
-    for step in range(100):
-        reducer.heard(2, 101.0 + step)
-        assert reducer.stalled(105.9 + step) == []
-    assert reducer.deadline() == 200.0 + 5.0
+    reducer.heard(2, 106.0)
+    assert reducer.deadline() == 101.0 + 1.0 + 5.0
+    assert reducer.stalled(106.9) == []
+    assert reducer.stalled(107.0) == [2]
+
+
+def test_a_death_among_the_senders_does_not_excuse_a_slow_one() -> None:
+    """What the dead one had given in time does not count any more; what the other one that lives gave does."""
+    reducer = rules(0, 1, 2, 3)
+    for part in range(10):
+        reducer.own(part, 0, 100.0)
+    give(reducer, 1, list(range(10)), 101.0)
+    give(reducer, 3, list(range(10)), 102.0)
+    reducer.heard(2, 108.0)
+    assert reducer.deadline() == 102.0 + 2.0 + 5.0  # of two others the slower one
+    reducer.exclude(3)
+    assert reducer.deadline() == 101.0 + 1.0 + 5.0
+    assert reducer.stalled(107.0) == [2]
 
 
 def test_the_median_goes_on_without_the_excluded() -> None:

@@ -207,6 +207,9 @@ class DeciderRules:
         self._held: list[dict[int, Held]] = [{} for _ in reduces]
         self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: who it cannot get parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
+        self._given_at: dict[int, float] = {}  # part -> since when somebody else than its owner holds it
+        self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
+        self._began = now
         self._progress = [now] * len(reduces)
         self._heard = [now] * len(reduces)
         self._ticked = now
@@ -217,6 +220,7 @@ class DeciderRules:
 
     def begin(self, now: float) -> None:
         """Nobody owed progress before this moment."""
+        self._began = now
         self._progress = [now] * len(self.reduces)
         self._heard = list(self._progress)
 
@@ -231,12 +235,14 @@ class DeciderRules:
                     return self._abort("the total weight of the group is zero")
                 self._held[member][held.part] = held
                 self._progress[member] = now
+                if member != self.owner[held.part]:
+                    self._given_at.setdefault(held.part, now)
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
         if member not in self._auxiliary:
             self._unreachable[member].update(lost for lost in report.lost if lost in self.live and lost != member)
         sends = self._replace_owners(now) if report.lost else []
-        sends += [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other)]
+        sends += [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other, now)]
         return sends + self._maybe_commit()
 
     def lost(self, member: int, now: float) -> list[Send]:
@@ -266,10 +272,12 @@ class DeciderRules:
     def _assign(self, parts: list[int], attempt: int, owner: int, now: float) -> list[Send]:
         for part in parts:
             if attempt > self.attempt[part]:
+                self._given_at.pop(part, None)
                 for held in self._held:
                     held.pop(part, None)
-            for source in self._source:
+            for source, named_at in zip(self._source, self._named_at, strict=True):
                 source.pop(part, None)
+                named_at[part] = now
             self.attempt[part], self.owner[part] = attempt, owner
         self._progress[owner] = now
         return [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.live)]
@@ -289,6 +297,32 @@ class DeciderRules:
         for member in self._owing():
             if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
                 sends += self.lost(member, now)
+        return sends + self._hurry(now)
+
+    def _hurry(self, now: float) -> list[Send]:
+        """Name another source for what a member has waited for far longer than somebody else.
+
+        Where the line between two members is slow, neither of them is: each can have from a third one what it lacks.
+        Far longer is twice as long, and a quarter of the limit of silence: before it counts as slow itself.
+        """
+
+        def limit(since: float, given_at: float) -> float:
+            return since + (given_at - self._began) + self.stall_s / 4
+
+        late = {part: at for part, at in self._given_at.items() if now >= limit(at, at)}
+        if self.verdict is not None or not late:
+            return []
+        sends: list[Send] = []
+        for member in sorted(self._takers()):
+            held, source, named_at = self._held[member], self._source[member], self._named_at[member]
+            waited_for = {
+                source.get(part, self.owner[part])
+                for part, at in late.items()
+                if part not in held and now >= limit(named_at.get(part, at), at)
+            } - {member}
+            if waited_for:
+                self._unreachable[member] |= waited_for
+                sends += self._help(member, now)
         return sends
 
     def _cannot_hear(self, now: float) -> bool:
@@ -370,7 +404,7 @@ class DeciderRules:
         self._turn += 1
         return able[self._turn % len(able)], self.attempt[part] + 1
 
-    def _help(self, member: int) -> list[Send]:
+    def _help(self, member: int, now: float) -> list[Send]:
         """Name another source for what `member` cannot get from where it looks, as soon as there is one."""
         moved: dict[tuple[int, int], list[int]] = {}
         unreachable, sources = self._unreachable[member], self._source[member]
@@ -384,6 +418,7 @@ class DeciderRules:
             ]
             if holders:
                 sources[part] = holders[part % len(holders)]
+                self._named_at[member][part] = now
                 moved.setdefault((self.attempt[part], sources[part]), []).append(part)
         return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
 

@@ -6,15 +6,16 @@ parts that it still owes. It is left out of parts that are not done yet
 - when it is lost (`exclude`);
 - when it was *silent*: no byte for `silence_s` while it owes something;
 - when it is *far behind*: the median of the other senders passed its place longer than `silence_s` plus the time ago
-  that the median needed to get there, which is: it would need more than twice as long as the others.
+  that the median needed to get there, which is: it would need more than twice as long as the others, and `silence_s`.
+  Of two others it is the slower one, so that three of which two are slow go on together.
 
 Its contributions to parts that are done stay. A part is ready when nobody is waited for any more.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from statistics import median_low
 
 __all__ = ["ReducerRules"]
 
@@ -40,8 +41,7 @@ class ReducerRules:
         self.contributors: dict[Work, set[int]] = {}
         self._others: dict[Work, int] = {}
         self._heard = dict.fromkeys(self.senders, now)
-        self._progress = dict.fromkeys(self.senders, 0)
-        self._passed: list[float] = []  # when the median sender had delivered 1, 2, 3 … contributions
+        self._delivered = {sender: array("d") for sender in self.senders}  # when: its 1st, 2nd, 3rd … contribution
 
     def begin(self, now: float) -> None:
         """Nobody was silent or behind before this moment."""
@@ -79,11 +79,7 @@ class ReducerRules:
             self.contributors[work].add(sender)
         self._others[work] += sender != self.me
         self._heard[sender] = now
-        self._progress[sender] += 1
-        others = [self._progress[other] for other in self.senders - self.excluded - {self.me}]
-        if others:
-            while len(self._passed) < median_low(sorted(others)):
-                self._passed.append(now)
+        self._delivered[sender].append(now)
         return self._ready([work])
 
     def exclude(self, sender: int) -> list[Work]:
@@ -101,22 +97,30 @@ class ReducerRules:
 
     def deadline(self) -> float | None:
         """When `stalled` should be asked next."""
-        return min((self._limit(sender) for sender in self._owing()), default=None)
+        return min(self._limits().values(), default=None)
 
     def stalled(self, now: float) -> list[int]:
         """Senders to leave out: silent, or far behind the others."""
-        return [sender for sender in self._owing() if now >= self._limit(sender)]
+        return [sender for sender, limit in self._limits().items() if now >= limit]
 
-    def _owing(self) -> list[int]:
-        return sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
+    def _limits(self) -> dict[int, float]:
+        """Until when each sender that owes something is waited for, if nothing more comes from it."""
+        owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
+        passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
+        limits = {}
+        for sender in owing:
+            silent = self._heard[sender] + self.silence_s
+            at = passed[len(self._delivered[sender])]
+            limits[sender] = silent if at is None else min(silent, at + (at - self._start) + self.silence_s)
+        return limits
 
-    def _limit(self, sender: int) -> float:
-        limit = self._heard[sender] + self.silence_s
-        place = self._progress[sender]
-        if place < len(self._passed):
-            passed = self._passed[place]
-            limit = min(limit, passed + (passed - self._start) + self.silence_s)
-        return limit
+    def _passed(self, place: int) -> float | None:
+        """When the median of those other than a sender at this place had got further; None if it has not."""
+        senders = self.senders - self.excluded - {self.me}
+        others = len(senders) - 1
+        needed = others - (others - 1) // 2
+        times = sorted(times[place] for sender in senders if len(times := self._delivered[sender]) > place)
+        return times[needed - 1] if 0 < needed <= len(times) else None
 
     def _ready(self, works: Iterable[Work]) -> list[Work]:
         ready = [work for work in works if not self._waiting[work]]

@@ -1,8 +1,7 @@
-"""An ordinary PyTorch loop, trained by everybody who runs it: the lines marked `shoal` are what is new.
+"""An ordinary PyTorch loop, trained by everybody who runs it, with the optimizer that the lines marked `shoal` make.
 
 `python examples/plain_loop.py` prints an invite; `python examples/plain_loop.py INVITE`, in another terminal, joins.
-Close one with Ctrl+C, start another: the rest goes on. For peers on other machines set `HOST` to this machine's address
-in their network; `README.md` says more. The text is Python's own documentation.
+Close one with Ctrl+C, start another: the rest goes on. Peers on other machines: set `HOST` to this machine's address.
 """
 
 import hashlib
@@ -34,18 +33,18 @@ def main():
     """Train to the end."""
     place = f"/ip4/{os.environ.get('HOST', '127.0.0.1')}/tcp/0"
     dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs=place, start=True)  # shoal
-    print(dht.invite(), flush=True)  # shoal
+    print(dht.invite(), flush=True)
     swarm = shoal.Optimizer(  # shoal
         dht=dht, run_id=RUN, target_batch_size=1024, batch_size_per_step=BATCH, optimizer=optimizer
     )
     swarm.announce_end(EPOCHS)  # shoal
     shown = 0
-    while not swarm.finished:  # shoal
+    while not swarm.finished:
         inputs, targets = draw_batch()
         loss = nn.functional.cross_entropy(model(inputs), targets)
         loss.backward()
-        swarm.step()  # shoal
-        swarm.zero_grad()  # shoal
+        swarm.step()
+        swarm.zero_grad()
         if swarm.local_epoch >= shown:
             print(f"epoch {swarm.local_epoch}: loss {loss.item():.3f}", flush=True)
             shown = swarm.local_epoch + EPOCHS // 20
@@ -53,7 +52,7 @@ def main():
         b"".join(bytes(p.detach().view(torch.uint8).flatten().tolist()) for p in model.parameters())
     )
     print(f"loss {loss.item():.3f}, weights {weights.hexdigest()[:16]} at epoch {swarm.local_epoch}")
-    dht.shutdown()  # shoal
+    dht.shutdown()
 
 
 if __name__ == "__main__":

@@ -134,19 +134,22 @@ class Identity:
     def _create(cls, path: str | os.PathLike[str]) -> Identity:
         key = Ed25519PrivateKey.generate()
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+        # Under another name until all of it is on the disk: who starts meanwhile, or after a loss of power, finds a
+        # whole key or none. The mode is given at birth: there is no moment in which others can open the file.
+        draft = Path(f"{os.fspath(path)}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
-            # The mode is given at birth: there is no moment in which others can open the file.
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(pem)
+                file.flush()
+                os.fsync(fd)
+            os.link(draft, path)  # fails if it exists, as renaming would not
         except FileExistsError:
             raise
         except OSError as error:
             raise ConfigError(f"cannot create key file {os.fspath(path)}: {error.strerror}") from error
-        try:
-            with os.fdopen(fd, "wb") as file:
-                file.write(pem)
-        except OSError as error:
-            Path(path).unlink(missing_ok=True)
-            raise ConfigError(f"cannot write key file {os.fspath(path)}: {error.strerror}") from error
+        finally:
+            draft.unlink(missing_ok=True)
         return cls(key)
 
     @property

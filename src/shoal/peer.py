@@ -91,7 +91,14 @@ def _kind(host: str) -> str:
 # The same few hosts stand in every answer of every node.
 @lru_cache(maxsize=4096)
 def _is_host(host: str) -> bool:
-    return _HOST.fullmatch(host) is not None and (":" not in host or _kind(host) == "ip6")
+    if _HOST.fullmatch(host) is None:
+        return False
+    # Resolvers raise UnicodeError for labels that cannot be.
+    return (
+        _kind(host) == "ip6"
+        if ":" in host
+        else all(0 < len(label) <= 63 for label in host.removesuffix(".").split("."))
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ Two kinds of message start something:
 
 from __future__ import annotations
 
+from datetime import datetime
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Generic, NoReturn, TypeVar, cast, get_args
 
@@ -126,16 +127,47 @@ def _no_extensions(code: int, _data: memoryview) -> NoReturn:
     raise msgspec.ValidationError(f"MessagePack extension {code}")
 
 
-_plain_decoder = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
+_scalar = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
+_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 
 
 def decode_plain(data: bytes | memoryview) -> Any:
     """Read plain values that some peer's user gave: None, bool, numbers, text, bytes, lists, dictionaries.
 
+    Keys of dictionaries are no lists: these would become tuples, whose hashes anybody can make collide, so that a map
+    of 64 KiB takes seconds. Python keeps those of text and bytes secret.
+
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
     """
-    return read(_plain_decoder, data)
+    return _plain(memoryview(data))
+
+
+def _plain(raw: memoryview) -> Any:
+    first = raw[0] if len(raw) else 0xC1
+    try:
+        if first & 0xF0 == 0x90 or first in (0xDC, 0xDD):
+            return [_plain(memoryview(each)) for each in read(_list, raw)]
+        if first & 0xF0 == 0x80 or first in (0xDE, 0xDF):
+            return _dictionary(raw, first)
+    except RecursionError as error:
+        raise msgspec.DecodeError("nested too deeply") from error
+    value = read(_scalar, raw)
+    if isinstance(value, datetime):
+        raise msgspec.ValidationError("a MessagePack timestamp")
+    return value
+
+
+def _dictionary(raw: memoryview, first: int) -> dict[Any, Any]:
+    """A map is a list of its keys and values, but for its header; msgspec would hash the keys before we see them."""
+    head = {0xDE: 3, 0xDF: 5}.get(first, 1)
+    count = int.from_bytes(raw[1:head], "big") if head > 1 else first & 0x0F
+    if count > len(raw):
+        raise msgspec.DecodeError("a map that is longer than its bytes")
+    flat = [_plain(memoryview(each)) for each in read(_list, b"\xdd" + (2 * count).to_bytes(4, "big") + raw[head:])]
+    if any(isinstance(key, list | dict) for key in flat[::2]):
+        raise msgspec.ValidationError("a list or a dictionary as a key")
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def read(decoder: msgspec.msgpack.Decoder[R], data: bytes | bytearray | memoryview | msgspec.Raw) -> R:

@@ -217,12 +217,52 @@ def test_particular_damage_is_refused(data: bytes, kind: type[wire.Message]) -> 
         b"\xd4\x05x",
         b"\xd7\xff" + b"\xff" * 8,
         b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x81\x91\x01\x02",
+        b"\x91\x81\x80\x02",
+        b"\xde\x00\x02\x01\x02\x03",
+        b"\xd6\xff\x00\x00\x00\x01",
     ],
 )
 def test_values_that_cannot_be_read_are_one_kind_of_error(data: bytes) -> None:
     """What users give to each other is as hostile as messages: whoever reads it has one error to think of."""
     with pytest.raises(msgspec.MsgspecError):
         wire.decode_plain(data)
+
+
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**64 - 1),
+    st.floats(allow_nan=False),
+    st.text(max_size=40),
+    st.binary(max_size=40),
+)
+plain = st.recursive(
+    scalars,
+    lambda each: st.lists(each, max_size=20) | st.dictionaries(scalars, each, max_size=20),
+    max_leaves=60,
+)
+
+
+@given(plain)
+def test_plain_values_come_back_as_they_were(value: object) -> None:
+    """Whatever is in whatever, with keys of any scalar."""
+    assert wire.decode_plain(wire.encode(value)) == value
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 65_535, 65_536])
+def test_dictionaries_of_any_size_come_back_as_they_were(count: int) -> None:
+    """Their header has three forms."""
+    value = dict.fromkeys(range(count))
+    assert wire.decode_plain(wire.encode(value)) == value
+
+
+def test_a_map_with_lists_as_keys_is_refused() -> None:
+    """Lists as keys would be hashed as tuples, of which anybody can find many with one hash: they are refused."""
+    pairs = b"".join(wire.encode([number, number]) + b"\xc0" for number in range(20_000))
+    with pytest.raises(msgspec.ValidationError, match="as a key"):
+        wire.decode_plain(b"\xdf" + (20_000).to_bytes(4, "big") + pairs)
 
 
 @given(st.binary(max_size=200))

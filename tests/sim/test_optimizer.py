@@ -337,6 +337,46 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
     sim.run(main, seed=12)
 
 
+def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is_interrupted() -> None:
+    """Ctrl+C while a thread writes the parameters: the lock is held until it has, and the state has its name."""
+
+    class Slowly:
+        """Loads a state in a second; as a thread, nobody can stop it."""
+
+        def __init__(self) -> None:
+            self.begun = asyncio.Event()
+
+        async def run(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if function.__name__ == "load":
+                self.begun.set()
+                await sim.sleep(1.0)
+            return function(*args, **kwargs)
+
+    async def main() -> None:
+        run, executor = Run(target=8), Slowly()
+        first = await run.add("p0")
+        for _ in range(6):
+            await run.swarm.run_on("p0", first.take_batch, 4)
+        second = (await run.add("p1")).collaboration
+        await sim.sleep(3.0)
+        object.__setattr__(second.core.env, "executor", executor)
+        download = run.swarm.spawn("p1", second.download(60.0))
+        await executor.begun.wait()
+        for _ in range(2):
+            download.cancel()
+            await sim.sleep(0.1)
+            assert second.lock.holder is not None
+        await asyncio.wait([download])
+        assert download.cancelled()
+        assert second.lock.holder is None
+        assert second.state == first.collaboration.state
+        assert second.training.epoch == second.state.epoch == 3
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=15)
+
+
 @pytest.mark.parametrize("peers", [1, 3])
 def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers: int) -> None:
     """Alone there is no mean to replace them; where all have such, every round would fail for ever."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import tracemalloc
+from collections import Counter
 from itertools import permutations
 
 import pytest
 
 from shoal.dht.routing import key_of
 from shoal.dht.storage import (
+    PEER_ENTRY_BYTES,
     RateLimiter,
     RecordStore,
     StorageLimits,
@@ -131,9 +133,15 @@ def test_plain_value_and_dictionary_live_side_by_side_and_the_later_is_shown() -
 
 def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
     """Anybody can write a plain value that expires last: it must not hide who has declared himself."""
-    records = [record("plain", NOW + 40), record(1, NOW + 10, subkey="a")]
-    assert view(records, NOW, entries_only=True) == ({"a": (1, NOW + 10)}, NOW + 10)
-    assert view(records[:1], NOW, entries_only=True) is None
+    mine = record(1, NOW + 10, subkey=A.raw, owner=A)
+    others = [
+        record("plain", NOW + 40),
+        record(2, NOW + 40, subkey="nobody's"),
+        record(2, NOW + 40, subkey="another's", owner=C),
+        record("x" * PEER_ENTRY_BYTES, NOW + 40, subkey=B.raw, owner=B),
+    ]
+    assert view([mine, *others], NOW, entries_only=True) == ({A.raw: (1, NOW + 10)}, NOW + 10)
+    assert view(others, NOW, entries_only=True) is None
 
 
 def test_undecodable_values_do_not_exist() -> None:
@@ -198,6 +206,12 @@ def test_a_flooded_key_makes_room_at_the_cost_of_who_holds_the_most(limits: Stor
     assert all(put_all(cache, *late, source=B))
     assert put_all(store, record(1, NOW + 99, subkey="late 0"), source=C) == [""]  # in the place of another's
     assert all(put_all(store, record(subkey="one more")))  # the flooder is refused
+    counted = Counter[PeerID]()
+    for held in store._keys[KEY].values():
+        counted[held.source] += wire_bytes(held.record)
+    assert store._crowded == {KEY: counted}
+    store.clear()
+    assert store._crowded == {}
 
 
 def test_owner_is_held_to_its_share_whoever_sends_its_records() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -144,6 +145,20 @@ def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists"):
         Identity.create(path)
     assert path.read_text(encoding="utf-8") == "precious"
+
+
+def test_a_key_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who starts while it is written, or after a loss of power, does not find half a key; nothing else is left."""
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Identity.create(tmp_path / "one.key")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(ConfigError, match=r"cannot create key file .*No space left"):
+            Identity.create(tmp_path / "two.key")
+    assert [path.name for path in tmp_path.iterdir()] == ["one.key"]
 
 
 def test_a_missing_key_file_is_named(tmp_path: Path) -> None:

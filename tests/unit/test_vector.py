@@ -417,3 +417,37 @@ def test_tensors_on_a_gpu() -> None:
     vector.apply(1.0)
     torch.testing.assert_close(tensors[0], before[0] * 2 + 1.0)
     assert tensors[0].is_cuda
+
+
+def test_memory_that_is_given_twice_is_refused() -> None:
+    """Tied weights, twice in the list: the second would be moved once more, by each member to other values."""
+    weight = torch.zeros(4, 6)
+    for tensors in ([weight, torch.zeros(2), weight], [weight, weight[1:3]], [weight.view(24), weight]):
+        with pytest.raises(ConfigError, match="share memory"):
+            vector_of(tensors)
+    apart = [weight[:2], weight[2:], torch.zeros(0), torch.zeros(0)]
+    assert vector_of(apart).layout.numel == 24
+    columns = [weight[:, :3], weight[:, 3:]]
+    assert vector_of(columns).layout.numel == 24
+
+
+@pytest.mark.parametrize(
+    ("tensor", "refused"),
+    [
+        (torch.zeros(3, 1).expand(3, 4), True),
+        (torch.zeros(6).as_strided((3, 3), (1, 1)), True),
+        (torch.zeros(0, 1).expand(0, 4), False),
+        (torch.zeros(1, 1).expand(1, 1), False),
+        (torch.zeros(3, 4).t(), False),
+        (torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), False),
+        (torch.zeros(10)[::2], False),
+    ],
+)
+def test_elements_that_share_memory_cannot_be_averaged(tensor: torch.Tensor, refused: bool) -> None:
+    """They could not be set one by one: found when the averager is made, not after a round that succeeded."""
+    tensors = [torch.zeros(2), tensor]
+    if not refused:
+        assert vector_of(tensors).layout.numel == 2 + tensor.numel()
+        return
+    with pytest.raises(ConfigError, match=r"averaged_tensors\[1\] has elements that share memory"):
+        vector_of(tensors)

@@ -70,6 +70,7 @@ class Exchange:
 
     def ask(self, part: int, attempt: int, source: int) -> None:
         """Ask a member for an average that it should hold."""
+        self._free(part)
         self._to(source).put(Ask(part, attempt, source))
 
     def _free(self, part: int) -> None:

@@ -32,6 +32,7 @@ from shoal.allreduce.interface import (
 from shoal.allreduce.reference import common_reference
 from shoal.allreduce.streams import DownStream
 from shoal.allreduce.vector import Vector
+from shoal.clock import to_the_end
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
@@ -149,7 +150,7 @@ class Round:
         if not self.rules.succeeded:
             raise self._failure()
         assert self.rules.commit is not None
-        await self._exchange.settle_values(self.rules.commit)
+        await to_the_end(self._exchange.settle_values(self.rules.commit))
         return Outcome.of(self.rules.commit, self.members)
 
     async def end_streams(self) -> None:

@@ -194,10 +194,11 @@ class Outgoing:
         """The round is over: end the stream in order, so that its connection can be used again."""
         if self._stream is None or self.done or self._reader is None:
             return
+        self._due.clear()  # nobody waits for it any more, and nothing may be sent after the end
         try:
             async with asyncio.timeout(1.0):
                 await self._stream.end()
-                await asyncio.shield(self._reader)
+                await asyncio.wait([self._reader])
         except (PeerError, TimeoutError):
             self._stream.abort()
 

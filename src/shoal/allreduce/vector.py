@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -51,13 +52,47 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
                 f"averaged_tensors[{index}] has dtype {tensor.dtype}: only float64, float32, float16 and bfloat16 can "
                 "be averaged"
             )
-        if tensor.is_sparse or tensor.is_meta:
+        if tensor.layout is not torch.strided or tensor.is_meta:
             raise ConfigError(f"averaged_tensors[{index}] is sparse or on the meta device: give a dense tensor")
+        if _repeats_itself(tensor):
+            raise ConfigError(
+                f"averaged_tensors[{index}] has elements that share memory (as by expand): they cannot be set one by "
+                "one; give the tensor that it was made of"
+            )
+    _check_apart(tensors)
     specs = [
         TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
         for tensor, codec in zip(tensors, codecs, strict=True)
     ]
     return Layout(specs, encoded_bytes)
+
+
+def _repeats_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements may be in one place."""
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < reach:
+            return tensor.numel() > 0
+        reach += stride * (size - 1)
+    return False
+
+
+def _check_apart(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise `ConfigError` for memory that is given twice: the second time it would be moved once more.
+
+    Views that share memory with gaps in it (columns of a matrix) may be apart.
+    """
+    whole = sorted(
+        (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize, index)
+        for index, tensor in enumerate(tensors)
+        if tensor.numel() and tensor.is_contiguous()
+    )
+    for (device, _, stop, one), (next_device, start, _, other) in pairwise(whole):
+        if device == next_device and start < stop:
+            first, second = sorted((one, other))
+            raise ConfigError(
+                f"averaged_tensors[{first}] and averaged_tensors[{second}] share memory (tied weights?): give it once"
+            )
 
 
 def encoded_bytes(dtype: str, codec: str, count: int) -> int:

@@ -23,12 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from shoal.dht.validation import Subkey, decode_subkey, decode_value
+from shoal.dht.validation import Subkey, decode_subkey, decode_value, encode_subkey
 from shoal.errors import ConfigError
 from shoal.peer import PeerID
 from shoal.wire import Record
 
 __all__ = [
+    "PEER_ENTRY_BYTES",
     "RECORD_OVERHEAD_BYTES",
     "RateLimiter",
     "RecordStore",
@@ -45,6 +46,9 @@ K = TypeVar("K")
 
 RECORD_OVERHEAD_BYTES = 1024
 """What a held record costs in memory beside its value and subkey: objects, index entries, signature."""
+
+PEER_ENTRY_BYTES = 8 << 10
+"""The largest entry that is looked at where shoal itself reads: more than peers say, less than costs time to decode."""
 
 WIRE_OVERHEAD_BYTES = 192
 """What a record costs in a message beside its value and subkey: key, owner, signature, expiration, framing."""
@@ -129,11 +133,14 @@ def view(records: Iterable[Record], now: float, *, entries_only: bool = False) -
     Args:
         records: of one key.
         now: wall clock, seconds.
-        entries_only: its dictionary, whatever its plain value is.
+        entries_only: its dictionary, whatever its plain value is; and of that only what peers say under their own ids,
+            in `PEER_ENTRY_BYTES` at most.
     """
     plain: ValueWithExpiration | None = None
     entries: dict[Subkey, ValueWithExpiration] = {}
     for subkey, record in merge(record for record in records if record.expiration > now).items():
+        if entries_only and not _is_of_peer(record):
+            continue
         try:
             shown = ValueWithExpiration(decode_value(record.value), record.expiration)
             if subkey is None:
@@ -146,6 +153,11 @@ def view(records: Iterable[Record], now: float, *, entries_only: bool = False) -
         return plain
     latest = max(entry.expiration_time for entry in entries.values())
     return plain if plain is not None and plain.expiration_time > latest else ValueWithExpiration(entries, latest)
+
+
+def _is_of_peer(record: Record) -> bool:
+    named = record.owner is not None and record.subkey == encode_subkey(record.owner.raw)
+    return named and len(record.value) <= PEER_ENTRY_BYTES
 
 
 # ---------------------------------------------------------------------------------------------------------------- store
@@ -171,6 +183,7 @@ class RecordStore:
         self._key_bytes: dict[bytes, int] = {}
         self._owner_bytes: dict[PeerID, int] = {}
         self._source_bytes: dict[PeerID, int] = {}
+        self._crowded: dict[bytes, dict[PeerID, int]] = {}  # see `_sources_of`
         self._by_expiration: list[tuple[float, int, bytes, bytes | None]] = []
         self._serial = 0
         self._count = 0
@@ -282,19 +295,25 @@ class RecordStore:
                 refusal = f"the key holds {limits.key_bytes} bytes already"
             else:
                 return ""
-            held: dict[
-                PeerID, int
-            ] = {}  # counted only where a key is full: that is rare, and takes less than its check
-            for each in slots.values():
-                _add(held, each.source, wire_bytes(each.record))
-            largest, most = max(held.items(), key=lambda item: item[1], default=(source, 0))
-            if not self._fair or held.get(source, 0) + size > most:
+            if not self._fair or not slots:
+                return refusal
+            sources = self._sources_of(key)
+            largest, most = max(sources.items(), key=lambda item: item[1])
+            if sources.get(source, 0) + size > most:
                 return refusal
             theirs = [subkey for subkey, each in slots.items() if each.source == largest and each is not old]
             if not theirs:
                 return refusal
             for subkey in sorted(theirs, key=lambda name: slots[name].record.expiration)[: 1 + len(theirs) // 16]:
                 self._remove(key, subkey)
+
+    def _sources_of(self, key: bytes) -> dict[PeerID, int]:
+        """Bytes under a key by the peer that sent them: counted when it is full for the first time, then kept up."""
+        if (sources := self._crowded.get(key)) is None:
+            sources = self._crowded[key] = {}
+            for each in self._keys[key].values():
+                _add(sources, each.source, wire_bytes(each.record))
+        return sources
 
     def _evict(self, source: PeerID, size: int) -> bool:
         """Make room for `size` bytes from `source`; False if that would be at the cost of someone who holds less."""
@@ -342,7 +361,12 @@ class RecordStore:
     def _account(self, held: _Held, sign: int) -> None:
         size = sign * record_bytes(held.record)
         self.bytes += size
-        _add(self._key_bytes, held.record.key, sign * wire_bytes(held.record))
+        key, on_wire = held.record.key, sign * wire_bytes(held.record)
+        _add(self._key_bytes, key, on_wire)
+        if (sources := self._crowded.get(key)) is not None:
+            _add(sources, held.source, on_wire)
+            if not sources:
+                del self._crowded[key]
         _add(self._source_bytes, held.source, size)
         if held.record.owner is not None:
             _add(self._owner_bytes, held.record.owner, size)

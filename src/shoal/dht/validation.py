@@ -27,7 +27,7 @@ from shoal.dht.routing import key_of
 from shoal.errors import ConfigError
 from shoal.identity import Identity, verify
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.wire import Record, encode
+from shoal.wire import Record, decode_plain, encode
 
 __all__ = [
     "MAX_SUBKEY_BYTES",
@@ -85,8 +85,8 @@ def decode_value(data: bytes) -> Any:
         ValueError: it is not MessagePack.
     """
     try:
-        return msgspec.msgpack.decode(data)
-    except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        return decode_plain(data)
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
         raise ValueError(f"undecodable value: {error}") from None
 
 

@@ -33,6 +33,7 @@ import msgspec
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult, TensorLock
+from shoal.clock import to_the_end
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
@@ -465,11 +466,15 @@ class Collaboration:
             limits=self._states.sharing.limits,
         )
         name = name_of(state.metadata)
-        async with self.lock.held():
+
+        async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, state.metadata.get("training"), state.tensors)
             self.state = name
             self._update = None
             self._shared = True
+
+        async with self.lock.held():
+            await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
         self._renewed()
         self._move(Phase.COLLECTING)

@@ -110,7 +110,11 @@ class Dialer:
         state = self._open.of(peer)
         try:
             connection = await self._dial(peer)
-            await connection.write(pack(Kind.HELLO, Hello(self._contact())))
+            try:
+                await connection.write(pack(Kind.HELLO, Hello(self._contact())))
+            except BaseException:
+                self._open.drop(connection)
+                raise
             return self._add_link(connection)
         finally:
             state.dialing = None

@@ -34,7 +34,7 @@ class HeldTensors:
         self.tensors = tuple(tensors)
         self.lock = TensorLock()
         self._holder: int | None = None  # the thread within `held`
-        self._exporter: int | None = None  # the thread that exports the state, while shoal holds the lock
+        self._exporters: set[int] = set()  # threads that export the state, while shoal holds the lock
 
     @contextmanager
     def held(self, *, wait: bool = True) -> Iterator[list[torch.Tensor]]:
@@ -44,7 +44,7 @@ class HeldTensors:
             wait: for others that hold them, some minutes at most; False: `LocalError` at once.
         """
         me = threading.get_ident()
-        if self._exporter == me:
+        if me in self._exporters:
             yield list(self.tensors)
             return
         if self._holder == me:
@@ -68,8 +68,9 @@ class HeldTensors:
 
     def export(self, get_state: Callable[[], T]) -> T:
         """Call what exports the state, while shoal holds the lock: it may use `held`."""
-        self._exporter = threading.get_ident()
+        me = threading.get_ident()
+        self._exporters.add(me)
         try:
             return get_state()
         finally:
-            self._exporter = None
+            self._exporters.discard(me)

@@ -353,7 +353,7 @@ class TcpTransport:
         failure = "it has no address"
         try:
             targets = await resolve(address.host, address.port)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             raise PeerUnreachable(f"cannot resolve {address.host}: {error}", address.peer_id) from error
         for family, sockaddr in targets:
             connection = TcpConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)

@@ -365,10 +365,10 @@ def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is
         for _ in range(2):
             download.cancel()
             await sim.sleep(0.1)
-            assert second.lock.holder is not None
+            assert second.lock.holder
         await asyncio.wait([download])
         assert download.cancelled()
-        assert second.lock.holder is None
+        assert not second.lock.holder
         assert second.state == first.collaboration.state
         assert second.training.epoch == second.state.epoch == 3
         assert run.agree(["p0", "p1"])

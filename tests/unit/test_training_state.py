@@ -13,6 +13,7 @@ from shoal.optim.shared_state import why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, TensorSpec
+from shoal.wire import decode_plain, encode
 
 
 def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[torch.nn.Parameter]]:
@@ -182,3 +183,17 @@ def test_an_epoch_that_cannot_be_is_not_taken_over(epoch: object) -> None:
     assert parameter.tolist() == [0.0] * 3
     training.load({**values, "epoch": 7}, [tensor + 1 for tensor in tensors])
     assert (training.epoch, parameter.tolist()) == (7, [1.0] * 3)
+
+
+def test_a_learning_rate_of_numpys_own_kind_can_be_shared() -> None:
+    """A schedule by `np.cos` leaves one, a float that no encoder takes: newcomers could never have had the state."""
+
+    class Rate(float):
+        """As `np.float64`."""
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    training = TrainingState(torch.optim.SGD([parameter], lr=Rate(0.25)))
+    values, _ = training.export()
+    packed = decode_plain(encode(values))
+    assert packed == values
+    assert "0.25" in str(packed)

@@ -266,8 +266,11 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
         return {"d": [[key, _take_out(item, tensors)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         return {"l": [_take_out(item, tensors) for item in value]}
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or isinstance(value, bool):
         return {"v": value}
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return {"v": kind(value)}  # schedulers of numpy's functions leave numbers of its own kinds
     raise ConfigError(f"the optimizer's state holds a {type(value).__name__}, which cannot be shared with other peers")
 
 

@@ -93,12 +93,10 @@ def _kind(host: str) -> str:
 def _is_host(host: str) -> bool:
     if _HOST.fullmatch(host) is None:
         return False
+    if ":" in host:
+        return _kind(host) == "ip6"
     # Resolvers raise UnicodeError for labels that cannot be.
-    return (
-        _kind(host) == "ip6"
-        if ":" in host
-        else all(0 < len(label) <= 63 for label in host.removesuffix(".").split("."))
-    )
+    return all(0 < len(label) <= 63 for label in host.removesuffix(".").split("."))
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,8 +140,8 @@ def test_entries_can_be_read_whatever_the_plain_value_is() -> None:
         record(2, NOW + 40, subkey="another's", owner=C),
         record("x" * PEER_ENTRY_BYTES, NOW + 40, subkey=B.raw, owner=B),
     ]
-    assert view([mine, *others], NOW, entries_only=True) == ({A.raw: (1, NOW + 10)}, NOW + 10)
-    assert view(others, NOW, entries_only=True) is None
+    assert view([mine, *others], NOW, of_peers=True) == ({A.raw: (1, NOW + 10)}, NOW + 10)
+    assert view(others, NOW, of_peers=True) is None
 
 
 def test_undecodable_values_do_not_exist() -> None:

@@ -226,7 +226,7 @@ class Exchange:
         await asyncio.gather(*(outgoing.finish() for outgoing in self._outgoing.values()))
         try:
             async with asyncio.timeout(_FAREWELL_S):
-                await self._all_served()
+                await self.settle()
         except TimeoutError:
             pass  # who still wants something asks another member
 
@@ -238,16 +238,13 @@ class Exchange:
         self._owner.stop()
 
     async def settle(self) -> None:
-        """After `stop`, and when the tasks of the round have ended: wait until nothing uses the vector any more."""
-        await self._all_served()
+        """Wait until no stream is served: after `stop`, and when the round's tasks have ended, nothing uses the vector."""
+        while self._serving:
+            self._served.clear()
+            await self._served.wait()
 
     def let_go(self) -> None:
         """All is over: know nothing of the round any more (see `Round.close`)."""
         self._outgoing.clear()
         self._inbound.clear()
         del self._round, self._owner
-
-    async def _all_served(self) -> None:
-        while self._serving:
-            self._served.clear()
-            await self._served.wait()

@@ -21,6 +21,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from shoal.errors import ConfigError
+from shoal.wire import read
 
 __all__ = ["MAX_PARTS", "Layout", "Part", "Run", "TensorSpec", "first_difference"]
 
@@ -211,10 +212,7 @@ def _unpack(schema: bytes) -> tuple[TensorSpec, ...]:
         raise msgspec.DecodeError(f"a schema that is not compressed: {error}") from error
     if unpacker.unconsumed_tail:
         raise msgspec.DecodeError(f"a schema of more than {_MAX_SCHEMA_BYTES} bytes")
-    try:
-        return _schema_decoder.decode(data)
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise msgspec.DecodeError(f"a schema that is no MessagePack: {error}") from error
+    return read(_schema_decoder, data)
 
 
 def _show(value: object) -> str:

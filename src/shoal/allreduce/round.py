@@ -93,7 +93,6 @@ class Round:
         self._sign = asyncio.Event()
         self._lost_sources: list[int] = []
         self._blamed: dict[tuple[PeerID, str], None] = {}
-        self._tried: dict[int, int] = {}
         self._asked: dict[int, int] = {}  # after the commit: part -> who was asked for it last
         self._exchange = Exchange(self, silence_s=options.silence_s)
         self._control = self._make_control(group, owners)
@@ -287,8 +286,7 @@ class Round:
         count = len(self.members)
         order = sorted(range(count), key=lambda i: (not self.members[i].contributes, i == owner, (i + part) % count))
         sources = [i for i in order if i != self.me and self.members[i].reduces]
-        turn = self._tried.get(part, 0)
-        self._tried[part] = turn + 1
+        turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
         if turn >= len(sources):
             self.give_up("committed, but nobody who holds the averages could be reached")
         else:

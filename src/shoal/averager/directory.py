@@ -76,7 +76,7 @@ class DhtDirectory:
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
         """Who looks for a group under this key now, and until when."""
-        return _declared(await self._node.get(group_key, latest=True, entries_only=True, timeout_s=self._timeout_s))
+        return _declared(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
 
 
 async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority: float, expiration: float) -> None:
@@ -102,7 +102,7 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
 
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
     """Who shares a state under `prefix` now, with its priority; this peer itself left out."""
-    found = await node.get(f"{prefix}.all_averagers", latest=True, entries_only=True, timeout_s=timeout_s)
+    found = await node.get(f"{prefix}.all_averagers", latest=True, of_peers=True, timeout_s=timeout_s)
     donors = []
     for peer, value in _entries(found.value if found else None):
         try:

@@ -253,8 +253,7 @@ class DhtNode:
             timeout_s: longest time; default `settings.timeout_s`.
 
         Returns:
-            What `store` returns, and what `get(latest=True)` returns; with a subkey its dictionary, whatever the plain
-            value is.
+            What `store` returns, and what `get(latest=True)` returns, with `of_peers` if the entry is under our own id.
 
         Raises:
             ConfigError: as `store`.
@@ -267,7 +266,7 @@ class DhtNode:
         now = self._env.clock.time()
         if stored := exchange.copies[0] > 0:
             self._vault.wrote(exchange.record, now)
-        return stored, view(self._all_known(exchange, now), now, entries_only=item.subkey is not None)
+        return stored, view(self._all_known(exchange, now), now, of_peers=item.subkey == self.peer_id.raw)
 
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
@@ -293,7 +292,7 @@ class DhtNode:
     # ---------------------------------------------------------------------------------------------------------- getting
 
     async def get(
-        self, key: Key, *, latest: bool = False, entries_only: bool = False, timeout_s: float | None = None
+        self, key: Key, *, latest: bool = False, of_peers: bool = False, timeout_s: float | None = None
     ) -> ValueWithExpiration | None:
         """The value of a key, with its expiration; None if nothing was found.
 
@@ -301,7 +300,8 @@ class DhtNode:
             key: what was given to `store`.
             latest: True asks all nodes that should hold the key and merges what they say. False takes the first
                 answer, which may be what this node holds, wrote, or found within `settings.cache_s`.
-            entries_only: the dictionary, also where the plain value expires later: that one anybody can write.
+            of_peers: of the dictionary what peers say under their own ids, and nothing else: other entries, and a plain
+                value that hides the dictionary, anybody can write. Entries above `PEER_ENTRY_BYTES` are passed over.
             timeout_s: longest time; default `settings.timeout_s`.
 
         Returns:
@@ -312,14 +312,14 @@ class DhtNode:
             ConfigError: the key is neither text nor bytes.
             ClosedError: the node was closed.
         """
-        return (await self.get_many([key], latest=latest, entries_only=entries_only, timeout_s=timeout_s))[key]
+        return (await self.get_many([key], latest=latest, of_peers=of_peers, timeout_s=timeout_s))[key]
 
     async def get_many(
         self,
         keys: Iterable[Key],
         *,
         latest: bool = False,
-        entries_only: bool = False,
+        of_peers: bool = False,
         timeout_s: float | None = None,
     ) -> Mapping[Key, ValueWithExpiration | None]:
         """The values of many keys, with one call per node for all keys that lead to it. As `get`, for each."""
@@ -330,7 +330,7 @@ class DhtNode:
         searches: dict[bytes, Search] = {}
         for name in names.values():
             at_hand = [] if latest else self._vault.at_hand(name, now, at)
-            if view(at_hand, now, entries_only=entries_only) is not None:
+            if view(at_hand, now, of_peers=of_peers) is not None:
                 records[name] = at_hand
             else:
                 searches[name] = self._crawler.search(name, first=not latest)
@@ -340,7 +340,7 @@ class DhtNode:
         now = self._env.clock.time()
         for name, search in searches.items():
             records[name] = self._all_known(search, now)
-        return {key: view(records[name], now, entries_only=entries_only) for key, name in names.items()}
+        return {key: view(records[name], now, of_peers=of_peers) for key, name in names.items()}
 
     def _all_known(self, findings: Findings, now: float) -> list[Record]:
         """What was found under a key, which is kept for a while, and what lies here."""

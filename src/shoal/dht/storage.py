@@ -11,8 +11,8 @@ dictionary if they expire at once.
 **Bounds.** A record is refused if it has expired or expires too far ahead, or if its owner or the peer that sent it
 holds too much already. Sizes count a flat overhead per record, so many tiny records are not free. When a key or the
 whole store is full, the source that holds the most of it gives up its records that expire first, never a smaller
-source: one peer can fill its own share and no more. When a cache (`fair=False`) is full,
-whatever expires first goes.
+source: one peer can fill its own share and no more. When a cache (`fair=False`) is full whatever expires first goes;
+a key that is full takes no more there.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def merge(records: Iterable[Record]) -> dict[bytes | None, Record]:
     return merged
 
 
-def view(records: Iterable[Record], now: float, *, entries_only: bool = False) -> ValueWithExpiration | None:
+def view(records: Iterable[Record], now: float, *, of_peers: bool = False) -> ValueWithExpiration | None:
     """What the records of one key say at this time: its plain value, or its dictionary; None if all have expired.
 
     An entry that cannot be decoded does not exist.
@@ -133,18 +133,17 @@ def view(records: Iterable[Record], now: float, *, entries_only: bool = False) -
     Args:
         records: of one key.
         now: wall clock, seconds.
-        entries_only: its dictionary, whatever its plain value is; and of that only what peers say under their own ids,
-            in `PEER_ENTRY_BYTES` at most.
+        of_peers: of its dictionary what peers say under their own ids, in `PEER_ENTRY_BYTES` at most; nothing else.
     """
     plain: ValueWithExpiration | None = None
     entries: dict[Subkey, ValueWithExpiration] = {}
     for subkey, record in merge(record for record in records if record.expiration > now).items():
-        if entries_only and not _is_of_peer(record):
+        if of_peers and not _is_of_peer(record):
             continue
         try:
             shown = ValueWithExpiration(decode_value(record.value), record.expiration)
             if subkey is None:
-                plain = None if entries_only else shown
+                plain = shown
             else:
                 entries[decode_subkey(subkey)] = shown
         except ValueError:

@@ -43,8 +43,8 @@ class Matchmaker:
         prefix: the averager's name; group keys are `prefix.0b` and bits.
         schema: describes our tensors; equal bytes are equal schemas.
         settings: named values that must be equal in the whole run.
-        compare_schema: given another peer's schema, a sentence naming the first difference, or None if both can average
-            together. Must take any bytes.
+        compare_schema: given the schema of another peer, and who that is: a sentence naming the first difference, or
+            None if both can average together. Must take any bytes.
         plan: given a group's members, in order: how many elements each reduces, and the bytes of one part.
         target_group_size: a group of this many starts at once; None: any number, as soon as all who look are in it.
         min_group_size: a smaller group never starts.

@@ -138,7 +138,7 @@ class ProgressGossip:
         """Read everybody's progress from the DHT."""
         while True:
             with suppress(ShoalError):
-                found = await self._core.node.get(self._key, latest=True, entries_only=True)
+                found = await self._core.node.get(self._key, latest=True, of_peers=True)
                 entries = found.value if found is not None and isinstance(found.value, dict) else {}
                 for subkey, entry in entries.items():
                     with suppress(msgspec.MsgspecError, TypeError, ConfigError):

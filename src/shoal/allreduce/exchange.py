@@ -238,7 +238,7 @@ class Exchange:
         self._owner.stop()
 
     async def settle(self) -> None:
-        """Wait until no stream is served: after `stop`, and when the round's tasks have ended, nothing uses the vector."""
+        """Wait until no stream is served: after `stop`, and the round's tasks, nothing uses the vector any more."""
         while self._serving:
             self._served.clear()
             await self._served.wait()

@@ -77,13 +77,15 @@ class PeerCore:
             ConfigError: the address cannot be listened on.
             PeerUnreachable: no initial peer answered.
         """
-        endpoint = Endpoint(transport, env, limits=limits)
+        endpoint, node = Endpoint(transport, env, limits=limits), None
         try:
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
             core = cls(identity, env, endpoint, node, client_mode, state_upload_limit)
             await node.bootstrap(initial_peers, timeout_s=timeout_s)
         except BaseException:
+            if node is not None:
+                await node.close()
             await endpoint.close()
             raise
         return core

@@ -1,9 +1,10 @@
 """The flight recorder: what happened at this peer lately, for whoever has to find out why.
 
 Every event of the peer's bus goes into a ring of the last 1,000, from the first moment to the last, with the time at
-which it came. What is kept is small and harmless by construction: each field is turned into a number or a short text at
-once; tensors, gathered values, keys and secrets are in no event. So memory is bounded: `MAX_ENTRIES` entries of at most
-`MAX_FIELDS` fields, each a text of `MAX_CHARACTERS` or a list of `MAX_LIST` of them.
+which it came. Events of one other peer take a quarter of it at most: who comes and goes all the time pushes out what it
+did itself before, and nobody else's. What is kept is small and harmless by construction: each field is turned into a
+number or a short text at once; tensors, gathered values, keys and secrets are in no event. So memory is bounded:
+`MAX_ENTRIES` entries of at most `MAX_FIELDS` fields, each a text of `MAX_CHARACTERS` or a list of `MAX_LIST` of them.
 
 The ring is written in the loop's thread, and may be read from any other: a copy is taken in one step.
 """
@@ -18,9 +19,19 @@ from shoal.events import Event, EventBus, Warned
 from shoal.peer import PeerID
 from shoal.wire import PlainValue, Trace, TraceEntry, encode
 
-__all__ = ["MAX_CHARACTERS", "MAX_ENTRIES", "MAX_FIELDS", "MAX_LIST", "FlightRecorder", "for_strangers", "within"]
+__all__ = [
+    "MAX_CHARACTERS",
+    "MAX_ENTRIES",
+    "MAX_FIELDS",
+    "MAX_LIST",
+    "MAX_OF_PEER",
+    "FlightRecorder",
+    "for_strangers",
+    "within",
+]
 
 MAX_ENTRIES = 1000
+MAX_OF_PEER = MAX_ENTRIES // 4
 MAX_CHARACTERS = 200
 MAX_FIELDS = 16
 MAX_LIST = 16
@@ -38,22 +49,36 @@ class FlightRecorder:
     def __init__(self, peer: PeerID, events: EventBus, *, clock: Clock | None = None) -> None:
         self._peer, self._clock = peer, clock or SystemClock()
         self._began, self._began_s = self._clock.time(), self._clock.monotonic()
-        self._ring: deque[TraceEntry] = deque(maxlen=MAX_ENTRIES)
+        self._ring: dict[int, TraceEntry] = {}  # by their numbers
+        self._of: dict[object, deque[int]] = {}  # the numbers, for each other peer; None: of none
         self._count = 0
         self.stop = events.subscribe(self._record)
 
     def _record(self, event: Event) -> None:
         names = type(event).__struct_fields__[:MAX_FIELDS]
         fields = {name: _plain(getattr(event, name)) for name in names}
-        self._ring.append(TraceEntry(self._count, self._now_s(), _text(type(event).__name__), fields))
+        peer = fields.get("peer")
+        if peer is not None and len(self._of.get(peer, ())) >= MAX_OF_PEER:
+            self._forget(peer)
+        elif len(self._ring) >= MAX_ENTRIES:
+            self._forget(next(iter(self._ring.values())).fields.get("peer"))
+        self._ring[self._count] = TraceEntry(self._count, self._now_s(), _text(type(event).__name__), fields)
+        self._of.setdefault(peer, deque()).append(self._count)
         self._count += 1
+
+    def _forget(self, peer: object) -> None:
+        """Drop the oldest entry of a peer."""
+        numbers = self._of[peer]
+        del self._ring[numbers.popleft()]
+        if not numbers:
+            del self._of[peer]
 
     def _now_s(self) -> float:
         return round(self._clock.monotonic() - self._began_s, 6)
 
     def dump(self, last: int = MAX_ENTRIES) -> Trace:
         """A copy of the last entries; from any thread."""
-        entries = list(self._ring.copy())
+        entries = list(self._ring.copy().values())
         return Trace(self._peer, os.getpid(), self._began, self._now_s(), entries[-last:] if last > 0 else [])
 
 

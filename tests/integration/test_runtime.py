@@ -718,6 +718,41 @@ def test_dropped_dht_leaves() -> None:
         until(lambda: lost)
 
 
+def test_dropped_averager_ends() -> None:
+    """Once nobody holds it, and no step of it goes on, its name is free; a DHT that was held by it alone leaves."""
+    with shoal.DHT(start=True) as dht:
+        one = shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p")
+        core = one._core()
+        step = one.step(wait=False)
+        del one
+        gc.collect()
+        assert core._ending is None
+        step.cancel()
+        del step
+        running = dht._started()
+        until(lambda: gc.collect() is not None and not running._closers)
+        assert core._ending is not None
+        shoal.DecentralizedAverager([torch.ones(1)], dht, start=True, prefix="p").shutdown()
+    two = shoal.DecentralizedAverager([torch.ones(1)], shoal.DHT(start=True), start=True, prefix="p")
+    thread = two.dht.loop_thread._thread
+    del two
+    gc.collect()
+    until(lambda: not thread.is_alive())
+
+
+def test_two_averagers_of_one_name_do_not_replace_each_other() -> None:
+    """On one DHT the second one is refused, and says what to do; the first one goes on."""
+    with shoal.DHT(start=True) as dht, shoal.DHT([dht.invite()], start=True) as other:
+        one, two = (averager(each, torch.ones(1)) for each in (dht, other))
+        with pytest.raises(ConfigError, match="is in use on this DHT already: give each user of it another name"):
+            averager(dht, torch.ones(1))
+        steps = [each.step(timeout=LONG_S, wait=False) for each in (one, two)]
+        assert [len(step.result(LONG_S)) for step in steps] == [2, 2]
+        one.shutdown()
+        averager(dht, torch.ones(1)).shutdown()
+        two.shutdown()
+
+
 EXITS = {
     "idle": "",
     "in a search": "future = one.step(timeout=300, wait=False)",

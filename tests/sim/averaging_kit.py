@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import msgspec
@@ -34,6 +35,13 @@ async def start_core(
     transport = transport or host.transport
     peers = [] if first is None or first.name == host.name else [first.address]
     return await PeerCore.start(host.identity, transport, host.env, peers, client_mode=client_mode, **options)
+
+
+def seize(lock: TensorLock, holder: str) -> Callable[[], None]:
+    """Take a lock that is free; returns what gives it back."""
+    stack = ExitStack()
+    assert stack.enter_context(lock.holding(holder, 0.0))
+    return stack.close
 
 
 def note_internal_error(notes: list[str], name: str, event: Event) -> None:

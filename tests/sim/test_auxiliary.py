@@ -533,7 +533,7 @@ def test_an_owner_that_no_values_reach_hands_its_parts_over() -> None:
         assert any(held.attempt for held in commit.parts)
         failure = trial.results[3].failure
         assert failure is not None
-        assert "no values came" in failure.reason
+        assert "no values with a weight came" in failure.reason
 
     on_sim(scenario)
 
@@ -552,13 +552,13 @@ def test_parts_that_come_when_everybody_was_counted_out() -> None:
         await asyncio.wait({trial.running[0]}, timeout=5.0)
         failure = trial.results[2].failure
         assert failure is not None
-        assert "no values came" in failure.reason
+        assert "no values with a weight came" in failure.reason
 
     on_sim(scenario)
 
 
 def test_weights_of_zero_are_told_apart_from_being_cut_off() -> None:
-    """One contributor says that it has nothing, the other one is dead: the round fails for its weight."""
+    """All that is left says that it has nothing; who has something is dead: nobody reports an average of nobody."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta")
@@ -567,11 +567,58 @@ def test_weights_of_zero_are_told_apart_from_being_cut_off() -> None:
         net.swarm.crash("t1")
         trial.start([0, 2])
         await trial.wait()
-        for i in (0, 2):
-            failure = trial.results[i].failure
-            assert failure is not None
-            assert "total weight of the group is zero" in failure.reason
+        failures = [trial.results[i].failure for i in (0, 2)]
+        assert [f is not None and f.reason for f in failures] == [
+            "too few members are left",
+            "no values with a weight came: members that contribute are lost or too slow",
+        ]
         trial.check()
+
+
+def test_an_owner_that_only_weights_of_zero_reach_hands_its_parts_over() -> None:
+    """Who has values does not get through to it alone: somebody else averages its parts, and the round succeeds."""
+
+    async def scenario(net: SimNet) -> None:
+        trial = await Trial.make(net, "ttta")
+        trial.weights = [0.0, 1.0, 2.0, 0.0]
+        await trial.begin([0, 5000, 5000, 10_000])
+        for sender in (1, 2):
+            trial.rounds[3]._exchange.exclude(sender)
+        trial.start()
+        await trial.wait()
+        commit = trial.check()
+        assert commit is not None
+        assert trial.contributors(commit) == {1, 2}
+        assert any(held.attempt for held in commit.parts)
+        assert all(trial.results[i].outcome is not None for i in range(3))
+        failure = trial.results[3].failure
+        assert failure is not None
+        assert "no values with a weight came" in failure.reason
+
+    on_sim(scenario)
+
+
+@pytest.mark.parametrize("word", ["attt", "tttt"])
+def test_a_slow_decider_without_weight_hands_its_parts_on_and_goes_on_deciding(word: str) -> None:
+    """An auxiliary helper (or a trainer without samples) at 1% of the others' speed: the round succeeds without it."""
+
+    async def scenario(net: SimNet) -> None:
+        slow = f"{word[0]}0"
+        trial = await Trial.make(net, word, numel=4 * NUMEL)
+        trial.weights[0] = 0.0
+        await trial.begin()
+        net.swarm.slow(slow, 100.0)
+        trial.start()
+        await trial.wait()
+        commit = trial.check()
+        assert commit is not None
+        assert trial.contributors(commit) >= {1, 2, 3}
+        assert all(result.outcome is not None for result in trial.results[1:])
+        assert any(held.attempt for held in commit.parts)
+        blamed = {event.peer for event in trial.members[0].peer.seen(PeerDropped)}
+        assert trial.members[0].peer.peer_id in blamed
+
+    on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S * 4)
 
     on_sim(scenario)
 

@@ -11,7 +11,7 @@ from shoal import sim
 from shoal.averager import StepPlan, TensorLock
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed, RoundAborted
-from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
+from tests.sim.averaging_kit import SETTINGS, Trial, same_bits, seize
 
 HOLDER = "a get_tensors() block in thread 'worker'"
 
@@ -39,16 +39,16 @@ def test_coroutines_have_the_lock_in_the_order_of_asking() -> None:
                 await sim.sleep(1.0)
 
         async def impatient(timeout_s: float) -> None:
-            with pytest.raises(TimeoutError):
-                await lock.take(timeout_s)
+            async with lock.held(timeout_s) as has_come:
+                assert not has_come
 
-        assert lock.acquire("the test", 0.0)
+        release = seize(lock, "the test")
         tasks = [asyncio.ensure_future(work("a")), asyncio.ensure_future(impatient(0.5))]
         tasks += [asyncio.ensure_future(work(name)) for name in "bcd"]
         await sim.sleep(1.0)
-        assert not lock.acquire("the test", 0.0)
+        assert lock.holder == "the test"
         assert had == []
-        lock.release()
+        release()
         again = asyncio.ensure_future(work("e"))
         await sim.sleep(1.5)  # b has it
         tasks[3].cancel()  # c
@@ -71,7 +71,7 @@ def test_a_step_whose_tensors_are_held_fails_at_its_timeout_and_names_the_holder
         averager.core.env.events.subscribe(
             lambda event: aborted.append(event) if isinstance(event, RoundAborted) else None
         )
-        assert averager.lock.acquire(HOLDER, 0.0)
+        release = seize(averager.lock, HOLDER)
         began = _now()
         others = asyncio.gather(*(trial.step(f"p{peer}", timeout_s=60.0) for peer in (1, 2)))
         with pytest.raises(RoundFailed, match=r"no access to the tensors .*get_tensors\(\) block in thread 'worker'"):
@@ -81,7 +81,7 @@ def test_a_step_whose_tensors_are_held_fails_at_its_timeout_and_names_the_holder
         await others
         assert values[0][0].tolist() == [0.0] * 3
         assert values[1][0].tolist() == values[2][0].tolist() == [4.5] * 3
-        averager.lock.release()
+        release()
         await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(3)))
         assert same_bits(values)
         await trial.close()
@@ -107,8 +107,7 @@ def test_who_has_a_group_and_no_values_keeps_it_waiting_no_longer_than_a_silent_
                 formed.append(_now())
                 if len(formed) == 1:
                     assert decides == (event.decider == averager.core.peer_id)
-                    assert averager.lock.acquire(HOLDER, 0.0)
-                    asyncio.get_running_loop().call_later(10.0, averager.lock.release)
+                    asyncio.get_running_loop().call_later(10.0, seize(averager.lock, HOLDER))
 
         averager.core.env.events.subscribe(hear)
         steps = {}
@@ -166,8 +165,7 @@ def test_an_average_is_applied_before_the_timeout_or_not_at_all(held_s: float) -
         steps += [asyncio.ensure_future(trial.step(f"p{peer}", timeout_s=10.0)) for peer in (1, 2)]
         while not plan.began:
             await sim.sleep(0.01)
-        assert lock.acquire(HOLDER, 0.0)
-        asyncio.get_running_loop().call_later(held_s, lock.release)
+        asyncio.get_running_loop().call_later(held_s, seize(lock, HOLDER))
         await asyncio.gather(*steps[1:])
         assert _now() < 2.0
         [ended] = await asyncio.gather(steps[0], return_exceptions=True)
@@ -196,20 +194,20 @@ def test_a_step_that_waits_for_its_tensors_can_be_given_up(stage: str) -> None:
         values = await _three(trial, numel=30_000)
         averager, plan = trial.swarm.peer("p0"), StepPlan()
         if stage == "values":
-            assert averager.lock.acquire(HOLDER, 0.0)
+            release = seize(averager.lock, HOLDER)
         step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=60.0))
         others = asyncio.gather(*(trial.step(f"p{peer}") for peer in (1, 2)))
         if stage == "average":
             while not plan.began:
                 await sim.sleep(0.01)
-            assert averager.lock.acquire(HOLDER, 0.0)
+            release = seize(averager.lock, HOLDER)
         await others
         await sim.sleep(1.0)
         step.cancel()
         await asyncio.wait([step], timeout=0.01)
         assert step.cancelled()
         assert values[0][0].tolist() == [0.0] * 30_000
-        averager.lock.release()
+        release()
         await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(3)))
         assert same_bits(values)
         await trial.close()

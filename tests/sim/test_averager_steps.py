@@ -12,7 +12,7 @@ import torch
 
 from shoal import sim
 from shoal.averager import AveragingStage, DhtDirectory, StepPlan
-from shoal.errors import LocalError, RoundFailed
+from shoal.errors import ClosedError, LocalError, RoundFailed
 from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished
 from shoal.wire import Join, JoinAccepted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
@@ -344,6 +344,36 @@ def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> N
         assert not trial.warnings
 
     sim.run(main, seed=9)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 4.0])
+def test_whatever_its_patience_a_close_ends_the_round(timeout_s: float) -> None:
+    """In the middle of a round, with no time to wait: it returns, what is left ends, and nothing keeps the vector."""
+
+    async def main() -> None:
+        trial = Trial(bandwidth_bytes_s=200_000)
+        for peer in range(2):
+            await trial.add(f"p{peer}", [torch.full((30_000,), float(peer))], target_group_size=2)
+        averager, plan = trial.swarm.peer("p0"), StepPlan()
+        rounds, callbacks = averager.core.rounds(), averager.core.endpoint._lost_callbacks
+        step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=60.0))
+        other = trial.swarm.spawn("p1", trial.swarm.peer("p1").step(timeout_s=5.0))
+        while not plan.began:
+            await sim.sleep(0.01)
+        assert rounds._rounds
+        began = asyncio.get_running_loop().time()
+        await trial.swarm.run_on("p0", averager.close, timeout_s)
+        assert asyncio.get_running_loop().time() - began <= timeout_s
+        [ended] = await asyncio.gather(step, return_exceptions=True)
+        assert isinstance(ended, ClosedError)
+        await asyncio.gather(other, return_exceptions=True)
+        await trial.swarm.run_on("p0", averager.close, 60.0)  # waits for the end of the first one
+        assert not rounds._rounds
+        assert callbacks == [averager.core.node._peer_lost]
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=5)
 
 
 def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.errors import ClosedError, LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc import Limits
@@ -264,6 +264,10 @@ def test_handlers_have_scopes_and_can_be_taken_back(run: Run) -> None:
             stream = await a.endpoint.open(b.contact, OpenPipe(where=where), timeout_s=5.0)
             assert await stream.recv() == (Down(int(where)), 0)
             await stream.finish()
+        with pytest.raises(ConfigError, match="'1' is in use on this DHT already"):
+            b.endpoint.serve(Say, says("three"), scope="1")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="in use"):
+            b.endpoint.serve_stream(OpenPipe, sends(3), scope="1")  # type: ignore[arg-type]
         end_one()
         with pytest.raises(PeerRefused, match="not served"):
             await a.endpoint.call(b.contact, Say("x", where="1"), timeout_s=5.0)
@@ -341,6 +345,54 @@ def test_who_calls_is_known_afterwards(run: Run) -> None:
         a.endpoint.serve(Say, echo)
         await together(b.endpoint.call(a.contact, Say("x"), timeout_s=5.0))
         assert a.endpoint.contact_of(b.peer_id) == b.contact
+
+    run(scenario)
+
+
+@everywhere
+def test_what_a_peer_says_of_itself_goes_before_hearsay(run: Run) -> None:
+    """Wrong addresses from others do not displace the right one; newer ones are tried where its own do not answer."""
+
+    async def scenario(net: Net) -> None:
+        a, b, liar = await net.peer("a"), await net.peer("b"), await net.peer("liar")
+        for peer in (a, b):
+            peer.endpoint.serve(Say, echo)
+        wrong = tuple(Address(each.host, each.port, b.peer_id) for each in liar.contact.addresses)
+        await b.endpoint.call(a.contact, Say("x"), timeout_s=5.0)
+        [link] = a.endpoint._open.peers[b.peer_id].links
+        link.abort()
+        assert (await a.endpoint.call(Contact(b.peer_id, wrong), Say("x"), timeout_s=5.0)).text == "x"
+        assert a.endpoint.contact_of(b.peer_id) == b.contact
+        other = await net.peer("other")
+        await together(other.endpoint.call(Contact(b.peer_id, wrong), Say("x"), timeout_s=5.0))
+        assert (await other.endpoint.call(b.contact, Say("x"), timeout_s=5.0)).text == "x"
+        a.endpoint._dialer.learn(Contact(liar.peer_id, moved(liar.contact)), by_itself=True)
+        liar.endpoint.serve(Say, echo)
+        assert (await a.endpoint.call(liar.contact, Say("x"), timeout_s=5.0)).text == "x"
+
+    run(scenario)
+
+
+def moved(contact: Contact) -> tuple[Address, ...]:
+    """Where the peer was before, and nobody listens now."""
+    return tuple(Address(each.host, 1, contact.peer) for each in contact.addresses)
+
+
+@everywhere
+def test_a_peer_has_few_links(run: Run) -> None:
+    """Each holds what waits to be sent: the oldest goes when there are more than honest peers can need."""
+
+    async def scenario(net: Net) -> None:
+        a = await net.peer("a")
+        hand = ByHand(net.transport("h"), a.contact)
+        links = [await hand.link() for _ in range(6)]
+        assert all(await together(ends(links[0]), ends(links[1])))
+        for number, link in enumerate(links[2:], 1):
+            await link.write(call_frame(number, "Nothing", encode(Say("x"))))
+            assert (await receive(link, Failure)).id == number
+        assert len(a.endpoint._open.peers[hand.transport.peer_id].links) == 4
+        assert not a.seen(PeerLost)
+        await hand.close()
 
     run(scenario)
 

@@ -256,6 +256,35 @@ def test_silence_is_noticed_soon_while_there_are_streams(fault: str, side: str, 
     on_sim(scenario)
 
 
+def test_who_sends_is_not_silent_though_its_answers_are_late() -> None:
+    """On a full line the answer to a heartbeat waits behind the data: whoever's bytes come is there, until they end."""
+
+    async def scenario(net: SimNet) -> None:
+        a = await net.peer("a")
+
+        async def take(stream: PipeDown, opening: OpenPipe) -> None:
+            await stream.recv()
+            await stream.readinto(bytearray(100))
+
+        a.endpoint.serve_stream(OpenPipe, take)
+        hand = ByHand(net.transport("h"), a.contact)
+        link = await hand.link()
+        stream = await hand.open(OpenPipe())
+        frame = pack(Kind.DATA, Up(1), 100) + bytes(100)
+        for place in range(3 * round(QUICK.silence_s / QUICK.beat_s)):
+            await sleep(QUICK.beat_s)
+            await stream.write(frame[place : place + 1])
+        assert not a.seen(PeerLost)
+        began = now()
+        lost = await a.event(PeerLost)
+        assert "silent" in lost.reason
+        assert now() - began <= QUICK.silence_s + 2 * QUICK.beat_s
+        assert await ends(link)
+        await hand.close()
+
+    on_sim(scenario)
+
+
 def test_silence_is_noticed_late_without_streams() -> None:
     """A link without streams is watched at leisure: lost after three idle periods, and one at most."""
 
@@ -799,10 +828,12 @@ def test_contacts_are_bounded() -> None:
 
     async def scenario(net: SimNet) -> None:
         a = await net.peer("a")
+        dialer = a.endpoint._dialer
         for i in range(9000):
             peer = PeerID(i.to_bytes(32, "big"))
-            a.endpoint.learn(Contact(peer, (Address("127.0.0.1", 4000, peer),)))
-        assert len(a.endpoint._dialer.contacts) == 8192
+            for by_itself in (False, True):
+                dialer.learn(Contact(peer, (Address("127.0.0.1", 4000, peer),)), by_itself=by_itself)
+        assert len(dialer._told) == len(dialer._heard) == 8192
         assert not a.endpoint.reachable(PeerID(bytes(32)))
         with pytest.raises(PeerUnreachable):
             await a.endpoint.call(PeerID(bytes(32)), Say("x"), timeout_s=1.0)

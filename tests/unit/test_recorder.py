@@ -9,7 +9,7 @@ import pytest
 from shoal.cli.debug import lines_of, to_dict
 from shoal.events import Event, EventBus, GroupFormed, PeerLost, Warned
 from shoal.peer import PeerID
-from shoal.recorder import MAX_CHARACTERS, MAX_ENTRIES, MAX_LIST, FlightRecorder, for_strangers, within
+from shoal.recorder import MAX_CHARACTERS, MAX_ENTRIES, MAX_LIST, MAX_OF_PEER, FlightRecorder, for_strangers, within
 from shoal.wire import Trace, TraceEntry, decode, encode
 
 PEER, OTHER = PeerID(b"p" * 32), PeerID(b"o" * 32)
@@ -47,6 +47,20 @@ def test_events_are_kept_in_order_with_their_times() -> None:
     ]
     assert trace.entries[0].fields == {"peer": str(OTHER), "reason": "silent"}
     assert (trace.peer, trace.began, trace.now_s) == (PEER, 1e9 + 100, 2.0)
+
+
+def test_who_comes_and_goes_pushes_out_nobody_elses_events() -> None:
+    """One peer's events take a quarter at most; what there was of others, and of none, stays."""
+    others = [PeerLost(peer=PeerID(bytes([number]) * 32), reason="") for number in range(1, 20)]
+    noise = [PeerLost(peer=OTHER, reason=str(number)) for number in range(5 * MAX_ENTRIES)]
+    trace = recorded(Warned(where="", message="first"), *others, *noise, *others)
+    numbers = [entry.number for entry in trace.entries]
+    assert numbers == sorted(numbers)
+    assert trace.entries[0].fields["message"] == "first"
+    of_other = [entry.fields["reason"] for entry in trace.entries if entry.fields.get("peer") == str(OTHER)]
+    assert of_other == [str(number) for number in range(5 * MAX_ENTRIES - MAX_OF_PEER, 5 * MAX_ENTRIES)]
+    assert len(trace.entries) == 1 + 2 * len(others) + MAX_OF_PEER
+    assert len(recorded(*noise[:MAX_OF_PEER], *(each for _ in range(100) for each in others)).entries) == MAX_ENTRIES
 
 
 def test_only_the_last_thousand_are_kept() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.compression import Float16Compression, NoCompression
+from shoal.compression import Float16Compression, NoCompression, TopKCompression
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.state.manifest import (
     CHUNK_BYTES,
@@ -100,6 +100,21 @@ def test_a_manifest_that_cannot_be_is_refused(changes: dict[str, Any], reason: s
     with pytest.raises(PeerProtocolError, match=reason) as caught:
         read_manifest(reply(**changes), max_state_bytes=LIMIT)
     assert len(str(caught.value)) < 500
+
+
+def test_a_little_that_becomes_much_is_refused() -> None:
+    """A codec that keeps one value of thousands may be for gradients; as a state it would take memory for nothing."""
+    codec = TopKCompression(1e-4)
+    for numel, taken in ((1 << 20, True), (1 << 28, False)):
+        large = TensorSpec((numel,), torch.float32, codec)
+        chunks = -(-large.encoded_bytes // CHUNK_BYTES)
+        entry = ([numel], "float32", codec.name, large.encoded_bytes)
+        sent = reply(tensors=[entry], hashes=[b"h" * 32] * chunks, chunk_bytes=CHUNK_BYTES)
+        if taken:
+            assert read_manifest(sent, max_state_bytes=64 << 30).tensors == (large,)
+        else:
+            with pytest.raises(PeerProtocolError, match=f"{large.encoded_bytes} bytes that become {4 * numel}"):
+                read_manifest(sent, max_state_bytes=64 << 30)
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(), max_size=4), st.text(), st.text(), st.integers()), max_size=3))

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import sys
 import threading
+from types import FrameType
+
+import pytest
+import torch
 
 from shoal.averager import TensorLock
+from shoal.averager import lock as lock_module
+from shoal.runtime import tensors as tensors_module
+from shoal.runtime.tensors import HeldTensors
 
 LONG_S = 60.0
 
@@ -21,19 +31,17 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
     lock, had = TensorLock(), []
 
     def work(name: str) -> None:
-        assert lock.acquire(name, LONG_S)
-        had.append(lock.holder)
-        lock.release()
+        with lock.holding(name, LONG_S) as has_come:
+            assert has_come
+            had.append(lock.holder)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("b", "c", "d")]
-    assert lock.acquire("a", 0.0)
-    for count, thread in enumerate(threads, 1):
-        thread.start()
-        in_line(lock, count)
-    lock.release()
-    assert lock.acquire("a", LONG_S)
-    had.append(lock.holder)
-    lock.release()
+    with lock.holding("a", 0.0) as has_come:
+        assert has_come
+        for count, thread in enumerate(threads, 2):
+            thread.start()
+            in_line(lock, count)
+    work("a")
     for thread in threads:
         thread.join(LONG_S)
     assert had == ["b", "c", "d", "a"]
@@ -41,13 +49,68 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
 
 
 def test_who_gives_up_leaves_the_line() -> None:
-    """After its time is over a thread gets False, and whoever stands behind it is not held up."""
+    """After its time is over a thread goes on without, and whoever stands behind it is not held up."""
     lock = TensorLock()
-    assert lock.acquire("a")
-    assert not lock.acquire("b", 0.001)
-    assert lock.holder == "a"
-    lock.release()
+    with lock.holding("a"):
+        assert lock.mine
+        with lock.holding("b", 0.001) as has_come:
+            assert not has_come
+            assert lock.holder == "a"
+        assert lock.holder == "a"
     assert lock.holder == ""
-    with lock:
+    assert not lock.mine
+    with lock.holding():
         assert lock.holder == f"thread {threading.current_thread().name!r}"
-    assert lock.acquire("c", 0.0)
+    with lock.holding("c", 0.0) as has_come:
+        assert has_come
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one moment in the code of the lock: before or after its n-th call.
+
+    Python looks for signals when a function begins, and after calls: there, and not between any two bytes of code.
+
+    Attributes:
+        moments: how many there were.
+    """
+
+    files = frozenset({lock_module.__file__, tensors_module.__file__, contextlib.__file__})
+
+    def __init__(self, moment: int) -> None:
+        self.moments, self._moment = 0, moment
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if frame.f_code.co_filename in self.files and not yields:
+            self.moments += 1
+            if self.moments == self._moment:
+                raise KeyboardInterrupt
+
+    def during_a_block(self, held: HeldTensors) -> bool:
+        """Hold the tensors for a moment; whether it was interrupted."""
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            with held.held():
+                pass
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.setprofile(before)
+        return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_at_any_moment_costs_nobody_the_lock() -> None:
+    """Ctrl+C while a thread takes the tensors, has them, or gives them back: the next one gets them."""
+    held = HeldTensors([torch.zeros(1)])
+    whole = Interrupt(0)
+    assert not whole.during_a_block(held)
+    assert whole.moments > 40
+    interrupted = 0
+    for moment in range(1, whole.moments + 1):
+        interrupted += Interrupt(moment).during_a_block(held)
+        assert held.lock.holder == "", moment
+        with held.held(wait=False):
+            assert held.lock.mine
+    assert interrupted >= whole.moments - 1

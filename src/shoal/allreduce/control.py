@@ -95,6 +95,10 @@ class Control(Protocol):
         """This member gives the round up."""
         ...
 
+    def cut_off(self, reason: str) -> None:
+        """The values of the others do not reach this member: its parts need another owner."""
+        ...
+
     async def finish(self) -> None:
         """Everything was said: end the streams in order."""
         ...
@@ -197,6 +201,9 @@ class DeciderControl:
     def give_up(self, reason: str) -> None:
         self._do(self._rules.give_up(reason))
 
+    def cut_off(self, reason: str) -> None:
+        self._leave_out(self._round.me, reason)  # it goes on deciding
+
     async def finish(self) -> None:
         try:
             async with asyncio.timeout(_FAREWELL_S):
@@ -286,6 +293,9 @@ class FollowerControl:
 
     def give_up(self, reason: str) -> None:
         self.may_learn = False
+
+    def cut_off(self, reason: str) -> None:
+        self._round.give_up(reason)
 
     async def finish(self) -> None:
         if self._talking is not None:

@@ -1,7 +1,7 @@
 """The parts that are owned here: contributions are added as they come, then divided, encoded and given to everybody.
 
-`ReducerRules` knows whom to wait for; here the numbers are added. An owner without values of its own that nobody else's
-reach gives the round up rather than report an average of nobody: then its parts get another owner.
+`ReducerRules` knows whom to wait for; here the numbers are added. An owner without weight that no weight of the others
+reaches, while somebody is missing, is cut off: it hands its parts on rather than report an average of nobody.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PartOwner:
             if round_.rules.attempt[number] != attempt or not round_.rules.wants(number, attempt):
                 return  # it has another owner by now
             if not any(contributors) and self.reducer.cut_off(number, attempt):
-                round_.give_up("no values came: all other members that contribute are lost or too slow")
+                round_.cut_off("no values with a weight came: members that contribute are lost or too slow")
                 return
             total = self._weights[number, attempt]
             digest = NO_DIGEST

@@ -92,8 +92,8 @@ class ReducerRules:
         return self._ready(list(self._waiting))
 
     def cut_off(self, part: int, attempt: int) -> bool:
-        """Whether other members were to contribute to this part and none did, not even with weight 0."""
-        return not self._others[part, attempt] and bool(self.senders - {self.me})
+        """Whether a member that was to contribute to this part is missing in it, be it with weight 0."""
+        return self._others[part, attempt] < len(self.senders - {self.me})
 
     def deadline(self) -> float | None:
         """When `stalled` should be asked next."""

@@ -239,6 +239,10 @@ class Round:
             self._control.give_up(reason)
             self._check()
 
+    def cut_off(self, reason: str) -> None:
+        """The values of the others do not come here: somebody else is to average what is owned here."""
+        self._control.cut_off(reason)
+
     def blame(self, member: int, reason: str) -> None:
         """A member did not do its part: an event says so, once, and the error does if the round fails."""
         if self.decided:

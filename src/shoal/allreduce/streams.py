@@ -60,8 +60,8 @@ class RoundView(Protocol):
         """A member did not do its part."""
         ...
 
-    def give_up(self, reason: str) -> None:
-        """Fail the round here."""
+    def cut_off(self, reason: str) -> None:
+        """The values of the others do not come here: somebody else is to average what is owned here."""
         ...
 
 

@@ -86,7 +86,8 @@ class Averager:
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
         )
-        self._closed = self._leaving = False
+        self._ending: asyncio.Task[None] | None = None
+        self._leaving = False
         self._between_rounds = asyncio.Event()
         self._between_rounds.set()
         self._stepping: asyncio.Task[Any] | None = None
@@ -154,7 +155,7 @@ class Averager:
             await asyncio.wait([self._stepping], timeout=max(0.0, deadline - loop.time()))
             if loop.time() >= deadline:
                 raise RoundFailed("the step before was cancelled, and did not end in time")
-        if self._closed or self._leaving:
+        if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
         plan = plan or StepPlan(weight=weight, gather=gather)
         attempt = _Attempt(plan, prepare or (lambda: (plan.weight, 1.0)), expected, apply)
@@ -162,7 +163,7 @@ class Averager:
         try:
             return await self._try_until(deadline, attempt, allow_retries)
         except asyncio.CancelledError:
-            if self._closed:
+            if self._ending is not None:
                 raise ClosedError("the averager was shut down") from None
             raise
         finally:
@@ -292,15 +293,11 @@ class Averager:
     @asynccontextmanager
     async def _tensors(self, until: float, round_id: bytes | None = None, but: str = "") -> AsyncIterator[None]:
         """Hold their lock, waited for `until` then (loop time); after that `RoundFailed` says `but`, and who had it."""
-        try:
-            await self.lock.take(max(0.0, until - asyncio.get_running_loop().time()))
-        except TimeoutError:
-            reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
-            raise RoundFailed(reason, round_id=round_id) from None
-        try:
+        async with self.lock.held(max(0.0, until - asyncio.get_running_loop().time())) as has_come:
+            if not has_come:
+                reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
+                raise RoundFailed(reason, round_id=round_id)
             yield
-        finally:
-            self.lock.release()
 
     async def _apply(self, apply: Apply | None) -> None:
         executor = self.core.env.executor
@@ -348,20 +345,22 @@ class Averager:
         """Stop: no more steps, no more sharing. Safe to call twice.
 
         Args:
-            timeout_s: what goes on may take so long to end in order.
+            timeout_s: returns after that; what has not ended by then ends later.
         """
-        if self._closed:
-            return
-        self._closed = True
-        self.core.leavers.remove(self.leave)
-        self.sharing.disable()
+        if self._ending is None:
+            self.core.leavers.remove(self.leave)
+            self.sharing.disable()
+            self._finder.stop_serving()
+            self._ending = asyncio.get_running_loop().create_task(self._end())
+            self._ending.add_done_callback(self._task_done)
+        await asyncio.wait({self._ending}, timeout=timeout_s)  # what is left of it goes on: it holds memory
+
+    async def _end(self) -> None:
         # The round first: it still uses the streams of its group.
         if self._stepping is not None:
             self._stepping.cancel()
-            await asyncio.wait({self._stepping}, timeout=timeout_s / 2)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s / 2):
-                await asyncio.gather(self._close_last_round(), return_exceptions=True)
+            await asyncio.wait({self._stepping})
+        await asyncio.gather(self._close_last_round(), return_exceptions=True)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -126,6 +126,10 @@ class GroupFinder:
         finally:
             self.looking = False
 
+    def stop_serving(self) -> None:
+        """Take nobody in any more: another averager may use the same prefix now."""
+        self._matchmaker.stop_serving()
+
     async def close(self) -> None:
         """Stop: a search ends with `ClosedError`. Safe to call twice."""
         await self._matchmaker.close()

@@ -1,105 +1,119 @@
 """The lock of the averaged tensors, which the user's threads and the loop have in the order in which they asked for it.
 
-Whoever gives it back hands it to the one that has waited for longest. So a thread that comes again at once waits behind
-the others, and neither a round nor a snapshot starves.
+They stand in one line, and the first of them has it; whoever leaves the line makes the next one the first. So a thread
+that comes again at once waits behind the others, and neither a round nor a snapshot starves. To join the line, to leave
+it and to tell the first can each be done twice as well as once: an interrupt (Ctrl+C) between any two steps of a thread
+costs nobody the lock.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections import deque
-from collections.abc import AsyncIterator
-from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from typing import Self
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 __all__ = ["TensorLock"]
 
 
-class TensorLock:
-    """A lock for threads (`acquire`, `with`) and for coroutines (`take`, `held`). Who holds it must not ask again.
+class _Turn:
+    """A place in the line.
 
     Attributes:
-        holder: who holds it, in words; empty: nobody.
+        holder: who stands there, in words.
+        thread: which thread that is; None: the loop.
+        has_come: whether it is the first, and was told.
+    """
+
+    __slots__ = ("_tell", "has_come", "holder", "thread")
+
+    def __init__(self, holder: str, thread: int | None, tell: Callable[[], object]) -> None:
+        self.holder, self.thread, self._tell = holder, thread, tell
+        self.has_come = False
+
+    def come(self) -> None:
+        if not self.has_come:
+            self._tell()
+            self.has_come = True
+
+
+class TensorLock:
+    """A lock for threads (`holding`) and for coroutines (`held`). Who has it must not ask again.
+
+    Attributes:
         generation: grows whenever a holder may have changed the tensors.
     """
 
     def __init__(self) -> None:
-        self.holder, self.generation = "", 0
-        self._guard = threading.Lock()  # of the line; never held while anything is waited for
-        self._line: deque[tuple[Future[None], str]] = deque()
+        self.generation = 0
+        # Of the line; never held while anything is waited for. Again in the same thread: by a finalizer of `holding`.
+        self._guard = threading.RLock()
+        self._line: list[_Turn] = []
 
-    def acquire(self, holder: str, timeout_s: float | None = None) -> bool:
-        """Take it, from a thread; False if others had it for all of `timeout_s` (None: wait without limit).
+    @property
+    def holder(self) -> str:
+        """Who has it, in words; empty: nobody."""
+        with self._guard:
+            return self._line[0].holder if self._line else ""
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread has it, by `holding`."""
+        with self._guard:
+            return bool(self._line) and self._line[0].thread == threading.get_ident()
+
+    @contextmanager
+    def holding(self, holder: str = "", timeout_s: float | None = None) -> Iterator[bool]:
+        """Have it, in a thread; yields False, without it, if others had it for all of `timeout_s`.
 
         Args:
-            holder: who asks, in words that others can be told.
-            timeout_s: longest wait, seconds.
+            holder: who asks, in words that others can be told; empty: the thread, by its name.
+            timeout_s: longest wait, seconds; None: without limit.
         """
-        turn = self._ask(holder)
+        first = threading.Event()
+        turn = _Turn(holder or f"thread {threading.current_thread().name!r}", threading.get_ident(), first.set)
         try:
-            turn.result(timeout_s)
-        except TimeoutError:
-            return not turn.cancel()  # its turn may have come in this moment
-        except BaseException:
-            self._leave(turn)
-            raise
-        return True
-
-    async def take(self, timeout_s: float | None = None) -> None:
-        """Take it, from the loop, which goes on meanwhile.
-
-        Raises:
-            TimeoutError: others had it for all of `timeout_s`. None: wait without limit.
-        """
-        turn = self._ask("shoal itself")
-        if not turn.done():
+            self._join(turn)
+            first.wait(timeout_s)
+            yield turn.has_come
+        finally:
             try:
-                async with asyncio.timeout(timeout_s):
-                    await asyncio.wrap_future(turn)
-            except BaseException:
                 self._leave(turn)
-                raise
+            finally:
+                self._leave(turn)  # an interrupt may have come in between
 
     @asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Hold it, from the loop."""
-        await self.take()
+    async def held(self, timeout_s: float | None = None) -> AsyncIterator[bool]:
+        """Have it, in the loop, which goes on meanwhile; yields False, without it, if others had it for `timeout_s`.
+
+        Args:
+            timeout_s: longest wait, seconds; None: without limit.
+        """
+        loop, first = asyncio.get_running_loop(), asyncio.Event()
+
+        def tell() -> None:
+            with suppress(RuntimeError):  # the loop has ended, and who waited in it
+                loop.call_soon_threadsafe(first.set)
+
+        turn = _Turn("shoal itself", None, tell)
         try:
-            yield
+            self._join(turn)
+            if not turn.has_come:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(timeout_s):
+                        await first.wait()
+            yield turn.has_come
         finally:
-            self.release()
+            self._leave(turn)
 
-    def __enter__(self) -> Self:
-        self.acquire(f"thread {threading.current_thread().name!r}")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give it to whoever has waited for longest."""
+    def _join(self, turn: _Turn) -> None:
         with self._guard:
-            self.holder = ""
-            while self._line and not self.holder:
-                self._give(*self._line.popleft())
+            self._line.append(turn)
+            self._line[0].come()
 
-    def _ask(self, holder: str) -> Future[None]:
-        """A place in the line; done when it is its turn."""
-        turn: Future[None] = Future()
+    def _leave(self, turn: _Turn) -> None:
         with self._guard:
-            if self.holder:
-                self._line.append((turn, holder))
-            else:
-                self._give(turn, holder)
-        return turn
-
-    def _give(self, turn: Future[None], holder: str) -> None:
-        if turn.set_running_or_notify_cancel():  # else nobody waits for it any more
-            self.holder = holder
-            turn.set_result(None)
-
-    def _leave(self, turn: Future[None]) -> None:
-        if not turn.cancel():  # its turn has come meanwhile
-            self.release()
+            if turn in self._line:
+                self._line.remove(turn)
+            if self._line:
+                self._line[0].come()

@@ -97,10 +97,8 @@ class Matchmaker:
         self._writer: asyncio.Task[None] | None = None
         self._held: set[Inbound] = set()
         self._closed = self._ended = False
-        self._undo = [
-            endpoint.serve_stream(Join, self._serve_join, scope=prefix),
-            endpoint.on_lost(self._on_lost),
-        ]
+        self._stop_serving = endpoint.serve_stream(Join, self._serve_join, scope=prefix)
+        self._unsubscribe = endpoint.on_lost(self._on_lost)
 
     # --------------------------------------------------------------------------------------------------- the work
 
@@ -293,6 +291,10 @@ class Matchmaker:
 
     # --------------------------------------------------------------------------------------------------- the end
 
+    def stop_serving(self) -> None:
+        """Let nobody join here any more. Safe to call twice."""
+        self._stop_serving()
+
     async def close(self) -> None:
         """Stop: a running `form_group` raises `ClosedError`, groups are released, our declaration is withdrawn.
 
@@ -301,8 +303,8 @@ class Matchmaker:
         if self._closed:
             return
         self._closed = True
-        for undo in self._undo:
-            undo()
+        self.stop_serving()
+        self._unsubscribe()
         if self._search is not None:
             self._search.fail(ClosedError("this matchmaker was closed"))
             self._search.close()

@@ -222,7 +222,7 @@ class Optimizer(torch.optim.Optimizer):
         if collaboration.finished:
             return loss
         if not collaboration.at_end:
-            with self._lock:
+            with self._lock.holding():
                 self._training.accumulate(samples)
             collaboration.speed.count(samples)
         enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
@@ -235,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
     def _take_turn(self) -> None:
         phase = self._run(self._collaboration.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is Phase.STEPPING:
-            with self._lock:
+            with self._lock.holding():
                 self._collaboration.step()
             patience_s = 2 * self.averaging_timeout
             self._run(self._collaboration.stepped(), patience_s)
@@ -272,7 +272,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
-        with self._lock:
+        with self._lock.holding():
             self._training.optimizer.load_state_dict(state_dict)
             self.param_groups, self.state = self._training.optimizer.param_groups, self._training.optimizer.state
 

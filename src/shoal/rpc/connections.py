@@ -98,6 +98,13 @@ class Connections:
         state = self.peers.get(peer)
         return bool(state and state.streams)
 
+    def bytes_received(self, peer: PeerID) -> int:
+        """What has come from a peer over the connections that are open now."""
+        if (state := self.peers.get(peer)) is None:
+            return 0
+        links = (link.connection for link in state.links)
+        return sum(connection.bytes_received for connection in {*links, *state.streams, *state.accepted})
+
     def watch(self, peer: PeerID) -> None:
         """A stream with this peer began or ended: its links look after it more or less closely."""
         if (state := self.peers.get(peer)) is not None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ClosedError, PeerTimeout, PeerUnreachable
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.link import CallLink
@@ -38,12 +38,10 @@ class Dialer:
         transport: how peers are reached.
         connections: what is open.
         limits: how long dialing may take.
-        contact: how others reach us.
+        me: how others reach us.
         add_link: makes a call link of a new connection.
         spawn: starts a task that the endpoint owns.
 
-    Attributes:
-        contacts: where peers listen, the one told last at the end.
     """
 
     def __init__(
@@ -52,23 +50,34 @@ class Dialer:
         connections: Connections,
         limits: Limits,
         *,
-        contact: Callable[[], Contact],
+        me: Callable[[], Contact],
         add_link: Callable[[Connection], CallLink],
         spawn: Spawn,
     ) -> None:
         self._transport, self._open, self._limits = transport, connections, limits
-        self._contact, self._add_link, self._spawn = contact, add_link, spawn
-        self.contacts: dict[PeerID, Contact] = {}
+        self._me, self._add_link, self._spawn = me, add_link, spawn
+        self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
+        self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
         self._closed = False
 
-    def learn(self, contact: Contact) -> None:
-        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored."""
+    def learn(self, contact: Contact, *, by_itself: bool) -> None:
+        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored.
+
+        Args:
+            contact: the peer.
+            by_itself: whether the peer itself says so. What others say is tried after that: it may be a lie, or newer.
+        """
         addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
+        known = self._told if by_itself else self._heard
         if addresses and contact.peer != self._transport.peer_id:
-            self.contacts.pop(contact.peer, None)
-            self.contacts[contact.peer] = Contact(contact.peer, addresses)
-            if len(self.contacts) > _MAX_CONTACTS:
-                self.contacts.pop(next(iter(self.contacts)))
+            known.pop(contact.peer, None)
+            known[contact.peer] = addresses
+            if len(known) > _MAX_CONTACTS:
+                known.pop(next(iter(known)))
+
+    def contact(self, peer: PeerID) -> Contact:
+        """Where a peer listens: as it says itself, or else as others do. Without addresses if nobody has."""
+        return Contact(peer, self._told.get(peer) or self._heard.get(peer, ()))
 
     def close(self) -> None:
         """Let no connection be made any more, nor one that is on its way be used."""
@@ -111,7 +120,7 @@ class Dialer:
         try:
             connection = await self._dial(peer)
             try:
-                await connection.write(pack(Kind.HELLO, Hello(self._contact())))
+                await connection.write(pack(Kind.HELLO, Hello(self._me())))
             except BaseException:
                 self._open.drop(connection)
                 raise
@@ -121,10 +130,10 @@ class Dialer:
             self._open.forget(peer)
 
     async def _dial(self, peer: PeerID) -> Connection:
-        contact = self.contacts.get(peer)
-        if contact is None:
+        addresses = tuple(dict.fromkeys(self._told.get(peer, ()) + self._heard.get(peer, ())))
+        if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
-        connection = await self._transport.dial(peer, contact.addresses, timeout_s=self._limits.dial_timeout_s)
+        connection = await self._transport.dial(peer, addresses, timeout_s=self._limits.dial_timeout_s)
         if self._closed:
             connection.abort()
             raise ClosedError("this peer was shut down")

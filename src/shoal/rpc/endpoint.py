@@ -52,6 +52,8 @@ Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
 
 _OPEN_TIMEOUT_S = 10.0
+_MAX_LINKS = 4
+"""With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
 
 _logger = logging.getLogger("shoal.rpc")
 
@@ -75,7 +77,7 @@ class Endpoint:
             transport,
             self._open,
             self.limits,
-            contact=lambda: self.contact,
+            me=lambda: self.contact,
             add_link=self._add_link,
             spawn=self._spawn,
         )
@@ -142,6 +144,9 @@ class Endpoint:
 
         Returns:
             A function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already; without a scope, the last handler counts.
         """
         return self._services.add_call(request, scope, handler)
 
@@ -154,6 +159,9 @@ class Endpoint:
 
         Returns:
             A function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already; without a scope, the last handler counts.
         """
         return self._services.add_stream(opening, scope, handler)
 
@@ -170,12 +178,15 @@ class Endpoint:
     # ---------------------------------------------------------------------------------------------------- addresses
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer listens. A contact without addresses teaches nothing; foreign addresses are ignored."""
-        self._dialer.learn(contact)
+        """Remember where a peer listens, as somebody says: what it says itself is tried before that.
+
+        A contact without addresses teaches nothing; addresses of another peer are ignored.
+        """
+        self._dialer.learn(contact, by_itself=False)
 
     def contact_of(self, peer: PeerID) -> Contact:
         """What is known of a peer's addresses."""
-        return self._dialer.contacts.get(peer) or Contact(peer)
+        return self._dialer.contact(peer)
 
     def connected(self, peer: PeerID) -> bool:
         """Whether there is a call link now: a call would not dial."""
@@ -183,7 +194,7 @@ class Endpoint:
 
     def reachable(self, peer: PeerID) -> bool:
         """Whether there is a call link, or an address to dial."""
-        return self.connected(peer) or peer in self._dialer.contacts
+        return self.connected(peer) or bool(self._dialer.contact(peer).addresses)
 
     # --------------------------------------------------------------------------------------------- calls and streams
 
@@ -277,7 +288,7 @@ class Endpoint:
             if frame.kind is Kind.HELLO:
                 hello = decode(frame.header, Hello)
                 if hello.contact.peer == peer:
-                    self.learn(hello.contact)
+                    self._dialer.learn(hello.contact, by_itself=True)
                 self._add_link(connection)
                 is_link = True  # and reads on by itself
                 return
@@ -305,6 +316,10 @@ class Endpoint:
         """Whether a stream with this peer is open (for `CallLink`)."""
         return self._open.has_streams(peer)
 
+    def bytes_received(self, peer: PeerID) -> int:
+        """What has come from this peer over all that is open with it (for `CallLink`)."""
+        return self._open.bytes_received(peer)
+
     def wall_time(self) -> float:
         """Wall clock, seconds (for `CallLink`)."""
         return self.env.clock.time()
@@ -314,6 +329,8 @@ class Endpoint:
         link = CallLink(connection, self, self.limits, self._spawn)
         state.links.append(link)
         link.start()
+        if len(state.links) > _MAX_LINKS:
+            state.links[0].abort()
         if len(state.links) == 1:
             self.env.events.emit(PeerConnected(peer=connection.peer_id))
         return link
@@ -330,7 +347,7 @@ class Endpoint:
         if not state.links and not self._closed:
             if not expected:
                 self._peer_lost(peer, error.message)
-            elif state.streams and peer in self._dialer.contacts:
+            elif state.streams and self._dialer.contact(peer).addresses:
                 self._spawn(self._link_again(peer))
             else:
                 self._open.drop_all(state.idle)

@@ -45,6 +45,10 @@ class LinkOwner(Protocol):
         """Whether the peer must be watched closely."""
         ...
 
+    def bytes_received(self, peer: PeerID) -> int:
+        """What has come from the peer, over whatever is open with it."""
+        ...
+
     def serve_call(self, link: CallLink, call: Call) -> None:
         """An incoming call."""
         ...
@@ -84,6 +88,7 @@ class CallLink:
         self._closed = False
         self._said_bye: Bye | None = None
         self._last_heard = self._last_used = self._loop.time()
+        self._received = 0
         self._asked_at: float | None = None  # when the first Beat left that nothing has come after
         self._next_tick = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -242,6 +247,10 @@ class CallLink:
         if now - self._next_tick > period_s:
             # We ourselves were stopped: that says nothing about the others.
             self._last_heard, self._asked_at = now, None
+        if (received := self._owner.bytes_received(self.peer_id)) > self._received:
+            # Its answer may be waiting behind what it sends: on a line that is full, for many seconds.
+            self._last_heard, self._asked_at = now, None
+        self._received = received
         silent_s = now - self._last_heard
         # Silence counts from when we asked: a peer that was idle, and so not asked, is not lost when it gets busy.
         if self._asked_at is not None and now - self._asked_at >= limit_s - 1.05 * period_s:

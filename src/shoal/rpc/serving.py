@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
+from shoal.errors import ClosedError, ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Frame, Kind, Limits
@@ -71,11 +71,19 @@ class Services:
         self._streams: dict[str, _Served[StreamHandler]] = {}
 
     def add_call(self, request: type[Any], scope: str, handler: CallHandler) -> Callable[[], None]:
-        """Answer requests of this type and scope; returns a function that ends it."""
+        """Answer requests of this type and scope; returns a function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already.
+        """
         return _register(self._calls, request, scope, handler)
 
     def add_stream(self, opening: type[Any], scope: str, handler: StreamHandler) -> Callable[[], None]:
-        """Serve streams of this type and scope; returns a function that ends it."""
+        """Serve streams of this type and scope; returns a function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already.
+        """
         return _register(self._streams, opening, scope, handler)
 
     # ------------------------------------------------------------------------------------------------------- streams
@@ -211,6 +219,8 @@ def _register(
     table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler
 ) -> Callable[[], None]:
     served = table.setdefault(tag_of(kind), _Served(kind, {}))
+    if scope and scope in served.handlers:  # a name that users give; without one the last handler counts
+        raise ConfigError(f"{scope!r} is in use on this DHT already: give each user of it another name")
     served.handlers[scope] = handler
 
     def unregister() -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, Self, overload
 
 import torch
@@ -24,7 +25,8 @@ from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
 from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import HeldTensors
-from shoal.runtime.thread import GRACE_S, LoopFuture
+from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
+from shoal.state import SharedState
 
 __all__ = ["DecentralizedAverager"]
 
@@ -150,7 +152,7 @@ class DecentralizedAverager(SharesState):
         self._tensor_infos = None if tensor_infos is None else tuple(tensor_infos)
         self._held = HeldTensors(averaged_tensors)
         self._averager: Averager | None = None
-        self._forget_closer: Callable[[], None] = lambda: None
+        self._end: Callable[[], LoopFuture[None] | None] = lambda: None
         self._closed = False
         if start:
             self.run_in_background()
@@ -178,7 +180,13 @@ class DecentralizedAverager(SharesState):
             raise ClosedError("the averager was shut down: make another one")
         if self._averager is not None:
             raise LocalError("this averager was started already, and is started only once: make another one")
-        core = self.dht.core(timeout)
+        core, get_state = self.dht.core(timeout), weakref.WeakMethod(self._shared_state)
+
+        def state() -> SharedState:
+            # What runs in the loop knows this object weakly: else neither it nor its DHT could ever be dropped.
+            if (get := get_state()) is None:
+                raise ClosedError("the averager was dropped")
+            return get()
 
         async def begin() -> Averager:
             averager = Averager(
@@ -188,14 +196,19 @@ class DecentralizedAverager(SharesState):
                 self._settings,
                 lock=self._held.lock,
                 codecs=self._codecs,
-                state=self._shared_state,
+                state=state,
             )
             if self._shares_at_start:
                 averager.sharing.enable()
             return averager
 
         self._averager = self._run(begin(), GRACE_S)
-        self._forget_closer = self.dht.at_shutdown(self._averager.close)
+        forget_closer = self.dht.at_shutdown(self._averager.close)
+        end = weakref.finalize(
+            self, _close, self._averager, self.dht.loop_thread, forget_closer, self._shutdown_timeout_s
+        )
+        end.atexit = False  # the DHT sees to that
+        self._end = end
 
     def shutdown(self) -> None:
         """Stop averaging and sharing; a step that goes on ends. The DHT goes on. Safe to call twice, from any thread.
@@ -203,12 +216,9 @@ class DecentralizedAverager(SharesState):
         Returns when that is done, or after `shutdown_timeout`; in shoal's own thread at once.
         """
         self._closed = True
-        if self._averager is not None and self.dht.is_alive():
-            self._forget_closer()
-            with suppress(ClosedError):  # the DHT ends too, and this averager with it
-                closing = self.dht.loop_thread.submit(self._averager.close(self._shutdown_timeout_s))
-                if not self.dht.loop_thread.is_current():
-                    concurrent.futures.wait([closing], self._shutdown_timeout_s)  # what is left of it ends by itself
+        closing = self._end()
+        if closing is not None and not self.dht.loop_thread.is_current():
+            concurrent.futures.wait([closing], self._shutdown_timeout_s)  # what is left of it ends by itself
 
     def is_alive(self) -> bool:
         """Whether steps can be made."""
@@ -332,7 +342,7 @@ class DecentralizedAverager(SharesState):
             return (await averager.step(plan, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
 
         if not wait:
-            control = StepControl(self.dht.loop_thread, plan, deadline=deadline, allow_retries=allow_retries)
+            control = StepControl(self, self.dht.loop_thread, plan, deadline=deadline, allow_retries=allow_retries)
             self.dht.loop_thread.answer(control, work())
             return control
         self._held.check_not_held()
@@ -377,3 +387,18 @@ class DecentralizedAverager(SharesState):
             averager.group_bits = bits
 
         return self._run(change(), GRACE_S) if wait else self.dht.loop_thread.submit(change())
+
+
+def _close(
+    averager: Averager, thread: LoopThread, forget_closer: Callable[[], None], timeout_s: float
+) -> LoopFuture[None] | None:
+    """Begin to close what runs of an averager, from any thread; None if its DHT ends, which closes it too."""
+
+    async def close() -> None:
+        await averager.close(timeout_s)
+        forget_closer()
+
+    try:
+        return thread.submit(close())
+    except ClosedError:
+        return None

@@ -20,14 +20,18 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
     `cancel` gives the step up; others are told at once.
 
     Args:
+        averager: whose step it is: not dropped before its step.
         thread: where the step runs.
         plan: what the step is to do.
         deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether it looks for another group after a failed round.
     """
 
-    def __init__(self, thread: LoopThread, plan: StepPlan, *, deadline: float, allow_retries: bool) -> None:
+    def __init__(
+        self, averager: object, thread: LoopThread, plan: StepPlan, *, deadline: float, allow_retries: bool
+    ) -> None:
         super().__init__(thread)
+        self._averager = averager
         self._plan, self._deadline, self._allow_retries = plan, deadline, allow_retries
 
     @property

@@ -22,7 +22,7 @@ from shoal.events import Warned
 from shoal.peer import PeerID
 from shoal.recorder import FlightRecorder, for_strangers, within
 from shoal.rpc import Endpoint
-from shoal.transport.sockets import open_sockets
+from shoal.transport.sockets import accept, open_sockets
 from shoal.wire import GetTrace, Trace, decode, encode
 
 __all__ = ["DebugService", "read_local"]
@@ -78,7 +78,11 @@ class DebugService:
     async def _accept(self, listening: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            asking, _ = await loop.sock_accept(listening)
+            try:
+                asking, _ = await accept(listening)
+            except OSError:  # out of descriptors: others will end
+                await asyncio.sleep(_PAUSE_S)
+                continue
             task = loop.create_task(self._tell(asking))
             self._sending.add(task)
             task.add_done_callback(self._sending.discard)

@@ -33,7 +33,6 @@ class HeldTensors:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors = tuple(tensors)
         self.lock = TensorLock()
-        self._holder: int | None = None  # the thread within `held`
         self._exporters: set[int] = set()  # threads that export the state, while shoal holds the lock
 
     @contextmanager
@@ -43,27 +42,25 @@ class HeldTensors:
         Args:
             wait: for others that hold them, some minutes at most; False: `LocalError` at once.
         """
-        me = threading.get_ident()
-        if me in self._exporters:
+        if threading.get_ident() in self._exporters:
             yield list(self.tensors)
             return
-        if self._holder == me:
+        if self.lock.mine:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
+        holder = f"a get_tensors() block in thread {threading.current_thread().name!r}"
         limit_s = _LOCK_TIMEOUT_S if wait else 0.0
-        if not self.lock.acquire(f"a get_tensors() block in thread {threading.current_thread().name!r}", limit_s):
-            holder = self.lock.holder or "somebody"
-            raise LocalError(f"no access to the tensors within {limit_s:g} s: {holder} held them")
-        self._holder = me
-        try:
-            yield list(self.tensors)  # a list: `tensors[0] += 1` also assigns
-        finally:
-            self.lock.generation += 1
-            self._holder = None
-            self.lock.release()
+        with self.lock.holding(holder, limit_s) as has_come:
+            if not has_come:
+                other = self.lock.holder or "somebody"
+                raise LocalError(f"no access to the tensors within {limit_s:g} s: {other} held them")
+            try:
+                yield list(self.tensors)  # a list: `tensors[0] += 1` also assigns
+            finally:
+                self.lock.generation += 1
 
     def check_not_held(self) -> None:
         """Raise `LocalError` if the calling thread holds them: it is about to wait for somebody who needs them."""
-        if self._holder == threading.get_ident():
+        if self.lock.mine:
             raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
 
     def export(self, get_state: Callable[[], T]) -> T:

@@ -87,7 +87,7 @@ class LoopThread:
         # Of its own: a name server that does not answer, and whoever names such hosts, must not hold up tensor work.
         self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
         self._loop = _Loop(self._lookups)
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()  # again in the same thread: by a finalizer, which may come at any point
         self._closing = False
         self._limit_s = 0.0
         self._answering = True

@@ -56,6 +56,9 @@ SLICE_ELEMENTS = 1 << 20
 """So many elements of a tensor are encoded together."""
 
 MAX_METADATA_BYTES = 1 << 20
+_MAX_EXPANSION, _SMALL_BYTES = 256, 16 << 20
+"""A state is at most so many times as large as what is sent of it, unless it is small: who takes memory sends, too."""
+
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 1 << 44
 
@@ -285,9 +288,11 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
         tensors = tuple(_read_spec(position, *entry) for position, entry in enumerate(reply.tensors))
     except (msgspec.MsgspecError, ConfigError) as error:
         raise PeerProtocolError(f"bad manifest: {error}") from error
-    for size in (sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)):
-        if size > max_state_bytes:
-            raise PeerProtocolError(f"bad manifest: a state of {size} bytes, the limit is {max_state_bytes}")
+    encoded, size = sum(spec.encoded_bytes for spec in tensors), sum(spec.raw_bytes for spec in tensors)
+    if max(encoded, size) > max_state_bytes:
+        raise PeerProtocolError(f"bad manifest: a state of {max(encoded, size)} bytes, the limit is {max_state_bytes}")
+    if size > _MAX_EXPANSION * encoded + _SMALL_BYTES:
+        raise PeerProtocolError(f"bad manifest: {encoded} bytes that become {size}")
     if not MIN_CHUNK_BYTES <= reply.chunk_bytes <= MAX_CHUNK_BYTES:
         raise PeerProtocolError(f"bad manifest: chunks of {reply.chunk_bytes} bytes")
     if reply.epoch < 0:

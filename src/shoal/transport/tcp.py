@@ -21,7 +21,16 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, PeerRefused, PeerTimeout, PeerUnreachable
+from shoal.errors import (
+    ClosedError,
+    ConfigError,
+    LocalError,
+    PeerError,
+    PeerProtocolError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+)
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.transport.base import Acceptor
@@ -182,7 +191,7 @@ class TcpTransport:
             timeout_s: seconds for all of it.
 
         Raises:
-            PeerUnreachable: nobody answered at any address.
+            PeerUnreachable: nobody answered at any address, or not as a peer does.
             PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
             PeerTimeout: not done within `timeout_s`.
         """
@@ -338,6 +347,9 @@ class TcpTransport:
                 await greet_as_client(connection, self._identity, address.peer_id, self._versions, clear=self._clear)
         except PeerUnreachable as error:
             reason = f"lost {address.host}:{address.port} while proving identities: {error.message}"
+            raise PeerUnreachable(reason, address.peer_id) from error
+        except PeerProtocolError as error:  # by whoever is at this address: it has not proved to be the peer
+            reason = f"{address.host}:{address.port} does not greet as peers do: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
         except TimeoutError as error:
             reason = f"{address.host}:{address.port} answered, but proved no identity within {limit_s:g} s"

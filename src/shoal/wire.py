@@ -449,12 +449,19 @@ class Abort(Message, frozen=True):
     reason: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
+class Gone(Message, frozen=True):
+    """Decider to member: the connection with this member is lost. No contribution of it is to be waited for."""
+
+    member: int
+
+
 class Leave(Message, frozen=True):
     """Follower to leader: count me out; or member to decider: I gave up this round."""
 
 
 class Join(
-    Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Commit | Abort], frozen=True
+    Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Gone | Commit | Abort],
+    frozen=True,
 ):
     """Follower asks leader to be in its next group. After `Begin` the same stream carries the round's control.
 

@@ -55,6 +55,7 @@ MESSAGES: list[wire.Message] = [
     wire.Report([HELD], [1], 12345),
     wire.Report(),
     wire.Assign([1, 2], 1, 0),
+    wire.Gone(2),
     COMMIT,
     wire.Abort(b"r" * 16, "nobody left"),
     wire.Leave(),

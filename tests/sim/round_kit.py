@@ -15,14 +15,14 @@ from shoal.allreduce.vector import Vector, describe
 from shoal.compression import CompressionBase, NoCompression
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.wire import Abort, Assign, Commit, Leave, Member, Opening, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Leave, Member, Opening, Report
 from tests.sim.rpc_kit import Peer, SimNet
 
 ROUND = b"round of a test!"
 OPTIONS = RoundOptions(silence_s=2.0, timeout_s=60.0)
 
 
-class OpenControl(Opening[Report | Leave, Assign | Commit | Abort], frozen=True):
+class OpenControl(Opening[Report | Leave, Assign | Gone | Commit | Abort], frozen=True):
     """Stands for the stream of a join."""
 
 

@@ -429,6 +429,25 @@ def test_an_auxiliary_owner_dies(after_s: float, way: str) -> None:
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
 
+@pytest.mark.parametrize("word", ["tttt", "ttta", "atcc", "tctc"])
+def test_who_dies_before_the_others_knew_it_is_not_waited_for(word: str) -> None:
+    """The last one is dead when the round begins; only the decider has a connection with it, and tells the others."""
+
+    async def scenario(net: SimNet) -> None:
+        trial = await Trial.make(net, word)
+        await trial.begin()
+        net.swarm.crash(trial.names[-1])
+        began = asyncio.get_running_loop().time()
+        trial.start(range(len(word) - 1))
+        await trial.wait()
+        assert asyncio.get_running_loop().time() - began < 0.5
+        commit = trial.check()
+        assert commit is not None
+        assert all(result.outcome is not None for result in trial.results[:-1])
+
+    on_sim(scenario)
+
+
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 @pytest.mark.parametrize("word", ["att", "atta"])
 def test_an_auxiliary_decider_dies(after_s: float, word: str) -> None:

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from shoal.allreduce.stragglers import Stragglers
-from shoal.wire import Abort, Assign, Commit, Held, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Held, Report
 
-__all__ = ["Ask", "Average", "Contribute", "DeciderRules", "MemberAction", "MemberRules", "Send"]
+__all__ = ["Ask", "Average", "Contribute", "DeciderRules", "MemberAction", "MemberRules", "Order", "Send"]
 
 
 class Contribute(NamedTuple):
@@ -51,11 +51,15 @@ class Average(NamedTuple):
     attempt: int
 
 
+Order = Assign | Gone | Commit | Abort
+"""What the decider says."""
+
+
 class Send(NamedTuple):
     """The decider tells `member` something (never itself: see `DeciderRules`)."""
 
     member: int
-    message: Assign | Commit | Abort
+    message: Order
 
 
 MemberAction = Contribute | Ask | Average
@@ -244,6 +248,14 @@ class DeciderRules:
         sends = self._replace_owners(now) if report.lost else []
         sends += [send for other in sorted(self.live) if self._unreachable[other] for send in self._help(other, now)]
         return sends + self._maybe_commit()
+
+    def gone(self, member: int, now: float) -> list[Send]:
+        """As `lost`, and the others are told: with the decider alone every member has a connection."""
+        before = set(self.live)
+        sends = self.lost(member, now)
+        if self.verdict is None and member in before:
+            sends += [Send(other, Gone(member)) for other in sorted(self.live)]
+        return sends
 
     def lost(self, member: int, now: float) -> list[Send]:
         """Leave a member out: its link closed, it was silent, or it gave up."""

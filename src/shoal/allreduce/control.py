@@ -11,12 +11,12 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from shoal.allreduce.commit import DeciderRules, Send
+from shoal.allreduce.commit import DeciderRules, Order, Send
 from shoal.allreduce.interface import is_sound
 from shoal.allreduce.stragglers import Stragglers
 from shoal.errors import PeerError
 from shoal.rpc import Endpoint, Stream
-from shoal.wire import Abort, AskVerdict, Assign, Commit, Leave, Member, Report
+from shoal.wire import Abort, AskVerdict, Commit, Leave, Member, Report
 
 __all__ = ["Control", "DeciderControl", "FollowerControl"]
 
@@ -39,7 +39,7 @@ class ControlledRound(Protocol):
         """Run a task of this round."""
         ...
 
-    def obey(self, message: Assign | Commit | Abort) -> None:
+    def obey(self, message: Order) -> None:
         """Do what the decider says."""
         ...
 
@@ -115,7 +115,7 @@ class DeciderControl:
         self.may_learn = True
         self._round, self._rules, self._streams = round_, rules, streams
         self._stragglers = Stragglers(margin_s=rules.stall_s / 2, now=self._now())
-        self._queues: dict[int, asyncio.Queue[Assign | Commit | Abort | None]] = {i: asyncio.Queue() for i in streams}
+        self._queues: dict[int, asyncio.Queue[Order | None]] = {i: asyncio.Queue() for i in streams}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -124,7 +124,7 @@ class DeciderControl:
             self._tasks.append(self._round.spawn(self._talk(member, stream)))
         for member in range(len(self._round.members)):
             if member not in self._streams and member != self._round.me:
-                self._leave_out(member, "it has no control stream")
+                self._leave_out(member, "it has no control stream", gone=True)
 
     async def _listen(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
         reason = "it gave up"
@@ -142,15 +142,15 @@ class DeciderControl:
                 self._reported(member, message)
         except PeerError as error:
             reason = error.message  # whatever it is: without its stream a member cannot report
-        self._leave_out(member, reason)
+        self._leave_out(member, reason, gone=True)
 
-    async def _talk(self, member: int, stream: Stream[Assign | Commit | Abort, Any]) -> None:
+    async def _talk(self, member: int, stream: Stream[Order, Any]) -> None:
         try:
             while (message := await self._queues[member].get()) is not None:
                 await stream.send(message)
             await stream.end()
         except PeerError as error:
-            self._leave_out(member, error.message)
+            self._leave_out(member, error.message, gone=True)
 
     def _do(self, sends: list[Send]) -> None:
         for member, message in sends:
@@ -173,11 +173,11 @@ class DeciderControl:
                 self._round.blame(owner, "nobody gets its averages: others average its parts")
 
     def lost(self, member: int) -> None:
-        self._leave_out(member, "its connection was lost")
+        self._leave_out(member, "its connection was lost", gone=True)
 
-    def _leave_out(self, member: int, reason: str) -> None:
+    def _leave_out(self, member: int, reason: str, *, gone: bool = False) -> None:
         waited_for = member in self._rules.live and self._rules.verdict is None
-        self._do(self._rules.lost(member, self._now()))
+        self._do((self._rules.gone if gone else self._rules.lost)(member, self._now()))
         if waited_for:
             self._left_out(member, reason)
 
@@ -238,7 +238,7 @@ class FollowerControl:
         try:
             while (received := await self._stream.recv()) is not None:
                 message, nbytes = received
-                if nbytes or not isinstance(message, Assign | Commit | Abort):
+                if nbytes or not isinstance(message, Order):
                     self._stream.abort()
                     break
                 self._round.obey(message)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
-from shoal.allreduce.commit import DeciderRules, MemberRules
+from shoal.allreduce.commit import DeciderRules, MemberRules, Order
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.exchange import Exchange
@@ -37,7 +37,7 @@ from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
-from shoal.wire import Abort, AskVerdict, Assign, Commit, PartAbsent, Reduce, Report, Verdict
+from shoal.wire import Abort, AskVerdict, Assign, Commit, Gone, PartAbsent, Reduce, Report, Verdict
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
 
@@ -204,7 +204,7 @@ class Round:
         """What others may be told."""
         return Verdict(self.rules.commit, self._control.may_learn and self.rules.failed is None)
 
-    def obey(self, message: Assign | Commit | Abort) -> None:
+    def obey(self, message: Order) -> None:
         """The decider says something (or another member relays its commit)."""
         if self._closed:
             return
@@ -213,6 +213,12 @@ class Round:
             case Assign():
                 if 0 <= message.owner < len(self.members) and all(0 <= p < len(self.parts) for p in message.parts):
                     self._exchange.act(self.rules.assigned(message))
+            case Gone(member):
+                # We may never have had a connection with it, whose end would tell.
+                if 0 <= member < len(self.members) and member != self.me:
+                    if self.me != self.decider:  # it has said so already
+                        self.blame(member, "gone: the decider has lost it")
+                    self._exchange.exclude(member)
             case Commit():
                 if self._fits(message):
                     for part in self.rules.committed(message):

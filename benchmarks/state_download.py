@@ -13,7 +13,8 @@ downloads the state, the values are compared, and it ends. Printed are medians, 
 
 ``--cap MBS`` limits the upload of each donor (shoal only). ``--newcomers N`` measures instead the rounds of 4 peers
 that average ``--train-megabytes`` in a loop, without and with N newcomers that download at once, in turns; the ratio of
-the medians is printed. The crowd's processes are there and connected all the time.
+the medians is printed. The crowd's processes are there and connected all the time. ``--elsewhere`` gives them only
+processor time that nobody else wants (almost): as if they were on machines of their own, which newcomers are.
 """
 
 from __future__ import annotations
@@ -191,6 +192,8 @@ async def crowd(args: argparse.Namespace) -> dict[str, Any]:
                     peer, invite = await start("shoal", role, invites[:1], args, Path(folder))
                     group.append(peer)
                     invites.append(invite)
+            for newcomer in newcomers if args.elsewhere else ():
+                give_way(newcomer)
             await asyncio.gather(*(trainer.ask("train", START_S) for trainer in trainers))
             await rounds(trainers, 3.0)
             for _ in range(args.runs):
@@ -208,6 +211,16 @@ async def crowd(args: argparse.Namespace) -> dict[str, Any]:
         finally:
             await stop([*trainers, *newcomers])
     return {"pairs": pairs, "downloads_s": downloads, "failed": failed}
+
+
+def give_way(peer: Peer) -> None:
+    """Let a process have little of the processor while others want it."""
+    pid = peer.process.pid
+    groups = Path(f"/proc/{pid}/autogroup")
+    if groups.exists():  # then nice counts only within a session, and each peer leads its own
+        groups.write_text("19", encoding="ascii")
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
 
 
 async def rounds(trainers: list[Peer], seconds: float) -> tuple[list[float], int]:
@@ -259,6 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--against", default="", help=f"with commas: {', '.join(OTHERS)}")
     parser.add_argument("--hivemind-python", metavar="PATH", help="the Python of an environment with hivemind 1.1.12")
     parser.add_argument("--newcomers", type=int, default=0, help="measure rounds beside so many downloads instead")
+    parser.add_argument("--elsewhere", action="store_true", help="leave the processor to the trainers")
     parser.add_argument("--trainers", type=int, default=4)
     parser.add_argument("--train-megabytes", type=float, default=4)
     parser.add_argument("--calm", type=float, default=10, help="seconds without the crowd, in each turn")

@@ -58,6 +58,35 @@ def test_stage_3_counts_what_one_rank_did_not_use_as_zero(pool: Ranks) -> None:
         assert once > 0.0
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_frozen_in_turns_is_trained(pool: Ranks, stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """As generators and critics are, whichever half is frozen at first, and when a checkpoint is written."""
+    for apart, loaded in pool.play(2, programs.frozen_in_turns, stage, dtype, str(tmp_path / "saved")):
+        assert apart < (1e-6 if dtype is None else 0.02)
+        assert loaded
+
+
+def test_a_model_that_runs_by_another_method_is_trained(pool: Ranks) -> None:
+    """`register_fsdp_forward_method`."""
+    assert max(pool.play(2, programs.by_another_method)) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_wrappers_do_not_count(pool: Ranks, stage: int, tmp_path: Path) -> None:
+    """Neither in training nor in the names of a checkpoint."""
+    for apart, loaded in pool.play(2, programs.with_checkpoint_wrapper, stage, str(tmp_path / "saved")):
+        assert apart < 1e-6
+        assert loaded == [True, True]
+
+
+def test_gradients_that_wait_are_not_changed_in_place(pool: Ranks) -> None:
+    """In stage 3 they are whole and elsewhere: to write zeros into the shards' would clear nothing."""
+    for said in pool.play(2, programs.changed_without_sync):
+        assert "LocalError: the gradient of" in said
+        assert "within no_sync() is whole" in said
+
+
 def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
     """In stage 3, where one rank's layer would be taken for another's."""
     first, second = pool.outcomes(2, programs.skipped_layer)

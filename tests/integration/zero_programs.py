@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -82,7 +82,10 @@ CLEARINGS: dict[str, Callable[[torch.nn.Module], None]] = {
 }
 
 
-def cleared(stage: int) -> dict[str, bool]:
+TO_NONE = ("the model's own", "a module around it", "grad = None")
+
+
+def cleared(stage: int, ways: Iterable[str]) -> dict[str, bool]:
     """For each way to clear gradients whether all is as with the optimizer's own.
 
     A pass whose gradients are infinite, and one within `no_sync`, are cleared before they are used.
@@ -111,7 +114,7 @@ def cleared(stage: int) -> dict[str, bool]:
         return shoal.zero.full_state_dict(model)
 
     wanted = train(None)
-    return {how: same(train(clear), wanted) for how, clear in CLEARINGS.items()}
+    return {how: same(train(CLEARINGS[how]), wanted) for how in ways}
 
 
 def cleared_in_part(stage: int) -> bool:

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError, RankLost
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, loss_of, make, train
+from tests.integration.zero_programs import backward, moved, said, same
 
 
 def _sharded_by_user(stage: int) -> tuple[Odd, ShardedOptimizer]:
@@ -92,6 +94,96 @@ def forgotten(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     except LocalError as error:
         said = str(error)
     return weights[0], weights[1], said
+
+
+class Critic(torch.nn.Module):
+    """Two halves that are trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.maker = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        return self.judge(self.maker(inputs))
+
+    def judge(self, made: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        for layer in self.layers:
+            made = layer(made).tanh()
+        return made
+
+
+def _in_turns(model: Critic, optimizer: torch.optim.Optimizer) -> None:
+    """Each half is frozen while the other one is trained."""
+    for step in range(4):
+        model.layers.requires_grad_(step % 2 == 1)
+        model.maker.requires_grad_(step % 2 == 0)
+        model(torch.full((2, 4), 0.5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_in_turns(stage: int, dtype: torch.dtype | None, path: str) -> tuple[float, bool]:
+    """How far weights are from those of one process; whether a checkpoint brings back the half that is frozen then."""
+    model, alone = Critic(), Critic()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage, dtype=dtype)
+    _in_turns(model, optimizer)
+    _in_turns(alone, plain)
+    apart = moved(model, alone.state_dict())
+    shoal.zero.save(path, model, optimizer)
+    wanted = shoal.zero.full_state_dict(model)
+    model.requires_grad_()
+    _in_turns(model, optimizer)
+    shoal.zero.load(path, model, optimizer)
+    return apart, same(shoal.zero.full_state_dict(model), wanted)
+
+
+def by_another_method() -> float:
+    """How far weights are from those of one process, if the model runs by a method that FSDP2 was told of."""
+    model, alone = Critic(), Critic()
+    fully_shard(model)
+    register_fsdp_forward_method(model, "judge")
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    for each, stepped in ((model, optimizer), (alone, torch.optim.SGD(alone.parameters(), lr=0.1))):
+        torch.autograd.backward(each.judge(torch.ones(2, 4)).sum())
+        stepped.step()
+    return moved(model, alone.state_dict())
+
+
+def _wrapped() -> Critic:
+    model = Critic()
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    return model
+
+
+def with_checkpoint_wrapper(stage: int, path: str) -> tuple[float, list[bool]]:
+    """How far a wrapped model is from one process; whether its checkpoint fits models with and without wrappers."""
+    model, alone = _wrapped(), Critic()
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    for each, stepped in ((model, optimizer), (alone, torch.optim.SGD(alone.parameters(), lr=0.1))):
+        each(torch.ones(2, 4)).sum().backward()
+        stepped.step()
+    wanted = shoal.zero.full_state_dict(model)
+    shoal.zero.save(path, model, optimizer)
+    found = []
+    for other in (_wrapped(), Critic()):
+        _, fresh = shoal.zero.shard(other, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        shoal.zero.load(path, other, fresh)
+        found.append(same(shoal.zero.full_state_dict(other), wanted))
+    return moved(model, alone.state_dict()), found
+
+
+def changed_without_sync() -> str:
+    """What is said when gradients are set to zero in place while others wait to be reduced."""
+    model, optimizer = _plain(3)
+    with optimizer.no_sync():
+        backward(model)
+    model.zero_grad(set_to_none=False)
+    return said(lambda: backward(model, 1))
 
 
 class Skipping(torch.nn.Module):

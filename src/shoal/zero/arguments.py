@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.zero.fsdp import is_sharded
+from shoal.zero.names import named_parameters
 
 __all__ = ["problems"]
 
@@ -29,7 +30,7 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
         yield f"stage must be 1, 2 or 3, got {stage!r}"
     if dtype not in (None, torch.bfloat16):
         yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
-    yield from _of_parameters(list(model.named_parameters()))
+    yield from _of_parameters(list(named_parameters(model)))
     if is_sharded(model):
         if stage == 1:
             yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
@@ -40,12 +41,12 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
             )
         yield from _sparse(model)
     elif stage == 3:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             if parameter.ndim == 0:
                 yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
         yield from _sparse(model)
     else:
-        yield from _overlaps(model.named_parameters())
+        yield from _overlaps(named_parameters(model))
 
 
 def _sparse(model: torch.nn.Module) -> Iterator[str]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
+from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
 from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
 from shoal.zero.weights import full_state_dict
@@ -136,9 +137,9 @@ def _index(
     entries: list[dict[str, Any]],
 ) -> dict[str, Any]:
     names = [name for group in optimizer.names for name in group]
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     of = {id(each): name for name, each in parameters.items()}
-    everything = model.named_parameters(remove_duplicate=False)
+    everything = named_parameters(model, remove_duplicate=False)
     return {
         "format": FORMAT,
         "optimizer": type(optimizer.inner).__name__,
@@ -230,7 +231,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
 
 def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
     """Raise `ConfigError` unless a checkpoint is of this model and these groups."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     here = {name: list(parameters[name].shape) for group in optimizer.names for name in group}
     there = {name: entry["shape"] for name, entry in index["parameters"].items()}
     for name in [*here, *there]:

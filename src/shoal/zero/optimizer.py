@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
+from shoal.zero.names import named_parameters
 
 __all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
 
@@ -140,7 +141,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
-        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.listed = collectives, listed
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite

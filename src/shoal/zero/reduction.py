@@ -14,9 +14,8 @@ cleared; what was not reduced is in the buckets' `local`; and in the parameters'
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from shoal.errors import LocalError, RankLost
 from shoal.zero.buckets import Bucket
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.copies import wide_dtype
+from shoal.zero.hooks import present_pass, weakly
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Tile
 
@@ -80,9 +80,9 @@ class Reduction:
         # Tensor hooks would also run where autograd.grad() only asks for a gradient, and adds it to nothing.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters.values()]  # hooks live as long
         for node, (name, parameter) in zip(self._nodes, parameters.items(), strict=True):
-            node.register_prehook(partial(_weakly(self._before), name))
+            node.register_prehook(partial(weakly(self._before), name))
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_weakly(self._arrived), name)
+                partial(weakly(self._arrived), name)
             )
 
     @contextlib.contextmanager
@@ -103,7 +103,7 @@ class Reduction:
                 "backward(create_graph=True) cannot be reduced: call torch.autograd.grad(create_graph=True) for what "
                 "you differentiate twice, and backward() for the loss that is made of it"
             )
-        if self._task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001 (there is no other way to ask)
+        if self._task != (task := present_pass()):
             self._task = task
             self._look()
         self._stand_ins.lift(name)
@@ -339,14 +339,3 @@ class Reduction:
                 raise LocalError(
                     f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
                 )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that ends with its object: what autograd refers to, Python's garbage collector does not see through."""
-    found = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        if (alive := found()) is not None:
-            alive(*args)
-
-    return call

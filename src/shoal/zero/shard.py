@@ -16,6 +16,7 @@ from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
+from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
@@ -105,7 +106,7 @@ def _description(model: torch.nn.Module) -> str:
     """All that ranks must have in common of a model."""
     lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
     first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         trained = "trained" if parameter.requires_grad else "frozen"
         tied = f", is {first[id(parameter)]}" if id(parameter) in first else ""
         first.setdefault(id(parameter), name)
@@ -149,10 +150,10 @@ def _carry(
         partition(model, collectives.group, collectives.device, dtype)
     if stage == 3 or sharded:
         carrier = FsdpEngine(model, stage, collectives)
-        parameters = dict(model.named_parameters())
+        parameters = dict(named_parameters(model))
         inner = _build(factory, parameters)
         return inner, carrier, _names(inner, parameters)
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     inner = _build(factory, parameters)
     if whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}:
         raise ConfigError(
@@ -170,7 +171,7 @@ def _carry(
 
 def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Let the model compute in `dtype`, as FSDP2's policy does; returns the parameters' float32 values."""
-    wide = {name: each.detach() for name, each in model.named_parameters() if each.dtype == torch.float32}
+    wide = {name: each.detach() for name, each in named_parameters(model) if each.dtype == torch.float32}
     for each in model.parameters():
         if each.dtype == torch.float32:
             each.data = each.data.to(dtype)

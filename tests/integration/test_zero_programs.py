@@ -177,3 +177,14 @@ def test_frozen_parameters_that_an_optimizer_lists(pool: Ranks, stage: int) -> N
 def test_copies_of_a_model_are_plain_models(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
     """`deepcopy`, `AveragedModel`, `torch.save(model)`: without the optimizer; whoever trains them sends nothing."""
     assert pool.play(2, programs.copied, stage, dtype) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_models_in_one_backward_pass(pool: Ranks, stage: int) -> None:
+    """Each gets its own gradients, as long as ranks have the same order; all are told if they have not."""
+    for said, apart in pool.play(2, programs.two_models, stage, True):
+        assert said == ""
+        assert apart < 1e-6
+    for rank, (said, _) in enumerate(pool.play(2, programs.two_models, stage, False)):
+        assert "LocalError: this rank is at the sharded model number" in said
+        assert f"and rank {1 - rank} at number" in said

@@ -514,3 +514,26 @@ def copied(stage: int, dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
         apart = optimizer.traffic().reduced == sent and id(optimizer) not in held and "zero_grad" not in other.__dict__
         found.append(equal and trained and apart)
     return found[0], found[1], found[2]
+
+
+def two_models(stage: int, alike: bool) -> tuple[str, float]:
+    """Two models in one backward pass, on each rank in an order of its own unless `alike`.
+
+    What is said, or how far the weights are from those of one process.
+    """
+    models, plain = [Pair(), Pair()], [Pair(), Pair()]
+    optimizers = [
+        shoal.zero.shard(each, lambda listed: torch.optim.SGD(listed, lr=0.1), stage=stage)[1] for each in models
+    ]
+    steppers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in plain]
+    order = [0, 1] if alike or dist.get_rank() == 0 else [1, 0]
+
+    def loss(pair: list[Pair]) -> torch.Tensor:
+        return sum((pair[which](torch.ones(2, 6)) * (1 + which) for which in order), torch.zeros(())).sum()
+
+    words = said(lambda: torch.autograd.backward(loss(models)))
+    if not words:
+        torch.autograd.backward(loss(plain))
+        for each in (*optimizers, *steppers):
+            each.step()
+    return words, max(moved(each, other.state_dict()) for each, other in zip(models, plain, strict=True))

@@ -132,7 +132,7 @@ class FsdpEngine:
             module.set_reshard_after_forward(stage == 3, recurse=False)
             # A parameter that one rank does not use counts as zero there: else ranks would send unlike sizes.
             module.set_reduce_scatter_unused_params(True, recurse=False)
-            if _is_gloo(collectives):
+            if collectives.tagged:
                 meeting = Meeting(collectives, number, name)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_reduce_scatter(OwnReduceScatter(meeting))
@@ -220,9 +220,3 @@ class FsdpEngine:
 
 def _is_by_rows(parameter: DTensor) -> bool:
     return parameter.device_mesh.ndim == 1 and parameter.placements[0].is_shard(0)
-
-
-def _is_gloo(collectives: Collectives) -> bool:
-    """Whether tensors of the model's device go by gloo; a group may have a backend for each kind of device."""
-    config = str(dist.get_backend_config(collectives.group))
-    return dict(each.split(":") for each in config.split(",")).get(collectives.device.type) == "gloo"

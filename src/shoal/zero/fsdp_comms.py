@@ -31,13 +31,9 @@ class Meeting:
 
     def check(self, numel: int, *, backward: bool) -> None:
         """Raise `LocalError` on all ranks unless all are about to exchange so many values of this unit."""
-        group = self.collectives.group
-        mine = torch.tensor([self._unit, numel, backward], device=self.collectives.device)
-        table = torch.empty(group.size(), 3, dtype=mine.dtype, device=mine.device)
-        table[group.rank()] = mine
-        self.collectives.all_gather([Run(rank, row) for rank, row in enumerate(table)], counted=False).wait()
-        for rank, row in enumerate(table.tolist()):
-            if row != mine.tolist():
+        mine = [self._unit, numel, int(backward)]
+        for rank, row in enumerate(self.collectives.tell(*mine)()):
+            if row != mine:
                 raise LocalError(
                     f"this rank {_act(backward)} {numel:,} values of unit {self._unit} ({self._name}), and rank {rank} "
                     f"{_act(row[2])} {row[1]:,} of unit {row[0]}: with stage 3 all ranks must run the same layers, in "

@@ -258,7 +258,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finite = self.carrier.finite()
         except LocalError as error:
             problem = error
-        settings = described(self.param_groups)
+        settings = f"the sharded model number {self.collectives.model}\n{described(self.param_groups)}"
         number = zlib.crc32(settings.encode())
         flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
         found = torch.tensor(flags, dtype=torch.int64, device=self._device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -75,6 +75,8 @@ class Reduction:
         self._syncing = True
         self._task = -1  # autograd's number of the present pass
         self._running = False  # a backward pass that reduces
+        self._hear: Callable[[], object] | None = None  # whether other ranks reduce this model, too
+        self._fault: LocalError | None = None
         self._launched = 0
         self._flying: deque[_Flight] = deque()
         # Tensor hooks would also run where autograd.grad() only asks for a gradient, and adds it to nothing.
@@ -121,6 +123,7 @@ class Reduction:
         if not self._running:
             self.check()
             self._running, self._launched = True, 0
+            self._hear = self._collectives.tell() if self._collectives.tagged else None
             for bucket in self._buckets:
                 bucket.missing, bucket.sent = set(bucket.parameters), False
             self._call_at_the_end()
@@ -206,6 +209,9 @@ class Reduction:
 
     def _land(self) -> None:
         """Wait for the bucket that was sent first."""
+        if self._hear is not None:
+            hear, self._hear = self._hear, None
+            hear()
         pending, lent = self._flying.popleft()
         pending.wait()
         if lent is not None:
@@ -246,12 +252,13 @@ class Reduction:
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Without a rank nothing that is on its way arrives: let it be."""
+        """Without a rank, or if one is at another model, nothing that is on its way arrives: let it be."""
         try:
             yield
-        except RankLost:
+        except (RankLost, LocalError) as error:
             self._flying.clear()
             self._running = False
+            self._fault = error if isinstance(error, LocalError) else None
             raise
 
     # ----------------------------------------------------------------------------------------- between backward passes
@@ -333,7 +340,9 @@ class Reduction:
         return [each for each in (*buckets, *means) if each is not None]
 
     def check(self) -> None:
-        """Raise `LocalError` if the parameters are no longer where they were."""
+        """Raise `LocalError` if the parameters are no longer where they were, or ranks were at different models."""
+        if self._fault is not None:
+            raise self._fault
         for bucket in self._buckets:
             if name := bucket.moved():
                 raise LocalError(

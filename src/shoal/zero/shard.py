@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,6 +26,7 @@ __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_models = itertools.count(1)
 _WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
 """Optimizers that need more than a value and its own statistics; some are of other packages."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -91,7 +93,8 @@ def shard(
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
     what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
     agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype and skip_nonfinite")
-    collectives = Collectives(found, watch, next(model.parameters()).device)
+    number = int(agreement.gather(str(next(_models)))[0])
+    collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
         _take_over(model, collectives)
     with agreement.together():

@@ -49,7 +49,7 @@ def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count
     """
     wanted = uninterrupted()
     for state, extra in pool.play(count, cases.load_and_train, stage, str(saved)):
-        assert extra == {"epoch": 4, "note": ["any", "JSON"]}
+        assert extra == cases.EXTRA
         assert state.keys() == wanted.keys()
         for name, value in wanted.items():
             if count == 3:
@@ -64,6 +64,7 @@ def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: i
     path = tmp_path / "whole.pt"
     pool.play(3, cases.train_and_save, stage, str(path), True)
     found = torch.load(path)
+    assert found["extra"] == cases.EXTRA
     torch.manual_seed(9)
     model = cases.Odd()
     with torch.no_grad():

@@ -438,11 +438,14 @@ def bad_moved() -> None:
     optimizer.step()
 
 
+EXTRA = {"epoch": 4, "note": ["any", "JSON"], "milestones": {30: (0.1, None)}}
+
+
 def train_and_save(stage: int, path: str, consolidated: bool = False) -> None:
     """Four steps."""
     model, optimizer = _shard(stage, "adamw")
     train(optimizer, model, steps=4)
-    shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra={"epoch": 4, "note": ["any", "JSON"]})
+    shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra=EXTRA)
 
 
 def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
+from shoal.zero.extra import pack
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
 from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
@@ -47,7 +48,8 @@ def save(
         optimizer: as `shoal.zero.shard` returned it.
         consolidated: one file in place of a folder, for plain torch: `torch.load(path)` is a dictionary of two state
             dictionaries, ``model`` and ``optimizer``, and ``extra``.
-        extra: anything that JSON can hold, such as a scheduler's state; that of rank 0 is kept.
+        extra: such as a scheduler's state: numbers, texts and None, in lists, tuples, sets and dictionaries of any
+            keys; that of rank 0 is kept.
 
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer or a
@@ -69,7 +71,7 @@ def save(
         entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         with agreement.together():
             if collectives.rank == 0:
-                index = _index(model, optimizer, others, entries) | {"extra": dict(extra or {})}
+                index = _index(model, optimizer, others, entries) | {"extra": pack(dict(extra or {}))}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
     finally:

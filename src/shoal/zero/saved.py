@@ -23,7 +23,7 @@ nothing before every rank has read all it needs.
 ``groups``           the optimizer's groups: ``parameters`` by name, and ``settings``
 ``optimizer``        its class, for people to read
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
-``extra``            what the user gave
+``extra``            what the user gave, as `extra.pack` writes it
 ===================  ==============================================================================================
 
 In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
@@ -43,6 +43,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
+from shoal.zero.extra import unpack
 from shoal.zero.optimizer import Piece
 
 __all__ = ["FORMAT", "INDEX", "Range", "Saved", "Whole", "consolidate", "state_key", "value_key"]
@@ -89,6 +90,7 @@ class Saved:
         self._keys: dict[str, list[str]] = {}
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+            self.index["extra"] = unpack(self.index["extra"])
             if self.index["format"] != FORMAT:
                 raise ConfigError(
                     f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMAT}"

@@ -31,6 +31,7 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
     if dtype not in (None, torch.bfloat16):
         yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
     yield from _of_parameters(list(named_parameters(model)))
+    yield from _of_buffers(model)
     if is_sharded(model):
         if stage == 1:
             yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
@@ -63,6 +64,14 @@ def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator
             yield f"{name} is on the meta device: give the model its values first"
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
             yield f"{name} is {parameter.dtype}: train in float32 or bfloat16"
+
+
+def _of_buffers(model: torch.nn.Module) -> Iterator[str]:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            yield f"{name} is on the meta device: give the model its values first"
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            yield f"{name} is a buffer with the layout {buffer.layout} and {buffer.dtype}: make it a dense tensor"
 
 
 class _Extent(NamedTuple):

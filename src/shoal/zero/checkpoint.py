@@ -27,7 +27,7 @@ from shoal.zero.extra import pack
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
 from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
-from shoal.zero.weights import full_state_dict
+from shoal.zero.weights import full_state_dict, overwrite
 
 __all__ = ["load", "save"]
 
@@ -59,7 +59,8 @@ def save(
     target, collectives = Path(path), optimizer.collectives
     agreement = Agreement(collectives.group, collectives.watch)
     agreement.alike(os.fspath(path), "path")
-    folder = target.with_name(f".{target.name}.{agreement.gather(secrets.token_hex(4))[0]}")
+    identity = agreement.gather(secrets.token_hex(8))[0]
+    folder = target.with_name(f".{target.name}.{identity}")
     others = _others(model, optimizer)
     try:
         with agreement.together():
@@ -71,7 +72,7 @@ def save(
         entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         with agreement.together():
             if collectives.rank == 0:
-                index = _index(model, optimizer, others, entries) | {"extra": pack(dict(extra or {}))}
+                index = {"id": identity, **_index(model, optimizer, others, entries), "extra": pack(dict(extra or {}))}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
     finally:
@@ -113,7 +114,12 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
     # Views of one storage, such as tiles side by side, are written each for itself.
-    save_file({key: value.clone() for key, value in tensors.items()}, folder / name)
+    try:
+        save_file(
+            {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, folder / name
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     _flush(folder / name)
     return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces}
 
@@ -149,8 +155,12 @@ def _index(
         "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
         "others": list(others),
         "groups": [
-            {"parameters": listed, "settings": {key: _plain(value) for key, value in group.items() if key != "params"}}
-            for listed, group in zip(optimizer.names, optimizer.param_groups, strict=True)
+            {
+                "parameters": names,
+                "listed": listed,
+                "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+            }
+            for names, listed, group in zip(optimizer.names, optimizer.listed, optimizer.param_groups, strict=True)
         ],
         "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
     }
@@ -171,7 +181,11 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
     if consolidated:
         whole = target.with_name(f"{folder.name}.pt")
         try:
-            torch.save(consolidate(folder), whole)
+            found = consolidate(folder)
+            try:
+                torch.save(found, whole)
+            except RuntimeError as error:  # of a full disk, too
+                raise OSError(str(error).split("\n", 1)[0]) from error
             _flush(whole)
             whole.rename(target)
         finally:
@@ -195,8 +209,9 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """Take over a checkpoint, of any number of ranks and any stage. All ranks call it.
 
     Args:
-        path: of the folder that `save` wrote; or of a file for plain torch, with the state dictionaries ``model`` and
-            ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with sharding later.
+        path: of the folder that `save` wrote, or a copy; or of a file for plain torch, with the state dictionaries
+            ``model`` and ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with
+            sharding later. The same checkpoint on all ranks.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
@@ -211,13 +226,15 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """
     agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
     with agreement.together():
-        saved = Whole(Path(path), optimizer.names) if Path(path).is_file() else Saved(Path(path))
+        whole = Path(path).is_file()
+        saved = Whole(Path(path), optimizer.names, optimizer.listed) if whole else Saved(Path(path))
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
             others = {name: saved.other(name) for name in saved.index["others"]}
         _check_others(others, model, optimizer)
+    _check_same(agreement, saved.identity, path)
     with torch.no_grad():
         for piece, values, statistics in found:
             piece.values.copy_(values)
@@ -229,6 +246,17 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     optimizer.carrier.publish()
     extra: dict[str, Any] = saved.index["extra"]
     return extra
+
+
+def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError` unless all ranks load the same checkpoint; the paths may differ."""
+    first, *others = agreement.gather(f"{identity} {os.fspath(path)}")
+    for rank, other in enumerate(others, 1):
+        if other.split(" ")[0] != first.split(" ")[0]:
+            raise ConfigError(
+                f"path must be of the same checkpoint on all ranks: rank 0 gave {first.partition(' ')[2]}, and rank "
+                f"{rank} gave {other.partition(' ')[2]}, which is another one"
+            )
 
 
 def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
@@ -281,7 +309,7 @@ def _overwrite(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> No
     for name, target in model.state_dict(keep_vars=True).items():
         if name not in others:
             continue
-        local(target).copy_(_own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
+        overwrite(local(target), _own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
 
 
 def _own_rows(whole: torch.Tensor, target: DTensor) -> torch.Tensor:

@@ -88,8 +88,10 @@ def partition(
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
     for module in [*units(model), model]:
         for parameter in module.parameters():
-            if _is_narrow(parameter):
-                parameter.data = parameter.data.float()  # the shards are the optimizer's float32 copy
+            if not isinstance(parameter, DTensor):
+                # The shards are rows, and the optimizer's float32 copy.
+                wide = parameter.data.float() if _is_narrow(parameter) else parameter.data
+                parameter.data = wide.contiguous()
         fully_shard(module, mesh=mesh, mp_policy=policy)
 
 

@@ -21,6 +21,7 @@ from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
+from shoal.zero.weights import overwrite
 
 __all__ = ["shard"]
 
@@ -132,12 +133,16 @@ def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str
 def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
     """All ranks begin with the parameters and buffers of rank 0."""
     root = dist.get_global_rank(collectives.group, 0)
-    with torch.no_grad(), collectives.watch.named(collectives.watch.turn("to take over rank 0's model")):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, root, group=collectives.group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+    turn = collectives.watch.turn("to take over rank 0's model")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.numel():
+            continue
+        whole = tensor.detach().to(collectives.device).contiguous()
+        values = whole.view(-1).view(torch.uint8)  # whatever the backend knows of dtypes
+        with collectives.watch.named(turn):
+            dist.broadcast(values, root, group=collectives.group)
+        if whole.data_ptr() != tensor.data_ptr():
+            overwrite(tensor.detach(), whole)
 
 
 def _carry(

@@ -120,6 +120,16 @@ def test_bfloat16_is_saved_wide(pool: Ranks, tmp_path: Path) -> None:
             assert torch.equal(found, weights["layers.0.1.weight"])
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_are_saved_wide(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Whatever they are computed in; and loaded so, into a model that is saved once more."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    pool.play(2, cases.save_narrow, stage, str(first))
+    pool.play(2, cases.load_and_save_narrow, stage, str(first), str(second))
+    for path in (first, second):
+        assert torch.equal(shoal.zero.consolidate(path)["model"]["frozen.weight"], cases.Odd().frozen.weight)
+
+
 def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp_path: Path) -> None:
     """Torch remembers how it has cut a tensor, and cuts it so again."""
     path = tmp_path / "narrow"

@@ -79,7 +79,7 @@ def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int)
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_gradients_are_added_up_in_float32(pool: Ranks, stage: int, sync: bool) -> None:
     """64 equal ones, reduced each for itself or all at the end, are 64 times one of them: in bfloat16 they are not."""
     assert all(pool.play(2, programs.many_micro_batches, stage, sync, 64))
@@ -188,3 +188,14 @@ def test_two_models_in_one_backward_pass(pool: Ranks, stage: int) -> None:
     for rank, (said, _) in enumerate(pool.play(2, programs.two_models, stage, False)):
         assert "LocalError: this rank is at the sharded model number" in said
         assert f"and rank {1 - rank} at number" in said
+
+
+def test_clipping_by_the_largest_value(pool: Ranks) -> None:
+    """In stage 3, where a rank has no row of some parameters."""
+    first, second = pool.play(2, programs.largest_gradient)
+    assert first[0] == second[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_stage_3_over_other_backends(pool: Ranks) -> None:
+    """Their own reduce-scatter gets bfloat16, and what is added up before is float32."""
+    assert all(pool.play(2, programs.many_micro_batches, 3, False, 64, False))

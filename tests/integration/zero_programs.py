@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
 from shoal.errors import LocalError
-from shoal.zero import buckets
+from shoal.zero import buckets, collectives
 from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, loss_of, make
@@ -238,12 +238,22 @@ class Sum(torch.nn.Module):
         return (self.weight * self.factors).sum()
 
 
-def many_micro_batches(stage: int, sync: bool, count: int) -> bool:
-    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients."""
+def many_micro_batches(stage: int, sync: bool, count: int, tagged: bool = True) -> bool:
+    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients.
+
+    Unless `tagged` the group is not taken for one of gloo.
+    """
     model = Sum()
-    model, optimizer = shoal.zero.shard(
-        model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
-    )
+    before = collectives._is_gloo
+    collectives._is_gloo = lambda *each: tagged and before(*each)
+    try:
+        model, optimizer = shoal.zero.shard(
+            model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
+        )
+    finally:
+        collectives._is_gloo = before
+    if not tagged:
+        model.set_force_sum_reduction_for_comms(enable=True)  # type: ignore[operator] # gloo knows no mean
     for number in range(count):
         with nullcontext() if sync or number == count - 1 else optimizer.no_sync():
             model().backward()
@@ -409,6 +419,17 @@ def graph_of_gradients(stage: int) -> str:
     """What a backward pass that is to be differentiated says."""
     model, _ = sharded(stage)
     return said(lambda: torch.autograd.backward(loss_of(model, 0, dist.get_rank()), create_graph=True))
+
+
+def largest_gradient() -> tuple[float, float]:
+    """The norm for an infinite exponent, sharded and of one process."""
+    model, optimizer = sharded(3)
+    backward(model)
+    alone = Odd()
+    (loss_of(alone, 0, 0) / 2 + loss_of(alone, 0, 1) / 2).backward()  # type: ignore[no-untyped-call]
+    trained = [each for each in alone.parameters() if each.requires_grad]
+    kind = float("inf")
+    return float(optimizer.clip_grad_norm_(1e9, kind)), float(torch.nn.utils.clip_grad_norm_(trained, 1e9, kind))
 
 
 class Pair(torch.nn.Module):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.zero.copies import wide_dtype
 from shoal.zero.fsdp import is_sharded
 from shoal.zero.names import named_parameters
 
@@ -46,6 +47,7 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
             if parameter.ndim == 0:
                 yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
         yield from _sparse(model)
+        yield from _of_dtypes(model, dtype)
     else:
         yield from _overlaps(named_parameters(model))
 
@@ -72,6 +74,20 @@ def _of_buffers(model: torch.nn.Module) -> Iterator[str]:
             yield f"{name} is on the meta device: give the model its values first"
         if buffer.layout != torch.strided or buffer.is_quantized:
             yield f"{name} is a buffer with the layout {buffer.layout} and {buffer.dtype}: make it a dense tensor"
+
+
+def _of_dtypes(model: torch.nn.Module, dtype: object) -> Iterator[str]:
+    """FSDP2 computes all parameters of a unit in one dtype, and steps them in one."""
+    first: dict[torch.dtype, str] = {}
+    for name, each in named_parameters(model):
+        if each.is_floating_point():
+            first.setdefault(each.dtype if dtype is None else wide_dtype(each.dtype), name)
+    if len(first) > 1:
+        (one, name), (other, another) = list(first.items())[:2]
+        yield (
+            f"{name} is {one}, and {another} is {other}: stage 3 computes the whole model in one dtype. Convert it, "
+            "give dtype=torch.bfloat16 to compute all of a float32 and bfloat16 model in bfloat16, or use stage 1 or 2"
+        )
 
 
 class _Extent(NamedTuple):

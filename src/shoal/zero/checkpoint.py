@@ -93,6 +93,12 @@ def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, to
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the model's extra state {name} is no tensor: keep it elsewhere, and save that by extra")
+    names: dict[int, list[str]] = {id(each): [] for each in model.parameters()}
+    for name, each in named_parameters(model, remove_duplicate=False):
+        names[id(each)].append(name)
+    parameters = dict(named_parameters(model))
+    for name, values in optimizer.carrier.frozen():
+        found.update(dict.fromkeys(names[id(parameters[name])], values.cpu()))
     return found
 
 
@@ -239,7 +245,7 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
         for piece, values, statistics in found:
             piece.values.copy_(values)
             _restore(optimizer, piece, statistics)
-        _overwrite(model, others)
+        _overwrite(model, optimizer, others)
     for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
         for key, value in entry["settings"].items():
             group[key] = _like(group.get(key), value)
@@ -304,10 +310,10 @@ def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str,
             state[key] = value
 
 
-def _overwrite(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> None:
+def _overwrite(model: torch.nn.Module, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> None:
     """Frozen parameters and buffers."""
     for name, target in model.state_dict(keep_vars=True).items():
-        if name not in others:
+        if name not in others or optimizer.carrier.write(name, others[name]):
             continue
         overwrite(local(target), _own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
 

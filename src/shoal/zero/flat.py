@@ -140,11 +140,19 @@ class FlatEngine:
         All ranks go through all of it: one after another is gathered.
         """
         yield from self._copies.whole()
+        yield from self.frozen()
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The frozen ones alone."""
         yield from self._frozen.whole()
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Replace a frozen parameter that `shard` narrowed, by float32 values: the same on all ranks."""
-        self._frozen.write(name, values)
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace a frozen parameter that `shard` narrowed, by float32 values, the same on all ranks.
+
+        Returns:
+            Whether it is one.
+        """
+        return self._frozen.write(name, values)
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the float32 copies of 16-bit parameters."""

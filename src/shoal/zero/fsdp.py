@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
-from shoal.zero.fsdp_comms import Meeting, OwnAllGather, OwnReduceScatter
+from shoal.zero.fsdp_comms import Meeting, NarrowReduceScatter, OwnAllGather, OwnReduceScatter
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, local
 from shoal.zero.unsharded import Unsharded
@@ -73,7 +73,7 @@ def _is_alone(module: torch.nn.Module, uses: dict[int, int]) -> bool:
 
 def partition(
     model: torch.nn.Module, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None
-) -> None:
+) -> torch.dtype | None:
     """Apply `fully_shard` to each unit, and to the model.
 
     Args:
@@ -81,11 +81,13 @@ def partition(
         group: the ranks.
         device: where the parameters are.
         dtype: to compute, gather and reduce in; None for that of the parameters.
+
+    Returns:
+        The dtype, if it has 16 bits: to send gradients in, too. FSDP2 adds them up in float32.
     """
     mesh = DeviceMesh.from_group(group, device.type)
-    narrow = next((each.dtype for each in model.parameters() if _is_narrow(each)), None)
-    dtype = dtype or narrow
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    dtype = dtype or next((each.dtype for each in model.parameters() if _is_narrow(each)), None)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
     for module in [*units(model), model]:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
@@ -93,6 +95,7 @@ def partition(
                 wide = parameter.data.float() if _is_narrow(parameter) else parameter.data
                 parameter.data = wide.contiguous()
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    return dtype
 
 
 def _is_narrow(parameter: torch.nn.Parameter) -> bool:
@@ -106,12 +109,15 @@ class FsdpEngine:
         model: sharded, over one dimension of ranks.
         stage: 2 or 3.
         collectives: among the same ranks.
+        dtype: to send gradients in; None for that which FSDP2 has them in.
 
     Raises:
         ConfigError: it is sharded in a way that cannot be carried.
     """
 
-    def __init__(self, model: torch.nn.Module, stage: int, collectives: Collectives) -> None:
+    def __init__(
+        self, model: torch.nn.Module, stage: int, collectives: Collectives, dtype: torch.dtype | None = None
+    ) -> None:
         self._model, self._collectives = model, collectives
         self._units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         for module in self._units.values():
@@ -137,8 +143,10 @@ class FsdpEngine:
             if collectives.tagged:
                 meeting = Meeting(collectives, number, name)
                 module.set_force_sum_reduction_for_comms(True)
-                module.set_custom_reduce_scatter(OwnReduceScatter(meeting))
+                module.set_custom_reduce_scatter(OwnReduceScatter(meeting, dtype))
                 module.set_custom_all_gather(OwnAllGather(meeting))
+            elif dtype is not None:
+                module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
         self._unsharded = Unsharded(self._shards, self._units.values())
         collectives.traffic = Traffic()  # that was no training
 
@@ -214,6 +222,14 @@ class FsdpEngine:
             values, start = local(shard).reshape(-1), self._starts[name]
             if values.numel():
                 yield Piece(name, start, start + values.numel(), shard, values)
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """None: the shards of frozen parameters are float32 themselves."""
+        return iter(())
+
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """There is none."""
+        return False
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """The shards are the float32 copy, and their gradients are in `grad`; those of `no_sync` are whole."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run, sum_in_order
 
-__all__ = ["Meeting", "OwnAllGather", "OwnReduceScatter"]
+__all__ = ["Meeting", "NarrowReduceScatter", "OwnAllGather", "OwnReduceScatter"]
 
 
 class Meeting:
@@ -46,10 +47,10 @@ def _act(backward: object) -> str:
 
 
 class OwnReduceScatter(ReduceScatter):
-    """Each rank's part goes to that rank only."""
+    """Each rank's part goes to that rank only, in `dtype`, and is added up in float32."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        self._meeting = meeting
+    def __init__(self, meeting: Meeting, dtype: torch.dtype | None) -> None:
+        self._meeting, self._dtype = meeting, dtype
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -64,11 +65,34 @@ class OwnReduceScatter(ReduceScatter):
     ) -> None:
         assert op == dist.ReduceOp.SUM  # as was asked for, by set_force_sum_reduction_for_comms
         self._meeting.check(input_tensor.numel(), backward=True)
-        runs = [Run(rank, part) for rank, part in enumerate(input_tensor.chunk(group.size()))]
+        sent = input_tensor.to(self._dtype or input_tensor.dtype)
+        runs = [Run(rank, part) for rank, part in enumerate(sent.chunk(group.size()))]
         mine = group.rank()
         self._meeting.collectives.reduce_scatter(
             runs, lambda _, pieces: _fill(output_tensor, sum_in_order(pieces, mine))
         ).wait()
+
+
+class NarrowReduceScatter(ReduceScatter):
+    """The backend's own, in fewer bits than each rank adds up in."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,  # noqa: FBT002 (FSDP2's interface)
+    ) -> None:
+        found = torch.empty_like(output_tensor, dtype=self._dtype)
+        dist.reduce_scatter_tensor(found, input_tensor.to(self._dtype), op, group)
+        output_tensor.copy_(found)
 
 
 class OwnAllGather(AllGather):

@@ -101,6 +101,14 @@ class Carrier(Protocol):
         """What this rank keeps of the parameters, in an order of its own."""
         ...
 
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and float32 values of frozen parameters that `shard` narrowed. All ranks go through all of it."""
+        ...
+
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace one of those, the same on all ranks; False if it is none."""
+        ...
+
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
         ...
@@ -188,7 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
         self.carrier.gradients()  # raises if there are none to clip yet
         listed = (each for group in self.param_groups for each in group["params"])
-        gradients = [local(each.grad) for each in listed if each.grad is not None]
+        found = [local(each.grad) for each in listed if each.grad is not None]
+        gradients = [each for each in found if each.numel()]  # of few rows a rank may have none
         norm = self._norm(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:

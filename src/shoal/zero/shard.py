@@ -66,9 +66,10 @@ def shard(
         group: the ranks; None for all.
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
             parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
-            bfloat16 parameters gets float32 copies in any case. In stages 1 and 2 the parameters themselves become
-            narrow: load weights before, or by `shoal.zero.load`; what is written into a parameter later counts as it is
-            rounded there. Frozen ones keep their float32 values as well, each rank its share.
+            bfloat16 parameters gets float32 copies in any case; stage 3 refuses one that mixes dtypes. In stages 1 and
+            2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; what is written
+            into a parameter later counts as it is rounded there. Frozen ones keep their float32 values as well, each
+            rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Returns:
@@ -154,10 +155,9 @@ def _carry(
 ) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
     """Partition; returns the optimizer of what this rank keeps, and the names of what the user's has in each group."""
     sharded = is_sharded(model)
-    if stage == 3 and not sharded:
-        partition(model, collectives.group, collectives.device, dtype)
     if stage == 3 or sharded:
-        carrier = FsdpEngine(model, stage, collectives)
+        sent = None if sharded else partition(model, collectives.group, collectives.device, dtype)
+        carrier = FsdpEngine(model, stage, collectives, sent)
         parameters = dict(named_parameters(model))
         inner = _build(factory, parameters)
         return inner, carrier, _names(inner, parameters)

@@ -49,7 +49,7 @@ def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count
     """
     wanted = uninterrupted()
     for state, extra in pool.play(count, cases.load_and_train, stage, str(saved)):
-        assert extra == {"epoch": 4, "note": ["any", "JSON"]}
+        assert extra == cases.EXTRA
         assert state.keys() == wanted.keys()
         for name, value in wanted.items():
             if count == 3:
@@ -64,6 +64,7 @@ def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: i
     path = tmp_path / "whole.pt"
     pool.play(3, cases.train_and_save, stage, str(path), True)
     found = torch.load(path)
+    assert found["extra"] == cases.EXTRA
     torch.manual_seed(9)
     model = cases.Odd()
     with torch.no_grad():
@@ -117,6 +118,16 @@ def test_bfloat16_is_saved_wide(pool: Ranks, tmp_path: Path) -> None:
     for stage in (1, 3):
         for found in pool.play(2, cases.load_narrow, stage, str(path)):
             assert torch.equal(found, weights["layers.0.1.weight"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_parameters_are_saved_wide(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Whatever they are computed in; and loaded so, into a model that is saved once more."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    pool.play(2, cases.save_narrow, stage, str(first))
+    pool.play(2, cases.load_and_save_narrow, stage, str(first), str(second))
+    for path in (first, second):
+        assert torch.equal(shoal.zero.consolidate(path)["model"]["frozen.weight"], cases.Odd().frozen.weight)
 
 
 def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp_path: Path) -> None:

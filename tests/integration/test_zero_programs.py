@@ -19,11 +19,12 @@ def pool() -> Iterator[Ranks]:
         yield made
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_are_cleared_by_whoever_clears_them(pool: Ranks, stage: int) -> None:
     """However a program does it, nothing comes back of what was there: as with `optimizer.zero_grad`, to the bit."""
-    for found in pool.play(2, programs.cleared, stage):
-        assert found == dict.fromkeys(programs.CLEARINGS, True)
+    ways = programs.CLEARINGS if stage < 3 else programs.TO_NONE
+    for found in pool.play(2, programs.cleared, stage, list(ways)):
+        assert found == dict.fromkeys(ways, True)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -78,7 +79,7 @@ def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int)
 
 
 @pytest.mark.parametrize("sync", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_gradients_are_added_up_in_float32(pool: Ranks, stage: int, sync: bool) -> None:
     """64 equal ones, reduced each for itself or all at the end, are 64 times one of them: in bfloat16 they are not."""
     assert all(pool.play(2, programs.many_micro_batches, stage, sync, 64))
@@ -176,3 +177,25 @@ def test_frozen_parameters_that_an_optimizer_lists(pool: Ranks, stage: int) -> N
 def test_copies_of_a_model_are_plain_models(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
     """`deepcopy`, `AveragedModel`, `torch.save(model)`: without the optimizer; whoever trains them sends nothing."""
     assert pool.play(2, programs.copied, stage, dtype) == [(True, True, True)] * 2
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_two_models_in_one_backward_pass(pool: Ranks, stage: int) -> None:
+    """Each gets its own gradients, as long as ranks have the same order; all are told if they have not."""
+    for said, apart in pool.play(2, programs.two_models, stage, True):
+        assert said == ""
+        assert apart < 1e-6
+    for rank, (said, _) in enumerate(pool.play(2, programs.two_models, stage, False)):
+        assert "LocalError: this rank is at the sharded model number" in said
+        assert f"and rank {1 - rank} at number" in said
+
+
+def test_clipping_by_the_largest_value(pool: Ranks) -> None:
+    """In stage 3, where a rank has no row of some parameters."""
+    first, second = pool.play(2, programs.largest_gradient)
+    assert first[0] == second[0] == pytest.approx(first[1], rel=1e-5)
+
+
+def test_stage_3_over_other_backends(pool: Ranks) -> None:
+    """Their own reduce-scatter gets bfloat16, and what is added up before is float32."""
+    assert all(pool.play(2, programs.many_micro_batches, 3, False, 64, False))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -56,6 +57,35 @@ def test_stage_3_counts_what_one_rank_did_not_use_as_zero(pool: Ranks) -> None:
     for unused, once in pool.play(2, cases.unused, 3):
         assert unused == 0.0
         assert once > 0.0
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_frozen_in_turns_is_trained(pool: Ranks, stage: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    """As generators and critics are, whichever half is frozen at first, and when a checkpoint is written."""
+    for apart, loaded in pool.play(2, programs.frozen_in_turns, stage, dtype, str(tmp_path / "saved")):
+        assert apart < (1e-6 if dtype is None else 0.02)
+        assert loaded
+
+
+def test_a_model_that_runs_by_another_method_is_trained(pool: Ranks) -> None:
+    """`register_fsdp_forward_method`."""
+    assert max(pool.play(2, programs.by_another_method)) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_checkpoint_wrappers_do_not_count(pool: Ranks, stage: int, tmp_path: Path) -> None:
+    """Neither in training nor in the names of a checkpoint."""
+    for apart, loaded in pool.play(2, programs.with_checkpoint_wrapper, stage, str(tmp_path / "saved")):
+        assert apart < 1e-6
+        assert loaded == [True, True]
+
+
+def test_gradients_that_wait_are_not_changed_in_place(pool: Ranks) -> None:
+    """In stage 3 they are whole and elsewhere: to write zeros into the shards' would clear nothing."""
+    for said in pool.play(2, programs.changed_without_sync):
+        assert "LocalError: the gradient of" in said
+        assert "within no_sync() is whole" in said
 
 
 def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:
@@ -118,6 +148,74 @@ def test_a_checkpoint_with_other_frozen_parameters_or_buffers(pool: Ranks, tmp_p
     for said, same in pool.play(2, programs.load_other_frozen, str(path), what):
         assert "which is not trained, with shape" in said
         assert same
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_ranks_that_load_other_checkpoints(pool: Ranks, tmp_path: Path, plain: bool) -> None:
+    """Are told, and nothing is changed: of folders and of files of plain torch, which differ in values alone."""
+    for rank in range(2):
+        if plain:
+            model = cases.Odd()
+            torch.nn.init.constant_(model.scale, rank)
+            optimizer = cases.make("sgd", model)([each for each in model.parameters() if each.requires_grad])
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"saved-{rank}")
+        else:
+            pool.play(2, programs.save_plain, str(tmp_path / f"saved-{rank}"))
+    for said, unchanged in pool.play(2, programs.load_of_each, str(tmp_path / "saved")):
+        assert "rank 0 gave" in said
+        assert f"and rank 1 gave {tmp_path / 'saved-1'}, which is another one" in said
+        assert unchanged
+
+
+def test_a_copy_is_the_same_checkpoint(pool: Ranks, tmp_path: Path) -> None:
+    """Ranks may have one each."""
+    pool.play(2, programs.save_plain, str(tmp_path / "saved-0"))
+    shutil.copytree(tmp_path / "saved-0", tmp_path / "saved-1")
+    assert [said for said, _ in pool.play(2, programs.load_of_each, str(tmp_path / "saved"))] == ["", ""]
+
+
+@pytest.mark.parametrize("order", [["gain", "layer.weight", "layer.bias"], ["gain", "layer.bias", "layer.weight"]])
+def test_a_scalar_and_the_order_of_a_plain_optimizer(pool: Ranks, tmp_path: Path, order: list[str]) -> None:
+    """What is kept for a scalar looks like a counter, and is none; another order of parameters is told on all ranks."""
+    model, path = programs.Scalar(), tmp_path / "plain.pt"
+    optimizer = torch.optim.NAdam([model.get_parameter(name) for name in order])
+    programs.scalar_steps(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    found = pool.outcomes(2, programs.load_scalar, str(path))
+    wanted = programs.scalar_steps(model, optimizer).state_dict()
+    for each in found:
+        if order[1] == "layer.weight":
+            assert all(torch.allclose(each[name], value, rtol=0, atol=1e-6) for name, value in wanted.items())
+        else:
+            assert each.kind == "ConfigError"
+            assert "it was built of other parameters, or in another order" in each.message
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_memory_formats_and_odd_buffers(pool: Ranks, tmp_path: Path, stage: int) -> None:
+    """Channels last, expanded, without dimensions: sharded, saved and loaded as any other."""
+    assert pool.play(2, programs.save_in_formats, str(tmp_path / "saved"), stage) == ["", ""]
+
+
+def test_a_full_disk(pool: Ranks, tmp_path: Path) -> None:
+    """Is told on all ranks, and leaves nothing."""
+    for said in pool.play(2, programs.save_on_a_full_disk, str(tmp_path / "saved")):
+        assert "ConfigError" in said
+        assert "path cannot be written" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_frozen_parameters_that_a_plain_optimizer_lists(pool: Ranks, tmp_path: Path) -> None:
+    """Such as that of all of a model's parameters: it takes the checkpoint."""
+    path = tmp_path / "plain.pt"
+    wanted = pool.play(2, programs.frozen_listed, str(path))[0]
+    found, model = torch.load(path), cases.Odd()
+    model.load_state_dict(found["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(found["optimizer"])
+    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    assert torch.count_nonzero(optimizer.state[model.scale]["exp_avg"])
+    assert model.frozen.weight not in optimizer.state
 
 
 def test_extra_state_of_modules(pool: Ranks, tmp_path: Path) -> None:

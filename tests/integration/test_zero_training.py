@@ -229,6 +229,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "one rank alone": (cases.bad_on_one_rank, "stage must be 1, 2 or 3, got 7"),
     "shared memory": (cases.bad_shared_memory, "share memory"),
     "scalar": (cases.bad_scalar, "is a scalar"),
+    "mixed dtypes": (cases.bad_mixed_dtypes, "stage 3 computes the whole model in one dtype"),
     "dtype of sharded": (cases.bad_dtype_of_sharded, "MixedPrecisionPolicy"),
     "sparse": (cases.bad_sparse, "0 has sparse gradients"),
     "whole parameters": (cases.bad_whole, "Adafactor looks at whole parameters"),

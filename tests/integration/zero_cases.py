@@ -397,6 +397,13 @@ def bad_scalar() -> None:
     shoal.zero.shard(model, _sgd, stage=3)
 
 
+def bad_mixed_dtypes() -> None:
+    """Some of it in bfloat16."""
+    model = Odd()
+    model.layers.bfloat16()
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
 def bad_dtype_of_sharded() -> None:
     """It has a policy of its own."""
     model = Odd()
@@ -438,11 +445,14 @@ def bad_moved() -> None:
     optimizer.step()
 
 
+EXTRA = {"epoch": 4, "note": ["any", "JSON"], "milestones": {30: (0.1, None)}}
+
+
 def train_and_save(stage: int, path: str, consolidated: bool = False) -> None:
     """Four steps."""
     model, optimizer = _shard(stage, "adamw")
     train(optimizer, model, steps=4)
-    shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra={"epoch": 4, "note": ["any", "JSON"]})
+    shoal.zero.save(path, model, optimizer, consolidated=consolidated, extra=EXTRA)
 
 
 def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -488,6 +498,16 @@ def load_narrow(stage: int, path: str) -> torch.Tensor:
     dist.all_gather_object(everything, mine)
     pieces = sorted((place, values) for each in everything for place, values in each.items())
     return torch.cat([values for _, values in pieces]).reshape(23, 11)
+
+
+def load_and_save_narrow(stage: int, path: str, other: str) -> None:
+    """Load into a model whose frozen parameters were others."""
+    model = Odd()
+    torch.nn.init.zeros_(model.frozen.weight)
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=torch.bfloat16)
+    shoal.zero.load(path, model, optimizer)
+    train(optimizer, model, steps=1)
+    shoal.zero.save(other, model, optimizer)
 
 
 def load_damaged(path: str) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import io
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
 from shoal.errors import LocalError
-from shoal.zero import buckets
+from shoal.zero import buckets, collectives
 from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer
 from tests.integration.zero_cases import Odd, loss_of, make
@@ -82,7 +82,10 @@ CLEARINGS: dict[str, Callable[[torch.nn.Module], None]] = {
 }
 
 
-def cleared(stage: int) -> dict[str, bool]:
+TO_NONE = ("the model's own", "a module around it", "grad = None")
+
+
+def cleared(stage: int, ways: Iterable[str]) -> dict[str, bool]:
     """For each way to clear gradients whether all is as with the optimizer's own.
 
     A pass whose gradients are infinite, and one within `no_sync`, are cleared before they are used.
@@ -111,7 +114,7 @@ def cleared(stage: int) -> dict[str, bool]:
         return shoal.zero.full_state_dict(model)
 
     wanted = train(None)
-    return {how: same(train(clear), wanted) for how, clear in CLEARINGS.items()}
+    return {how: same(train(CLEARINGS[how]), wanted) for how in ways}
 
 
 def cleared_in_part(stage: int) -> bool:
@@ -235,12 +238,22 @@ class Sum(torch.nn.Module):
         return (self.weight * self.factors).sum()
 
 
-def many_micro_batches(stage: int, sync: bool, count: int) -> bool:
-    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients."""
+def many_micro_batches(stage: int, sync: bool, count: int, tagged: bool = True) -> bool:
+    """Whether a step of SGD in bfloat16 is to the bit the sum of so many equal gradients.
+
+    Unless `tagged` the group is not taken for one of gloo.
+    """
     model = Sum()
-    model, optimizer = shoal.zero.shard(
-        model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
-    )
+    before = collectives._is_gloo
+    collectives._is_gloo = lambda *each: tagged and before(*each)
+    try:
+        model, optimizer = shoal.zero.shard(
+            model, lambda each: torch.optim.SGD(each, lr=1.0), stage=stage, dtype=torch.bfloat16
+        )
+    finally:
+        collectives._is_gloo = before
+    if not tagged:
+        model.set_force_sum_reduction_for_comms(enable=True)  # type: ignore[operator] # gloo knows no mean
     for number in range(count):
         with nullcontext() if sync or number == count - 1 else optimizer.no_sync():
             model().backward()
@@ -408,6 +421,17 @@ def graph_of_gradients(stage: int) -> str:
     return said(lambda: torch.autograd.backward(loss_of(model, 0, dist.get_rank()), create_graph=True))
 
 
+def largest_gradient() -> tuple[float, float]:
+    """The norm for an infinite exponent, sharded and of one process."""
+    model, optimizer = sharded(3)
+    backward(model)
+    alone = Odd()
+    (loss_of(alone, 0, 0) / 2 + loss_of(alone, 0, 1) / 2).backward()  # type: ignore[no-untyped-call]
+    trained = [each for each in alone.parameters() if each.requires_grad]
+    kind = float("inf")
+    return float(optimizer.clip_grad_norm_(1e9, kind)), float(torch.nn.utils.clip_grad_norm_(trained, 1e9, kind))
+
+
 class Pair(torch.nn.Module):
     """Two layers, of which an optimizer may list one."""
 
@@ -511,3 +535,26 @@ def copied(stage: int, dtype: torch.dtype | None) -> tuple[bool, bool, bool]:
         apart = optimizer.traffic().reduced == sent and id(optimizer) not in held and "zero_grad" not in other.__dict__
         found.append(equal and trained and apart)
     return found[0], found[1], found[2]
+
+
+def two_models(stage: int, alike: bool) -> tuple[str, float]:
+    """Two models in one backward pass, on each rank in an order of its own unless `alike`.
+
+    What is said, or how far the weights are from those of one process.
+    """
+    models, plain = [Pair(), Pair()], [Pair(), Pair()]
+    optimizers = [
+        shoal.zero.shard(each, lambda listed: torch.optim.SGD(listed, lr=0.1), stage=stage)[1] for each in models
+    ]
+    steppers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in plain]
+    order = [0, 1] if alike or dist.get_rank() == 0 else [1, 0]
+
+    def loss(pair: list[Pair]) -> torch.Tensor:
+        return sum((pair[which](torch.ones(2, 6)) * (1 + which) for which in order), torch.zeros(())).sum()
+
+    words = said(lambda: torch.autograd.backward(loss(models)))
+    if not words:
+        torch.autograd.backward(loss(plain))
+        for each in (*optimizers, *steppers):
+            each.step()
+    return words, max(moved(each, other.state_dict()) for each, other in zip(models, plain, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 from datetime import timedelta
@@ -11,13 +12,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError, RankLost
+from shoal.zero import checkpoint
 from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.saved import consolidate
 from tests.integration.zero_cases import Odd, loss_of, make, train
+from tests.integration.zero_programs import State, backward, moved, said, same
 
 
 def _sharded_by_user(stage: int) -> tuple[Odd, ShardedOptimizer]:
@@ -92,6 +97,96 @@ def forgotten(stage: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tens
     except LocalError as error:
         said = str(error)
     return weights[0], weights[1], said
+
+
+class Critic(torch.nn.Module):
+    """Two halves that are trained in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.maker = torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        return self.judge(self.maker(inputs))
+
+    def judge(self, made: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        for layer in self.layers:
+            made = layer(made).tanh()
+        return made
+
+
+def _in_turns(model: Critic, optimizer: torch.optim.Optimizer) -> None:
+    """Each half is frozen while the other one is trained."""
+    for step in range(4):
+        model.layers.requires_grad_(step % 2 == 1)
+        model.maker.requires_grad_(step % 2 == 0)
+        model(torch.full((2, 4), 0.5)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def frozen_in_turns(stage: int, dtype: torch.dtype | None, path: str) -> tuple[float, bool]:
+    """How far weights are from those of one process; whether a checkpoint brings back the half that is frozen then."""
+    model, alone = Critic(), Critic()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage, dtype=dtype)
+    _in_turns(model, optimizer)
+    _in_turns(alone, plain)
+    apart = moved(model, alone.state_dict())
+    shoal.zero.save(path, model, optimizer)
+    wanted = shoal.zero.full_state_dict(model)
+    model.requires_grad_()
+    _in_turns(model, optimizer)
+    shoal.zero.load(path, model, optimizer)
+    return apart, same(shoal.zero.full_state_dict(model), wanted)
+
+
+def by_another_method() -> float:
+    """How far weights are from those of one process, if the model runs by a method that FSDP2 was told of."""
+    model, alone = Critic(), Critic()
+    fully_shard(model)
+    register_fsdp_forward_method(model, "judge")
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    for each, stepped in ((model, optimizer), (alone, torch.optim.SGD(alone.parameters(), lr=0.1))):
+        torch.autograd.backward(each.judge(torch.ones(2, 4)).sum())
+        stepped.step()
+    return moved(model, alone.state_dict())
+
+
+def _wrapped() -> Critic:
+    model = Critic()
+    model.layers[1] = checkpoint_wrapper(model.layers[1])
+    return model
+
+
+def with_checkpoint_wrapper(stage: int, path: str) -> tuple[float, list[bool]]:
+    """How far a wrapped model is from one process; whether its checkpoint fits models with and without wrappers."""
+    model, alone = _wrapped(), Critic()
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    for each, stepped in ((model, optimizer), (alone, torch.optim.SGD(alone.parameters(), lr=0.1))):
+        each(torch.ones(2, 4)).sum().backward()
+        stepped.step()
+    wanted = shoal.zero.full_state_dict(model)
+    shoal.zero.save(path, model, optimizer)
+    found = []
+    for other in (_wrapped(), Critic()):
+        _, fresh = shoal.zero.shard(other, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+        shoal.zero.load(path, other, fresh)
+        found.append(same(shoal.zero.full_state_dict(other), wanted))
+    return moved(model, alone.state_dict()), found
+
+
+def changed_without_sync() -> str:
+    """What is said when gradients are set to zero in place while others wait to be reduced."""
+    model, optimizer = _plain(3)
+    with optimizer.no_sync():
+        backward(model)
+    model.zero_grad(set_to_none=False)
+    return said(lambda: backward(model, 1))
 
 
 class Skipping(torch.nn.Module):
@@ -190,6 +285,101 @@ def save_plain(path: str) -> None:
     model, optimizer = _plain(2)
     train(optimizer, model, steps=1)
     shoal.zero.save(path, model, optimizer)
+
+
+def load_of_each(path: str) -> tuple[str, bool]:
+    """Each rank another checkpoint; what is said, and whether the model is as before."""
+    model, optimizer = _plain(2)
+    before = shoal.zero.full_state_dict(model)
+    words = said(lambda: shoal.zero.load(f"{path}-{dist.get_rank()}", model, optimizer))
+    return words, same(shoal.zero.full_state_dict(model), before)
+
+
+class Scalar(torch.nn.Module):
+    """A parameter without dimensions, and one that one rank holds alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.layer = torch.nn.Linear(4, 4)
+        self.gain = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        scaled: torch.Tensor = self.layer(inputs).tanh() * self.gain
+        return scaled
+
+
+def scalar_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """Two of them, the same on all ranks."""
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.autograd.backward(model(torch.full((2, 4), 1.0 + step)).square().sum())
+        optimizer.step()
+    return model
+
+
+def load_scalar(path: str) -> State:
+    """Go on from a file of plain torch; the optimizer's own parameters are in another order if the path says so."""
+    model, optimizer = shoal.zero.shard(Scalar(), torch.optim.NAdam, stage=2)
+    shoal.zero.load(path, model, optimizer)
+    return shoal.zero.full_state_dict(scalar_steps(model, optimizer))
+
+
+def save_in_formats(path: str, stage: int) -> str:
+    """Checkpoint of a model with buffers and frozen parameters in other memory formats; what another model reads."""
+    model = _images(1.0)
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    shoal.zero.save(path, model, optimizer)
+    other = _images(2.0)
+    other, fresh = shoal.zero.shard(other, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    shoal.zero.load(path, other, fresh)
+    return "" if same(shoal.zero.full_state_dict(model), shoal.zero.full_state_dict(other)) else "others"
+
+
+def _images(value: float) -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.Conv2d(4, 4, 3))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model[1].requires_grad_(requires_grad=False)
+    model.register_buffer("mask", torch.full((2, 3, 4, 4), value).contiguous(memory_format=torch.channels_last))
+    model.register_buffer("row", torch.full((1, 4), value).expand(3, 4))
+    model.register_buffer("seen", torch.tensor(value > 1))
+    with torch.no_grad():
+        for each in model.parameters():
+            each.fill_(value)
+    return model
+
+
+def save_on_a_full_disk(path: str) -> str:
+    """What is said where files cannot be as large as the whole checkpoint."""
+    model, optimizer = _plain(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    vars(checkpoint)["consolidate"] = _consolidate_on_a_full_disk
+    try:
+        return said(lambda: shoal.zero.save(path, model, optimizer, consolidated=True))
+    finally:
+        vars(checkpoint)["consolidate"] = consolidate
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def _consolidate_on_a_full_disk(path: Path) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    return consolidate(path)
+
+
+def frozen_listed(path: str) -> State:
+    """Steps of AdamW that lists frozen parameters, too, then a checkpoint for plain torch; loads it back."""
+    model = Odd()
+    model, optimizer = shoal.zero.shard(model, lambda _: torch.optim.AdamW(model.parameters()), stage=2)
+    train(optimizer, model, steps=1)
+    shoal.zero.save(path, model, optimizer, consolidated=True)
+    wanted = shoal.zero.full_state_dict(model)
+    train(optimizer, model, steps=1)
+    shoal.zero.load(path, model, optimizer)
+    assert same(shoal.zero.full_state_dict(model), wanted)
+    return wanted
 
 
 class Extra(Odd):

@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from shoal.zero.copies import wide_dtype
 from shoal.zero.fsdp import is_sharded
+from shoal.zero.names import named_parameters
 
 __all__ = ["problems"]
 
@@ -29,7 +31,8 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
         yield f"stage must be 1, 2 or 3, got {stage!r}"
     if dtype not in (None, torch.bfloat16):
         yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
-    yield from _of_parameters(list(model.named_parameters()))
+    yield from _of_parameters(list(named_parameters(model)))
+    yield from _of_buffers(model)
     if is_sharded(model):
         if stage == 1:
             yield "a model that fully_shard was applied to can be carried in stage 2 or 3, not 1"
@@ -40,12 +43,13 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
             )
         yield from _sparse(model)
     elif stage == 3:
-        for name, parameter in model.named_parameters():
+        for name, parameter in named_parameters(model):
             if parameter.ndim == 0:
                 yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
         yield from _sparse(model)
+        yield from _of_dtypes(model, dtype)
     else:
-        yield from _overlaps(model.named_parameters())
+        yield from _overlaps(named_parameters(model))
 
 
 def _sparse(model: torch.nn.Module) -> Iterator[str]:
@@ -62,6 +66,28 @@ def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator
             yield f"{name} is on the meta device: give the model its values first"
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
             yield f"{name} is {parameter.dtype}: train in float32 or bfloat16"
+
+
+def _of_buffers(model: torch.nn.Module) -> Iterator[str]:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            yield f"{name} is on the meta device: give the model its values first"
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            yield f"{name} is a buffer with the layout {buffer.layout} and {buffer.dtype}: make it a dense tensor"
+
+
+def _of_dtypes(model: torch.nn.Module, dtype: object) -> Iterator[str]:
+    """FSDP2 computes all parameters of a unit in one dtype, and steps them in one."""
+    first: dict[torch.dtype, str] = {}
+    for name, each in named_parameters(model):
+        if each.is_floating_point():
+            first.setdefault(each.dtype if dtype is None else wide_dtype(each.dtype), name)
+    if len(first) > 1:
+        (one, name), (other, another) = list(first.items())[:2]
+        yield (
+            f"{name} is {one}, and {another} is {other}: stage 3 computes the whole model in one dtype. Convert it, "
+            "give dtype=torch.bfloat16 to compute all of a float32 and bfloat16 model in bfloat16, or use stage 1 or 2"
+        )
 
 
 class _Extent(NamedTuple):

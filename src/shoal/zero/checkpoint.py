@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
+from shoal.zero.extra import pack
+from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
 from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
-from shoal.zero.weights import full_state_dict
+from shoal.zero.weights import full_state_dict, overwrite
 
 __all__ = ["load", "save"]
 
@@ -46,7 +48,8 @@ def save(
         optimizer: as `shoal.zero.shard` returned it.
         consolidated: one file in place of a folder, for plain torch: `torch.load(path)` is a dictionary of two state
             dictionaries, ``model`` and ``optimizer``, and ``extra``.
-        extra: anything that JSON can hold, such as a scheduler's state; that of rank 0 is kept.
+        extra: such as a scheduler's state: numbers, texts and None, in lists, tuples, sets and dictionaries of any
+            keys; that of rank 0 is kept.
 
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer or a
@@ -56,7 +59,8 @@ def save(
     target, collectives = Path(path), optimizer.collectives
     agreement = Agreement(collectives.group, collectives.watch)
     agreement.alike(os.fspath(path), "path")
-    folder = target.with_name(f".{target.name}.{agreement.gather(secrets.token_hex(4))[0]}")
+    identity = agreement.gather(secrets.token_hex(8))[0]
+    folder = target.with_name(f".{target.name}.{identity}")
     others = _others(model, optimizer)
     try:
         with agreement.together():
@@ -68,7 +72,7 @@ def save(
         entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         with agreement.together():
             if collectives.rank == 0:
-                index = _index(model, optimizer, others, entries) | {"extra": dict(extra or {})}
+                index = {"id": identity, **_index(model, optimizer, others, entries), "extra": pack(dict(extra or {}))}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
     finally:
@@ -89,6 +93,12 @@ def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, to
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
             raise ConfigError(f"the model's extra state {name} is no tensor: keep it elsewhere, and save that by extra")
+    names: dict[int, list[str]] = {id(each): [] for each in model.parameters()}
+    for name, each in named_parameters(model, remove_duplicate=False):
+        names[id(each)].append(name)
+    parameters = dict(named_parameters(model))
+    for name, values in optimizer.carrier.frozen():
+        found.update(dict.fromkeys(names[id(parameters[name])], values.cpu()))
     return found
 
 
@@ -110,7 +120,12 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
     collectives = optimizer.collectives
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
     # Views of one storage, such as tiles side by side, are written each for itself.
-    save_file({key: value.clone() for key, value in tensors.items()}, folder / name)
+    try:
+        save_file(
+            {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, folder / name
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     _flush(folder / name)
     return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces}
 
@@ -136,9 +151,9 @@ def _index(
     entries: list[dict[str, Any]],
 ) -> dict[str, Any]:
     names = [name for group in optimizer.names for name in group]
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     of = {id(each): name for name, each in parameters.items()}
-    everything = model.named_parameters(remove_duplicate=False)
+    everything = named_parameters(model, remove_duplicate=False)
     return {
         "format": FORMAT,
         "optimizer": type(optimizer.inner).__name__,
@@ -146,8 +161,12 @@ def _index(
         "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
         "others": list(others),
         "groups": [
-            {"parameters": listed, "settings": {key: _plain(value) for key, value in group.items() if key != "params"}}
-            for listed, group in zip(optimizer.names, optimizer.param_groups, strict=True)
+            {
+                "parameters": names,
+                "listed": listed,
+                "settings": {key: _plain(value) for key, value in group.items() if key != "params"},
+            }
+            for names, listed, group in zip(optimizer.names, optimizer.listed, optimizer.param_groups, strict=True)
         ],
         "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
     }
@@ -168,7 +187,11 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
     if consolidated:
         whole = target.with_name(f"{folder.name}.pt")
         try:
-            torch.save(consolidate(folder), whole)
+            found = consolidate(folder)
+            try:
+                torch.save(found, whole)
+            except RuntimeError as error:  # of a full disk, too
+                raise OSError(str(error).split("\n", 1)[0]) from error
             _flush(whole)
             whole.rename(target)
         finally:
@@ -192,8 +215,9 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """Take over a checkpoint, of any number of ranks and any stage. All ranks call it.
 
     Args:
-        path: of the folder that `save` wrote; or of a file for plain torch, with the state dictionaries ``model`` and
-            ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with sharding later.
+        path: of the folder that `save` wrote, or a copy; or of a file for plain torch, with the state dictionaries
+            ``model`` and ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with
+            sharding later. The same checkpoint on all ranks.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
@@ -208,18 +232,20 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     """
     agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
     with agreement.together():
-        saved = Whole(Path(path), optimizer.names) if Path(path).is_file() else Saved(Path(path))
+        whole = Path(path).is_file()
+        saved = Whole(Path(path), optimizer.names, optimizer.listed) if whole else Saved(Path(path))
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
             found = [(piece, saved.values(piece), saved.statistics(piece)) for piece in pieces]
             others = {name: saved.other(name) for name in saved.index["others"]}
         _check_others(others, model, optimizer)
+    _check_same(agreement, saved.identity, path)
     with torch.no_grad():
         for piece, values, statistics in found:
             piece.values.copy_(values)
             _restore(optimizer, piece, statistics)
-        _overwrite(model, others)
+        _overwrite(model, optimizer, others)
     for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
         for key, value in entry["settings"].items():
             group[key] = _like(group.get(key), value)
@@ -228,9 +254,20 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     return extra
 
 
+def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError` unless all ranks load the same checkpoint; the paths may differ."""
+    first, *others = agreement.gather(f"{identity} {os.fspath(path)}")
+    for rank, other in enumerate(others, 1):
+        if other.split(" ")[0] != first.split(" ")[0]:
+            raise ConfigError(
+                f"path must be of the same checkpoint on all ranks: rank 0 gave {first.partition(' ')[2]}, and rank "
+                f"{rank} gave {other.partition(' ')[2]}, which is another one"
+            )
+
+
 def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
     """Raise `ConfigError` unless a checkpoint is of this model and these groups."""
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     here = {name: list(parameters[name].shape) for group in optimizer.names for name in group}
     there = {name: entry["shape"] for name, entry in index["parameters"].items()}
     for name in [*here, *there]:
@@ -273,12 +310,12 @@ def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str,
             state[key] = value
 
 
-def _overwrite(model: torch.nn.Module, others: Mapping[str, torch.Tensor]) -> None:
+def _overwrite(model: torch.nn.Module, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> None:
     """Frozen parameters and buffers."""
     for name, target in model.state_dict(keep_vars=True).items():
-        if name not in others:
+        if name not in others or optimizer.carrier.write(name, others[name]):
             continue
-        local(target).copy_(_own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
+        overwrite(local(target), _own_rows(others[name], target) if isinstance(target, DTensor) else others[name])
 
 
 def _own_rows(whole: torch.Tensor, target: DTensor) -> torch.Tensor:

@@ -4,6 +4,9 @@ Each rank sends each other rank the piece that it is to get, and nothing else. S
 data, on gloo too, whose own one is an all-reduce of which a part is kept (PyTorch issue 118911); and what is received
 is added in the order of the ranks, so that the sum has the same bits whoever computes it, on every backend.
 
+Several models may be sharded over one group. On gloo what one of them sends is never taken for another's, and ranks
+that are not at the same model are told (`Collectives.tell`).
+
 Every byte that is sent is counted. When a rank is gone, or silent for the group's timeout, the error names it
 (`watch`).
 """
@@ -17,9 +20,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from shoal.errors import LocalError
 from shoal.zero.watch import Watch
 
 __all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"]
+
+
+_COMMON = 0
+"""The tag of what is told among all models of a group; their own are above it."""
 
 
 @dataclass(slots=True)
@@ -117,17 +125,19 @@ class Collectives:
         group: the ranks.
         watch: of the same ranks.
         device: where tensors are.
+        model: a number for what is sharded, above 0: the same on all ranks, another one for each model of the group.
 
     Attributes:
         rank: ours in the group.
         ranks: how many there are.
+        tagged: whether messages of several models are told apart: on gloo. Others have one order for all.
         traffic: what was sent so far.
         scratch: memory for what is on its way.
     """
 
-    def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device) -> None:
-        self.group, self.watch, self.device = group, watch, device
-        self.rank, self.ranks = group.rank(), group.size()
+    def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device, model: int = 1) -> None:
+        self.group, self.watch, self.device, self.model = group, watch, device, model
+        self.rank, self.ranks, self.tagged = group.rank(), group.size(), _is_gloo(group, device)
         self.traffic, self.scratch = Traffic(), Scratch()
 
     def reduce_scatter(self, runs: Sequence[Run], finish: Callable[[int, Sequence[torch.Tensor]], None]) -> Pending:
@@ -143,14 +153,14 @@ class Collectives:
         rooms: list[torch.Tensor] = []
         for index, (owner, data) in enumerate(runs):
             if owner != self.rank:
-                operations.append(self._send(data, owner))
+                operations.append(self._send(data, owner, self.model))
                 self.traffic.reduced += data.nbytes
                 continue
             room = self.scratch.take(data, self.ranks - 1)
             rooms.append(room)
             parts = iter(room[: data.numel() * (self.ranks - 1)].chunk(self.ranks - 1) if self.ranks > 1 else ())
             pieces = [data if rank == self.rank else next(parts) for rank in range(self.ranks)]
-            operations += [self._receive(pieces[rank], rank) for rank in self._others()]
+            operations += [self._receive(pieces[rank], rank, self.model) for rank in self._others()]
             ours.append((index, pieces))
 
         def finish_all() -> None:
@@ -161,32 +171,67 @@ class Collectives:
 
         return self._start("a reduce-scatter", operations, finish_all)
 
-    def all_gather(self, runs: Sequence[Run], *, counted: bool = True) -> Pending:
-        """Send our runs to every other rank, and receive theirs in place. Parameters are `counted` as traffic."""
+    def all_gather(self, runs: Sequence[Run]) -> Pending:
+        """Send our runs to every other rank, and receive theirs in place."""
+        self.traffic.gathered += sum(data.nbytes for owner, data in runs if owner == self.rank) * (self.ranks - 1)
+        return self._start("an all-gather", self._gathering(runs, self.model))
+
+    def tell(self, *numbers: int) -> Callable[[], list[list[int]]]:
+        """Tell all ranks what this one is about to do, whichever model they are at; not counted as traffic.
+
+        Returns:
+            A function that waits for the numbers of each rank. It raises `LocalError` if one is at another model: on
+            that one, too, if it tells something.
+        """
+        table = torch.empty(self.ranks, 1 + len(numbers), dtype=torch.int64, device=self.device)
+        table[self.rank] = torch.tensor([self.model, *numbers])
+        runs = [Run(rank, row) for rank, row in enumerate(table)]
+        pending = self._start("to tell what is next", self._gathering(runs, _COMMON))
+
+        def hear() -> list[list[int]]:
+            pending.wait()
+            rows: list[list[int]] = table.tolist()
+            for rank, (model, *_) in enumerate(rows):
+                if model != self.model:
+                    raise LocalError(
+                        f"this rank is at the sharded model number {self.model}, and rank {rank} at number {model}: "
+                        "models that are sharded each for itself must be run, and their backward passes, in the same "
+                        "order on all ranks. Shard one module that holds them all. Start anew"
+                    )
+            return [row for _, *row in rows]
+
+        return hear
+
+    def _gathering(self, runs: Sequence[Run], tag: int) -> list[dist.P2POp]:
         operations: list[dist.P2POp] = []
         for owner, data in runs:
             if owner != self.rank:
-                operations.append(self._receive(data, owner))
-                continue
-            operations += [self._send(data, rank) for rank in self._others()]
-            self.traffic.gathered += data.nbytes * (self.ranks - 1) * counted
-        return self._start("an all-gather", operations)
+                operations.append(self._receive(data, owner, tag))
+            else:
+                operations += [self._send(data, rank, tag) for rank in self._others()]
+        return operations
 
     def _others(self) -> list[int]:
         """Beginning with the rank behind us, so that not all send to the same one at once."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def _send(self, data: torch.Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(dist.isend, data, group=self.group, group_peer=rank)
+    def _send(self, data: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(dist.isend, data, group=self.group, tag=tag, group_peer=rank)
 
-    def _receive(self, data: torch.Tensor, rank: int) -> dist.P2POp:
-        return dist.P2POp(dist.irecv, data, group=self.group, group_peer=rank)
+    def _receive(self, data: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
+        return dist.P2POp(dist.irecv, data, group=self.group, tag=tag, group_peer=rank)
 
     def _start(self, doing: str, operations: list[dist.P2POp], then: Callable[[], None] | None = None) -> Pending:
         turn = self.watch.turn(f"{doing} of {sum(each.tensor.nbytes for each in operations):,} bytes")
         with self.watch.named(turn):
             works = dist.batch_isend_irecv(operations) if operations else []
         return Pending(works, self.watch, turn, then)
+
+
+def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors of a device go by gloo; a group may have a backend for each kind of device."""
+    config = str(dist.get_backend_config(group))
+    return dict(each.split(":") for each in config.split(",")).get(device.type) == "gloo"
 
 
 def sum_in_order(pieces: Sequence[torch.Tensor], mine: int) -> torch.Tensor:

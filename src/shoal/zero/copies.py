@@ -68,12 +68,19 @@ class Copies:
             self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
             yield name, found.view(parameter.shape)
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Replace a parameter, the same on all ranks: the copies take the values, the parameter their rounding."""
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace a parameter, the same on all ranks: the copies take the values, the parameter their rounding.
+
+        Returns:
+            Whether there are copies of it.
+        """
+        if name not in self._parameters:
+            return False
         self._parameters[name].detach().copy_(values)
         for tile in self._plan.of(name):
             if tile in self.own:
                 self.own[tile].copy_(values.reshape(-1)[tile.start : tile.stop])
+        return True
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

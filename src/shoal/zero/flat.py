@@ -22,6 +22,7 @@ import torch
 from shoal.zero.buckets import buckets_of
 from shoal.zero.collectives import Collectives
 from shoal.zero.copies import Copies, wide_dtype
+from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece
 from shoal.zero.reduction import Reduction
 from shoal.zero.roster import Roster
@@ -72,7 +73,7 @@ class FlatEngine:
         self.own = {tile: self._own(tile, wide) for tile in self.plan.owned(rank)}
         narrow = {name: each for name, each in parameters.items() if each.dtype != wide_dtype(each.dtype)}
         self._copies = Copies(narrow, self.plan, self.own, collectives)
-        frozen = {name: each for name, each in model.named_parameters() if name in wide.keys() - parameters.keys()}
+        frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
         kept = {tile: wide[tile.name].reshape(-1)[tile.start : tile.stop].clone() for tile in plan.owned(rank)}
@@ -139,11 +140,19 @@ class FlatEngine:
         All ranks go through all of it: one after another is gathered.
         """
         yield from self._copies.whole()
+        yield from self.frozen()
+
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The frozen ones alone."""
         yield from self._frozen.whole()
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Replace a frozen parameter that `shard` narrowed, by float32 values: the same on all ranks."""
-        self._frozen.write(name, values)
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace a frozen parameter that `shard` narrowed, by float32 values, the same on all ranks.
+
+        Returns:
+            Whether it is one.
+        """
+        return self._frozen.write(name, values)
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the float32 copies of 16-bit parameters."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
+from shoal.zero.names import named_parameters
 
 __all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
 
@@ -100,6 +101,14 @@ class Carrier(Protocol):
         """What this rank keeps of the parameters, in an order of its own."""
         ...
 
+    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and float32 values of frozen parameters that `shard` narrowed. All ranks go through all of it."""
+        ...
+
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace one of those, the same on all ranks; False if it is none."""
+        ...
+
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
         ...
@@ -140,7 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
-        trained = {name for name, each in model.named_parameters() if each.requires_grad}
+        trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.listed = collectives, listed
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
@@ -187,7 +196,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
         self.carrier.gradients()  # raises if there are none to clip yet
         listed = (each for group in self.param_groups for each in group["params"])
-        gradients = [local(each.grad) for each in listed if each.grad is not None]
+        found = [local(each.grad) for each in listed if each.grad is not None]
+        gradients = [each for each in found if each.numel()]  # of few rows a rank may have none
         norm = self._norm(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for gradient in gradients:
@@ -257,7 +267,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finite = self.carrier.finite()
         except LocalError as error:
             problem = error
-        settings = described(self.param_groups)
+        settings = f"the sharded model number {self.collectives.model}\n{described(self.param_groups)}"
         number = zlib.crc32(settings.encode())
         flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
         found = torch.tensor(flags, dtype=torch.int64, device=self._device)

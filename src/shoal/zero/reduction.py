@@ -14,7 +14,6 @@ cleared; what was not reduced is in the buckets' `local`; and in the parameters'
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -27,6 +26,7 @@ from shoal.errors import LocalError, RankLost
 from shoal.zero.buckets import Bucket
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.copies import wide_dtype
+from shoal.zero.hooks import present_pass, weakly
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Tile
 
@@ -75,14 +75,16 @@ class Reduction:
         self._syncing = True
         self._task = -1  # autograd's number of the present pass
         self._running = False  # a backward pass that reduces
+        self._hear: Callable[[], object] | None = None  # whether other ranks reduce this model, too
+        self._fault: LocalError | None = None
         self._launched = 0
         self._flying: deque[_Flight] = deque()
         # Tensor hooks would also run where autograd.grad() only asks for a gradient, and adds it to nothing.
         self._nodes = [get_gradient_edge(parameter).node for parameter in parameters.values()]  # hooks live as long
         for node, (name, parameter) in zip(self._nodes, parameters.items(), strict=True):
-            node.register_prehook(partial(_weakly(self._before), name))
+            node.register_prehook(partial(weakly(self._before), name))
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_weakly(self._arrived), name)
+                partial(weakly(self._arrived), name)
             )
 
     @contextlib.contextmanager
@@ -103,7 +105,7 @@ class Reduction:
                 "backward(create_graph=True) cannot be reduced: call torch.autograd.grad(create_graph=True) for what "
                 "you differentiate twice, and backward() for the loss that is made of it"
             )
-        if self._task != (task := torch._C._current_graph_task_id()):  # noqa: SLF001 (there is no other way to ask)
+        if self._task != (task := present_pass()):
             self._task = task
             self._look()
         self._stand_ins.lift(name)
@@ -121,6 +123,7 @@ class Reduction:
         if not self._running:
             self.check()
             self._running, self._launched = True, 0
+            self._hear = self._collectives.tell() if self._collectives.tagged else None
             for bucket in self._buckets:
                 bucket.missing, bucket.sent = set(bucket.parameters), False
             self._call_at_the_end()
@@ -206,6 +209,9 @@ class Reduction:
 
     def _land(self) -> None:
         """Wait for the bucket that was sent first."""
+        if self._hear is not None:
+            hear, self._hear = self._hear, None
+            hear()
         pending, lent = self._flying.popleft()
         pending.wait()
         if lent is not None:
@@ -246,12 +252,13 @@ class Reduction:
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Without a rank nothing that is on its way arrives: let it be."""
+        """Without a rank, or if one is at another model, nothing that is on its way arrives: let it be."""
         try:
             yield
-        except RankLost:
+        except (RankLost, LocalError) as error:
             self._flying.clear()
             self._running = False
+            self._fault = error if isinstance(error, LocalError) else None
             raise
 
     # ----------------------------------------------------------------------------------------- between backward passes
@@ -333,20 +340,11 @@ class Reduction:
         return [each for each in (*buckets, *means) if each is not None]
 
     def check(self) -> None:
-        """Raise `LocalError` if the parameters are no longer where they were."""
+        """Raise `LocalError` if the parameters are no longer where they were, or ranks were at different models."""
+        if self._fault is not None:
+            raise self._fault
         for bucket in self._buckets:
             if name := bucket.moved():
                 raise LocalError(
                     f"{name} was moved, converted or replaced after the model was sharded: do that before shard()"
                 )
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A hook that ends with its object: what autograd refers to, Python's garbage collector does not see through."""
-    found = weakref.WeakMethod(method)
-
-    def call(*args: object) -> None:
-        if (alive := found()) is not None:
-            alive(*args)
-
-    return call

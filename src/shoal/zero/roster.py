@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from shoal.errors import LocalError
+from shoal.zero.names import named_parameters
 
 __all__ = ["Roster"]
 
@@ -20,12 +21,12 @@ class Roster:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._known = {name: (each, each.requires_grad) for name, each in model.named_parameters()}
+        self._known = {name: (each, each.requires_grad) for name, each in named_parameters(model)}
 
     def check(self) -> None:
         """Raise `LocalError` if the model has another parameter now, or trains one that was frozen."""
         model = self._model()
-        for name, parameter in model.named_parameters() if model is not None else ():
+        for name, parameter in named_parameters(model) if model is not None else ():
             known, trained = self._known.get(name, (None, False))
             if known is not parameter and (trained or parameter.requires_grad):
                 raise LocalError(

@@ -17,13 +17,14 @@ nothing before every rank has read all it needs.
 ``index.json``       meaning
 ===================  ==============================================================================================
 ``format``           1
+``id``               a random text, so that no two checkpoints are taken for one
 ``parameters``       of each trained parameter: ``shape``
 ``aliases``          other names of tied parameters: the name that they are under
 ``others``           names of frozen parameters and buffers, whole, in the file of rank 0 as ``other|NAME``
-``groups``           the optimizer's groups: ``parameters`` by name, and ``settings``
+``groups``           the optimizer's groups: ``parameters`` by name, ``listed`` with those that are frozen, ``settings``
 ``optimizer``        its class, for people to read
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
-``extra``            what the user gave
+``extra``            what the user gave, as `extra.pack` writes it
 ===================  ==============================================================================================
 
 In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
@@ -32,9 +33,11 @@ In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +46,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
+from shoal.zero.extra import unpack
 from shoal.zero.optimizer import Piece
 
 __all__ = ["FORMAT", "INDEX", "Range", "Saved", "Whole", "consolidate", "state_key", "value_key"]
 
+_UNREADABLE = (
+    OSError,
+    RuntimeError,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
 FORMAT = 1
 INDEX = "index.json"
 
@@ -79,6 +92,10 @@ class Saved:
     Args:
         folder: where.
 
+    Attributes:
+        index: see above.
+        identity: a text without spaces; the same for copies, another one for every other checkpoint.
+
     Raises:
         ConfigError: it is none, or not whole.
     """
@@ -89,10 +106,12 @@ class Saved:
         self._keys: dict[str, list[str]] = {}
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+            self.index["extra"] = unpack(self.index["extra"])
             if self.index["format"] != FORMAT:
                 raise ConfigError(
                     f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMAT}"
                 )
+            self.identity: str = self.index["id"]
             for name, entry in self.index["files"].items():
                 if (size := (folder / name).stat().st_size) != entry["bytes"]:
                     raise ConfigError(f"{folder / name} has {size} bytes instead of {entry['bytes']}: it is damaged")
@@ -164,29 +183,41 @@ class Whole:
 
     Args:
         path: of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
-        groups: names of the parameters in each of the optimizer's groups: plain torch numbers them.
+        groups: names of the trained parameters in each of the optimizer's groups: plain torch numbers them.
+        listed: the same with those that are frozen: as the optimizer was given them, there or here.
 
     Raises:
         ConfigError: it is none, or its optimizer has other groups.
     """
 
-    def __init__(self, path: Path, groups: Sequence[Sequence[str]]) -> None:
+    def __init__(self, path: Path, groups: Sequence[Sequence[str]], listed: Sequence[Sequence[str]]) -> None:
         self._path = path
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             if not isinstance(found, dict):
                 raise TypeError(f"it holds a {type(found).__name__}")
             self._weights: dict[str, Any] = found["model"]
-            state, listed = found["optimizer"]["state"], found["optimizer"]["param_groups"]
-            numbers = [group["params"] for group in listed]
+            state, entries = found["optimizer"]["state"], found["optimizer"]["param_groups"]
+            numbers = [group["params"] for group in entries]
             extra = found.get("extra", {})
-        except (OSError, RuntimeError, pickle.UnpicklingError, KeyError, TypeError, AttributeError) as error:
+            self.identity = _identity(path)
+        except _UNREADABLE as error:
             raise ConfigError(f"{path} is no whole checkpoint, of a model and its optimizer: {error}") from error
-        if [len(each) for each in numbers] != [len(each) for each in groups]:
+        sizes = [len(each) for each in numbers]
+        fitting = [each for each in (groups, listed) if [len(group) for group in each] == sizes]
+        if not fitting:
             raise ConfigError(f"the optimizer in {path} has other groups: give shard() those that it was saved with")
-        names = [name for group in groups for name in group]
-        by_number = dict(zip((each for group in numbers for each in group), names, strict=True))
+        in_order = [name for group in fitting[0] for name in group]
+        by_number = dict(zip((each for group in numbers for each in group), in_order, strict=True))
         self._state = {by_number[number]: entry for number, entry in state.items()}
+        names = [name for group in groups for name in group]
+        # A single value that is not a value of the parameter; of a scalar it cannot be told by its shape.
+        self._counters = {"step"} | {
+            key
+            for name, entry in self._state.items()
+            for key, value in entry.items()
+            if name in self._weights and self._weights[name].ndim and not torch.as_tensor(value).ndim
+        }
         # Tied parameters come under each of their names: one is trained, the others are its aliases.
         trained = {self._storage(name) for name in names if name in self._weights}
         self.index: dict[str, Any] = {
@@ -194,11 +225,11 @@ class Whole:
             "others": [
                 name
                 for name, value in self._weights.items()
-                if name not in by_number.values() and self._storage(name) not in trained and torch.is_tensor(value)
+                if name not in names and self._storage(name) not in trained and torch.is_tensor(value)
             ],
             "groups": [
                 {"parameters": list(group), "settings": {key: each for key, each in entry.items() if key != "params"}}
-                for group, entry in zip(groups, listed, strict=True)
+                for group, entry in zip(groups, entries, strict=True)
             ],
             "optimizer": None,
             "extra": extra,
@@ -225,12 +256,26 @@ class Whole:
 
     def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
         """The optimizer's of a range."""
-        found = {}
+        found, shape = {}, self._weights[wanted.name].shape
         for key, value in self._state.get(wanted.name, {}).items():
             tensor = torch.as_tensor(value)
-            # Each piece counts its own steps, in place.
-            found[key] = tensor.reshape(-1)[wanted.start : wanted.stop] if tensor.ndim else tensor.clone()
+            if not tensor.ndim and (shape or key in self._counters):
+                found[key] = tensor.clone()  # each piece counts its own steps, in place
+            elif tensor.shape == shape:
+                found[key] = tensor.reshape(-1)[wanted.start : wanted.stop]
+            else:
+                raise ConfigError(
+                    f"the optimizer in {self._path} keeps {key!r} of {wanted.name} with shape {tuple(tensor.shape)}, "
+                    f"and the parameter has {tuple(shape)}: it was built of other parameters, or in another order"
+                )
         return found
+
+
+def _identity(path: Path) -> str:
+    """Of a file that `torch.save` wrote: the checksums of all that is in it."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(each.file_size, each.CRC) for each in archive.infolist()]
+    return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]
 
 
 def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -248,20 +293,20 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     saved = Saved(Path(path))
     index = saved.index
-    numbers = {name: number for number, name in enumerate(index["parameters"])}
+    listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
+    numbers = {name: number for number, name in enumerate(listed)}
     weights: dict[str, torch.Tensor] = {}
     state: dict[int, dict[str, torch.Tensor]] = {}
     with saved.opened():
-        for name, number in numbers.items():
+        for name in index["parameters"]:
             shape = index["parameters"][name]["shape"]
             whole = Range(name, 0, torch.Size(shape).numel())
             weights[name] = saved.values(whole).reshape(shape)
             statistics = saved.statistics(whole)
             if statistics:
-                state[number] = {key: each.reshape(shape) if each.ndim else each for key, each in statistics.items()}
+                shaped = {key: each.reshape(shape) if each.ndim else each for key, each in statistics.items()}
+                state[numbers[name]] = shaped
         weights.update({name: saved.other(name) for name in index["others"]})
     weights.update({alias: weights[name] for alias, name in index["aliases"].items()})
-    groups = [
-        {**entry["settings"], "params": [numbers[name] for name in entry["parameters"]]} for entry in index["groups"]
-    ]
+    groups = [{**entry["settings"], "params": [numbers[name] for name in entry["listed"]]} for entry in index["groups"]]
     return {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "extra": index["extra"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,14 +17,17 @@ from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
+from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
+from shoal.zero.weights import overwrite
 
 __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_models = itertools.count(1)
 _WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
 """Optimizers that need more than a value and its own statistics; some are of other packages."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -62,9 +66,10 @@ def shard(
         group: the ranks; None for all.
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
             parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
-            bfloat16 parameters gets float32 copies in any case. In stages 1 and 2 the parameters themselves become
-            narrow: load weights before, or by `shoal.zero.load`; what is written into a parameter later counts as it is
-            rounded there. Frozen ones keep their float32 values as well, each rank its share.
+            bfloat16 parameters gets float32 copies in any case; stage 3 refuses one that mixes dtypes. In stages 1 and
+            2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; what is written
+            into a parameter later counts as it is rounded there. Frozen ones keep their float32 values as well, each
+            rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Returns:
@@ -90,7 +95,8 @@ def shard(
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
     what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
     agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype and skip_nonfinite")
-    collectives = Collectives(found, watch, next(model.parameters()).device)
+    number = int(agreement.gather(str(next(_models)))[0])
+    collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
         _take_over(model, collectives)
     with agreement.together():
@@ -105,7 +111,7 @@ def _description(model: torch.nn.Module) -> str:
     """All that ranks must have in common of a model."""
     lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
     first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in named_parameters(model, remove_duplicate=False):
         trained = "trained" if parameter.requires_grad else "frozen"
         tied = f", is {first[id(parameter)]}" if id(parameter) in first else ""
         first.setdefault(id(parameter), name)
@@ -128,12 +134,16 @@ def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str
 def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
     """All ranks begin with the parameters and buffers of rank 0."""
     root = dist.get_global_rank(collectives.group, 0)
-    with torch.no_grad(), collectives.watch.named(collectives.watch.turn("to take over rank 0's model")):
-        for tensor in [*model.parameters(), *model.buffers()]:
-            whole = tensor.detach().contiguous()
-            dist.broadcast(whole, root, group=collectives.group)
-            if whole.data_ptr() != tensor.data_ptr():
-                tensor.copy_(whole)
+    turn = collectives.watch.turn("to take over rank 0's model")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.numel():
+            continue
+        whole = tensor.detach().to(collectives.device).contiguous()
+        values = whole.view(-1).view(torch.uint8)  # whatever the backend knows of dtypes
+        with collectives.watch.named(turn):
+            dist.broadcast(values, root, group=collectives.group)
+        if whole.data_ptr() != tensor.data_ptr():
+            overwrite(tensor.detach(), whole)
 
 
 def _carry(
@@ -145,14 +155,13 @@ def _carry(
 ) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
     """Partition; returns the optimizer of what this rank keeps, and the names of what the user's has in each group."""
     sharded = is_sharded(model)
-    if stage == 3 and not sharded:
-        partition(model, collectives.group, collectives.device, dtype)
     if stage == 3 or sharded:
-        carrier = FsdpEngine(model, stage, collectives)
-        parameters = dict(model.named_parameters())
+        sent = None if sharded else partition(model, collectives.group, collectives.device, dtype)
+        carrier = FsdpEngine(model, stage, collectives, sent)
+        parameters = dict(named_parameters(model))
         inner = _build(factory, parameters)
         return inner, carrier, _names(inner, parameters)
-    parameters = dict(model.named_parameters())
+    parameters = dict(named_parameters(model))
     inner = _build(factory, parameters)
     if whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}:
         raise ConfigError(
@@ -170,7 +179,7 @@ def _carry(
 
 def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Let the model compute in `dtype`, as FSDP2's policy does; returns the parameters' float32 values."""
-    wide = {name: each.detach() for name, each in model.named_parameters() if each.dtype == torch.float32}
+    wide = {name: each.detach() for name, each in named_parameters(model) if each.dtype == torch.float32}
     for each in model.parameters():
         if each.dtype == torch.float32:
             each.data = each.data.to(dtype)

@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     """The values `start` to `stop` of one parameter.
 
     Attributes:
-        name: of the parameter, as in `model.named_parameters()`.
+        name: of the parameter, as in `model.state_dict()`.
         start: of its flat values.
         stop: behind the last one.
     """

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["full_state_dict"]
+__all__ = ["full_state_dict", "overwrite"]
 
 
 def full_state_dict(
@@ -51,3 +51,9 @@ def full_state_dict(
         if keep:
             found[name] = seen[id(value)]
     return found
+
+
+def overwrite(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values of its shape into a tensor; memory that it repeats along a dimension (`expand`) once."""
+    once = tuple(slice(0, 1) if step == 0 else slice(None) for step in target.stride())
+    target[once].copy_(values[once])

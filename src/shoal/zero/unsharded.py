@@ -1,0 +1,149 @@
+"""The whole parameters of a model that FSDP2 has sharded, and the gradients in them.
+
+FSDP2 makes a whole parameter once, frees and fills its memory, and puts it into the module in place of the shard while
+a unit runs. Autograd adds gradients to it; behind a pass they are reduced into the shard's, or wait in the whole one
+if nothing is to be sent yet (`no_sync`), where no program sees them: so the shard has a gradient of zeros meanwhile,
+which tells what is cleared, whoever clears it, and to which FSDP2 adds the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import get_gradient_edge, increment_version
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shoal.errors import LocalError
+from shoal.zero.hooks import present_pass, weakly
+from shoal.zero.optimizer import local
+
+__all__ = ["Unsharded"]
+
+
+class _Mark(NamedTuple):
+    """What a shard's gradient was when whole ones began to wait: to see who changes it."""
+
+    gradient: torch.Tensor
+    version: int
+
+
+class Unsharded:
+    """Of one model.
+
+    Args:
+        shards: the parameters, by name.
+        units: whose parameters are gathered together. Each of them is gathered once, here, so that every whole
+            parameter is known before it is used, in whichever way.
+
+    Attributes:
+        parameters: the whole ones, by name. Their memory may be freed.
+    """
+
+    def __init__(self, shards: Mapping[str, DTensor], units: Iterable[FSDPModule]) -> None:
+        self._shards = dict(shards)
+        self.parameters: dict[str, torch.Tensor] = {}
+        self._managed: dict[str, Any] = {}  # FSDP2's own entry for each: no other place has all kinds of gradients
+        self._used: set[str] = set()  # in backward passes here, since they were cleared
+        self._reduced: set[str] = set()  # had a gradient when they were last looked at
+        self._marks: dict[str, _Mark] = {}  # of those whose whole gradient waits
+        self._task = -1
+        self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long
+        names = {id(shard): name for name, shard in shards.items()}
+        for unit in units:
+            unit.unshard()
+            for group in unit._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                for managed in group.fsdp_params:
+                    self._watch(names[id(managed.sharded_param)], managed, group)
+            unit.reshard()
+
+    def _watch(self, name: str, managed: Any, group: Any) -> None:
+        whole = managed.unsharded_param
+        self.parameters[name], self._managed[name] = whole, managed
+        if not whole.is_floating_point():
+            return
+        trained = whole.requires_grad
+        whole.requires_grad_()  # or it takes no hooks; a program may unfreeze it later
+        self._nodes.append(get_gradient_edge(whole).node)
+        self._nodes[-1].register_prehook(weakly(self._before))
+        whole.register_post_accumulate_grad_hook(partial(weakly(self._arrived), name, group))
+        whole.requires_grad_(trained)
+
+    def _before(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """A gradient is about to be added to what is in a whole parameter."""
+        if gradients[0] is not None and self._task != (task := present_pass()):
+            self._task = task
+            self._look()
+
+    def _arrived(self, name: str, group: Any, _: torch.Tensor) -> None:
+        """A whole parameter has a gradient of this pass."""
+        self._used.add(name)
+        if group._orig_dtype is None:  # noqa: SLF001 (all of the unit was frozen when FSDP2 looked at dtypes)
+            group._init_mp_dtypes()  # noqa: SLF001
+        if not group.reduce_grads:
+            shard = self._shards[name]
+            if shard.grad is None:
+                shard.grad = torch.zeros_like(shard, requires_grad=False)
+            self._marks[name] = _Mark(shard.grad, shard.grad._version)  # noqa: SLF001 (counts changes)
+
+    def _look(self) -> None:
+        """Let go of the gradients that others have cleared."""
+        for name, (gradient, version) in list(self._marks.items()):
+            now = self._shards[name].grad
+            if not self._waits(name):
+                del self._marks[name]
+            elif now is None:
+                self._drop(name)
+            elif now is not gradient or now._version != version:  # noqa: SLF001
+                raise LocalError(
+                    f"the gradient of {name} was changed, while that of a backward pass within no_sync() is whole and "
+                    "elsewhere: change the loss instead; clear with optimizer.zero_grad(), or by setting gradients "
+                    "to None"
+                )
+        for name in [name for name in self._reduced if self._shards[name].grad is None]:
+            self._reduced.discard(name)
+            self._used.discard(name)
+
+    def _waits(self, name: str) -> bool:
+        """Whether a parameter has a whole gradient, not reduced yet."""
+        return self.parameters[name].grad is not None or self._managed[name].unsharded_accumulated_grad is not None
+
+    def _drop(self, name: str) -> None:
+        self.parameters[name].grad = self._managed[name].unsharded_accumulated_grad = None
+        self._used.discard(name)
+        self._marks.pop(name, None)
+
+    def clear(self) -> None:
+        """Let go of all gradients, those of the shards too."""
+        for name, shard in self._shards.items():
+            shard.grad = None
+            self._drop(name)
+        self._reduced.clear()
+
+    def waiting(self) -> list[torch.Tensor]:
+        """The whole gradients that were not reduced yet. Raises `LocalError` if others have changed some."""
+        self._look()
+        every = [
+            gradient
+            for name, whole in self.parameters.items()
+            for gradient in (whole.grad, self._managed[name].unsharded_accumulated_grad)
+        ]
+        return [each for each in every if each is not None]
+
+    def reduced(self) -> dict[str, DTensor]:
+        """The gradients of shards, by the names of those that have one."""
+        found = {name: shard.grad for name, shard in self._shards.items() if isinstance(shard.grad, DTensor)}
+        self._reduced = set(found)
+        return found
+
+    def used(self, name: str) -> bool:
+        """Whether a parameter got a gradient that was not cleared since; what FSDP2 makes for others is zero."""
+        gradient = self._shards[name].grad
+        return gradient is not None and (name in self._used or bool(local(gradient).any()))
+
+    def change(self) -> None:
+        """They are about to be others: what was computed from them cannot be differentiated any more."""
+        increment_version(list(self.parameters.values()))

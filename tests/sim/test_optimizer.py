@@ -12,7 +12,7 @@ import torch
 from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
-from shoal.events import LocalValuesRejected
+from shoal.events import LocalValuesRejected, Warned
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -245,6 +245,70 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         await run.close()
 
     sim.run(main, seed=5)
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+@pytest.mark.parametrize("skew_s", [-3000.0, -30.0, -12.0, 12.0, 30.0, 3000.0])
+def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:
+    """Beyond a window and the grace the declarations of one peer look expired to the others, or theirs to it."""
+
+    async def main() -> None:
+        run = Run(target=16 * peers)
+        loop = asyncio.get_running_loop()
+        names = [f"p{peer}" for peer in range(peers)]
+        warned: list[str] = []
+        for name in names:
+            trainer = await run.add(name, skew_s=skew_s if name == names[-1] else 0.0)
+            trainer.collaboration.core.env.events.subscribe(
+                lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+            )
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.25, until=lambda: loop.time() > 30)
+                for name in names
+            )
+        )
+        for name in names:
+            assert run.swarm.peer(name).collaboration.epoch > 20
+            assert run.swarm.peer(name).downloads == 0
+        assert len(warned) == peers
+        assert {"ahead of" in message for message in warned} == {True, False}
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=17)
+
+
+def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
+    """One of three whose search finds nobody: the others go on at their pace, and say so."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2"]
+        warned: list[str] = []
+        for name in names:
+            trainer = await run.add(name)
+            trainer.collaboration.core.env.events.subscribe(
+                lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+            )
+
+        async def nobody(**_: Any) -> StepResult:
+            await sim.sleep(5.0)
+            raise RoundFailed("no group within 5.0 s: nobody else is looking for one")
+
+        run.swarm.peer("p2").collaboration._gradients.step = nobody  # type: ignore[assignment]
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60))
+            for name in names
+        ]
+        await asyncio.wait(tasks)
+        assert run.swarm.peer("p0").collaboration.epoch > 40
+        assert any("came to none of the last 2 rounds" in message for message in warned)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=18)
 
 
 def test_clients_train_too() -> None:

@@ -34,7 +34,8 @@ def test_nobody_answers_in_anothers_name(speaker: PeerID) -> None:
         return progress(speaker, 1e9)
 
     endpoint = SimpleNamespace(learn=lambda contact: learned.append(contact.peer), call=call)
-    core: Any = SimpleNamespace(endpoint=endpoint, peer_id=ME, env=SimpleNamespace(events=bus))
+    clock = SimpleNamespace(time=lambda: 1e9)
+    core: Any = SimpleNamespace(endpoint=endpoint, peer_id=ME, env=SimpleNamespace(events=bus, clock=clock))
     gossip = ProgressGossip(
         cast(PeerCore, core),
         "run",

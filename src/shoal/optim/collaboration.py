@@ -38,6 +38,7 @@ from shoal.compression import CompressionBase, NoCompression, TensorRole, choose
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
 from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
+from shoal.optim.attendance import Attendance
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.rate import RateMeter
 from shoal.optim.run_end import RunEnd
@@ -62,6 +63,9 @@ class Phase(enum.Enum):
     BEHIND = "behind"
     ENDING = "ending"
 
+
+_FAILED_ROUNDS_TOLD = 3
+"""A round fails now and then; so many in a row stop the run, and the user is told why."""
 
 _BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
@@ -100,6 +104,8 @@ class Collaboration:
         self.speed = RateMeter()
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
+        self._attendance = Attendance(settings.averager.averaging_expiration_s)
+        self._failed_rounds = 0
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
         self._gradients = Averager(
@@ -152,9 +158,12 @@ class Collaboration:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.core.env.events.emit(Warned(where="optimizer", message=f"{type(error).__name__}: {error}"))
+            self._warn(f"{type(error).__name__}: {error}")
             self.failure = error
             self._move(self.phase)
+
+    def _warn(self, message: str) -> None:
+        self.core.env.events.emit(Warned(where="optimizer", message=message))
 
     failure: BaseException | None = None
     """What ended the background work, if something did; the trainer's next call raises it."""
@@ -281,12 +290,17 @@ class Collaboration:
         result = await self._round(
             self._gradients,
             hopeless=lambda view: view.behind or view.together == alone,
-            expected=lambda: self.view().together,
+            expected=lambda: self._attendance.awaited(self.view().together, self._now()),
             prepare=self.training.contribution,
             apply=self._take_average,
         )
         if result is not None:
             self.last_round = result
+            for peer, missed in self._attendance.formed([m.contact.peer for m in result.outcome.members], self._now()):
+                self._warn(
+                    f"{peer.short()} says that it is at our state, and came to none of the last {missed} rounds: they "
+                    "wait for it no more; look whether others can reach it, and at its clock"
+                )
             self._shared = True
             self._ready(self.state.after_round(result), len(result.outcome.members))
         else:
@@ -321,11 +335,16 @@ class Collaboration:
                 if averager.looking and hopeless(view):
                     return None
                 self._gossip.tell(view)
-            return round_.result()
+            result = round_.result()
+            self._failed_rounds = 0
+            return result
         except SchemaMismatch as error:
-            self.core.env.events.emit(Warned(where="optimizer", message=str(error)))
+            self._warn(str(error))
             await asyncio.sleep(1.0)
-        except RoundFailed:
+        except RoundFailed as error:
+            self._failed_rounds += 1
+            if self._failed_rounds % _FAILED_ROUNDS_TOLD == 0:
+                self._warn(f"{self._failed_rounds} rounds in a row have failed, the last one because: {error.reason}")
             await asyncio.sleep(0.05 + 0.1 * self.core.env.rng.random())
         finally:
             round_.cancel()

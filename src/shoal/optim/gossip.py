@@ -16,7 +16,7 @@ import msgspec
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
-from shoal.events import PeerDropped
+from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
 from shoal.wire import Contact, Progress, TellProgress, decode, encode
@@ -27,6 +27,9 @@ _TELL_LIMIT = 32
 """With more peers than this, progress goes through the DHT only."""
 
 _CALL_TIMEOUT_S = 3.0
+
+_CLOCKS_DIFFER_S = 10.0
+"""Above what a message may take (`_CALL_TIMEOUT_S`), and about where records in the DHT begin to come too late."""
 
 
 class ProgressGossip:
@@ -66,6 +69,7 @@ class ProgressGossip:
         self._tell_at = float("-inf")
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._clock_told = False
 
     def start(self) -> list[Coroutine[Any, Any, None]]:
         """Begin to answer; returns what its owner is to run until `close`."""
@@ -97,7 +101,17 @@ class ProgressGossip:
         if request.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
         self._hear(request.progress)
+        self._compare_clocks(request.progress)
         return self._mine()
+
+    def _compare_clocks(self, progress: Progress) -> None:
+        """Of a word that came directly. Rounds go on with any clock, but the DHT keeps a record by everybody's."""
+        ahead_s = progress.time - self._core.env.clock.time()
+        if abs(ahead_s) > _CLOCKS_DIFFER_S and not self._clock_told:
+            self._clock_told = True
+            how, peer = "ahead of" if ahead_s > 0 else "behind", progress.contact.peer.short()
+            message = f"the clock of {peer} is {abs(ahead_s):.0f} s {how} ours: set the one that is wrong"
+            self._core.env.events.emit(Warned(where="clock", message=message))
 
     def _hear(self, progress: Progress) -> None:
         self._core.endpoint.learn(progress.contact)
@@ -178,6 +192,7 @@ class ProgressGossip:
             progress = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
             if progress.contact.peer == peer:
                 self._hear(progress)
+                self._compare_clocks(progress)
             else:
                 reason = "answers in another peer's name"
                 self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))

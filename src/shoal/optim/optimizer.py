@@ -273,8 +273,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
         with self._lock:
-            self._training.optimizer.load_state_dict(state_dict)
-            self.param_groups, self.state = self._training.optimizer.param_groups, self._training.optimizer.state
+            self._training.load_optimizer(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.

@@ -216,9 +216,9 @@ class TrainingState:
             self._check_optimizer_state(optimizer_state)
             before = self.optimizer.state_dict()
             try:
-                self.optimizer.load_state_dict(optimizer_state)
+                self.load_optimizer(optimizer_state)
             except Exception:
-                self.optimizer.load_state_dict(before)
+                self.load_optimizer(before)
                 raise
         except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, AttributeError) as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -238,6 +238,24 @@ class TrainingState:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.discard()
+
+    def load_optimizer(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer into the groups and statistics that there are.
+
+        Torch replaces them. But whoever holds them (`swarm.param_groups`, a schedule of the user's own) would go on
+        reading and setting those of before, without effect.
+        """
+        optimizer = self.optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        optimizer.load_state_dict(state_dict)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        if state is not optimizer.state:
+            state.clear()
+            state.update(optimizer.state)
+        optimizer.param_groups, optimizer.state = groups, state
 
     def _check_optimizer_state(self, state: dict[str, Any]) -> None:
         groups, own = state["param_groups"], self.optimizer.state_dict()["param_groups"]

@@ -474,6 +474,53 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
     sim.run(main, seed=14)
 
 
+def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None:
+    """`Optimizer.shutdown()` says so: no link is lost by which the others could know."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        first, second = await run.add("p0"), await run.add("p1")
+        await sim.sleep(3.0)
+        assert len(first.collaboration.view().peers) == 2
+        await run.swarm.run_on("p1", second.collaboration.close)
+        await sim.sleep(0.1)
+        assert len(first.collaboration.view().peers) == 1
+        await sim.sleep(10.0)  # nor does its record in the DHT bring it back
+        assert len(first.collaboration.view().peers) == 1
+        third = await run.add("p2")
+        await sim.sleep(3.0)
+        assert len(third.collaboration.view().peers) == 2
+        await run.close()
+
+    sim.run(main, seed=19)
+
+
+@pytest.mark.parametrize("end", ["in order", "killed"])
+def test_a_run_of_the_same_name_is_another_run(end: str) -> None:
+    """Right after the last one, whose peers left or were killed: its end and its settings are not those of this one."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        first = await run.add("p0", fingerprint={"target_batch_size": "32"})
+        second = await run.add("p1", fingerprint={"target_batch_size": "32"})
+        second.collaboration.announce_end(5)
+        await sim.sleep(3.0)
+        await run.swarm.run_on("p0", first.collaboration.close)  # its DHT stays
+        if end == "killed":
+            run.swarm.crash("p1")
+        else:
+            await run.swarm.run_on("p1", second.collaboration.close)
+        other = await run.add("p2", fingerprint={"target_batch_size": "16"})
+        await run.swarm.run_on("p2", other.take_batch, 4)
+        await run.swarm.run_on("p2", other.collaboration.close)
+        again = await run.add("p3", fingerprint={"target_batch_size": "32"})
+        await run.swarm.run_on("p3", again.take_batch, 4)
+        assert again.collaboration._end.epoch is None
+        await run.close()
+
+    sim.run(main, seed=20)
+
+
 def test_a_run_with_other_settings_is_refused_by_name() -> None:
     """A newcomer with another target batch learns which setting differs; the run goes on without it."""
 

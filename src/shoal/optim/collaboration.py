@@ -177,6 +177,7 @@ class Collaboration:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._gossip.leave()
         await self._gossip.close()
         await self._gradients.close()
         await self._states.close()
@@ -214,6 +215,7 @@ class Collaboration:
             time=self.core.env.clock.time(),
             settings=dict(self.settings.fingerprint),
             end_epoch=self._end.epoch,
+            left=self._closed,
         )
 
     def view(self) -> SwarmView:

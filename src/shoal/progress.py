@@ -8,15 +8,16 @@ record: where the run ends, and that its settings are others.
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
 higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
 live peers wins: whoever is at another one downloads it. A state that only clients hold does not count while there are
-others, because nobody can download it: a client that is alone with its state takes the best of the others. Keys are
-totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
+others, because nobody can download it: a client that is alone with its state takes the best of the others. Nor does one
+whose holders have not given it when they were asked twice; it is asked for again after a while, ever more rarely. Keys
+are totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
 whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ __all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
 
 _SHOWN = 120
 _MAX_REMEMBERED = 4096
+_TRIES = 2
+_ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 _INVERTED = bytes(range(255, -1, -1))
 
 
@@ -88,6 +91,7 @@ class SwarmProgress:
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # their settings differ, if they live: what they said last
         self._lost: dict[PeerID, tuple[float, float]] = {}  # what it said last: its own time, and when it was lost here
+        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often, and until when it does not count
         self._now = float("-inf")
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
@@ -163,6 +167,22 @@ class SwarmProgress:
         """Who counts, as far as it was known when somebody looked last."""
         return tuple(self._known)
 
+    def withheld(self, peers: Iterable[PeerID], now: float) -> None:
+        """These were asked for their state, and did not give it: in the end it keeps nobody from going on without."""
+        for peer in peers:
+            times = self._withheld.pop(peer, (0, now))[0] + 1
+            aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
+            self._withheld[peer] = times, now + aside_s
+        _bound(self._withheld)
+
+    def gave(self, peers: Iterable[PeerID]) -> None:
+        """These gave their state."""
+        for peer in peers:
+            self._withheld.pop(peer, None)
+
+    def _offers(self, progress: Progress, now: float) -> bool:
+        return self._withheld.get(progress.contact.peer, (0, now))[1] <= now
+
     def progress_of(self, peer: PeerID) -> Progress | None:
         """What this peer said last."""
         known = self._known.get(peer)
@@ -187,9 +207,10 @@ class SwarmProgress:
         own_key = _key(mine)
         others = {peer: progress for peer, (progress, _) in self._known.items()}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
-        offered = {_key(progress) for progress in (mine, *others.values()) if progress.contact.addresses}
+        offering = [mine, *(progress for progress in others.values() if self._offers(progress, now))]
+        offered = {_key(progress) for progress in offering if progress.contact.addresses}
         if not offered:
-            offered = {_key(progress) for progress in others.values()}
+            offered = {_key(progress) for progress in offering[1:]}
         if shared or not offered:
             offered.add(own_key)
         best = max(offered)

@@ -13,6 +13,7 @@ from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
 from shoal.events import LocalValuesRejected, Warned
+from shoal.optim.state_name import StateName
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -245,6 +246,65 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def test_a_state_that_nobody_gives_stops_nobody() -> None:
+    """One says that it is far ahead and shares nothing: the others try, and go on; it stays what it is."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1"]
+        for name in [*names, "ahead"]:
+            await run.add(name)
+        ahead = run.swarm.peer("ahead").collaboration
+        ahead.state = StateName(100, b"d" * 32, 1600)
+        ahead._states.sharing.disable()
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.5, until=lambda: loop.time() > 40)
+                for name in names
+            )
+        )
+        for name in names:
+            trainer = run.swarm.peer(name)
+            assert trainer.collaboration.epoch > 20
+            assert len(trainer.failed_downloads) == 2
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=22)
+
+
+def test_who_is_too_slow_to_take_part_is_told_so() -> None:
+    """Its download lasts longer than the others' epochs: it would go on downloading, and nobody would know."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=lambda: loop.time() > 40))
+            for name in names
+        ]
+        await sim.sleep(5.0)
+        slow = await run.add("slow")
+        warned: list[str] = []
+        slow.collaboration.core.env.events.subscribe(
+            lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+        )
+        for name in names:
+            run.swarm.network.set_link(name, "slow", bandwidth_bytes_s=1000.0)
+        tasks.append(run.swarm.spawn("slow", slow.train(4, duration_s=0.5, until=lambda: loop.time() > 40)))
+        await asyncio.wait(tasks)
+        assert slow.downloads >= 4
+        assert any("this peer does not take part. Raise target_batch_size" in message for message in warned)
+        await run.close()
+
+    sim.run(main, seed=23)
 
 
 @pytest.mark.parametrize("peers", [2, 3])

@@ -133,6 +133,28 @@ def test_a_state_that_only_clients_hold_holds_nobody_up() -> None:
     assert (seen.behind, seen.epoch, seen.leaders) == (True, 6, (BEN, ANN))  # who can be dialed comes first
 
 
+def test_a_state_that_nobody_gives_holds_nobody_up_for_long() -> None:
+    """After two tries it does not count for a minute, then for twice as long each time; and at once if it was given."""
+    known, now = swarm(ttl_s=1e6), 0.0
+    known.heard(said(ANN, epoch=50, digest=DIGESTS[1]), now)
+    known.heard(said(BEN), now)
+    assert view(known, now).leaders == (ANN,)
+    known.withheld([ANN], now)
+    assert view(known, now).behind
+    for aside_s in (60.0, 120.0, 240.0, 480.0, 960.0, 960.0):
+        known.withheld([ANN], now)
+        for passed_s in (0.0, aside_s - 0.1):
+            seen = view(known, now + passed_s)
+            assert (seen.behind, seen.epoch, set(seen.together)) == (False, 5, {ME, BEN})
+        now += aside_s
+        assert view(known, now).behind
+    known.withheld([ANN], now)
+    known.gave([ANN])
+    assert view(known, now).leaders == (ANN,)
+    known.withheld([ANN], now)
+    assert view(known, now).behind
+
+
 def test_a_client_that_went_on_alone_comes_back() -> None:
     """Its own state is better, and nobody else will ever have it; unless it was made together with others."""
     known = swarm()

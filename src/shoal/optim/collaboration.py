@@ -36,7 +36,7 @@ from shoal.averager import Averager, StepResult, TensorLock
 from shoal.clock import to_the_end
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
 from shoal.optim.attendance import Attendance
 from shoal.optim.gossip import ProgressGossip
@@ -65,6 +65,9 @@ class Phase(enum.Enum):
     BEHIND = "behind"
     ENDING = "ending"
 
+
+_DOWNLOADS_TOLD = 4
+"""A newcomer may need some to catch up; who never does is told why."""
 
 _BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
@@ -133,6 +136,7 @@ class Collaboration:
         self._average_due = False
         self._shared = False
         self._schedule_told = False
+        self._downloads_in_a_row = 0
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -422,6 +426,7 @@ class Collaboration:
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
+        self._downloads_in_a_row = 0
         self._average_due = bool(every) and epoch % every == 0 and not self.at_end
 
     def _renewed(self) -> None:
@@ -479,16 +484,22 @@ class Collaboration:
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         ours = self.state.key if self.core.endpoint.contact.addresses else None
         donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
-        state = await download_state(
-            self.core.endpoint,
-            self.core.env,
-            self._states.prefix,
-            donors,
-            timeout_s=timeout_s,
-            min_epoch=view.epoch,
-            accept=lambda manifest: why_not_ours(self.training, manifest, ours),
-            limits=self._states.sharing.limits,
-        )
+        try:
+            state = await download_state(
+                self.core.endpoint,
+                self.core.env,
+                self._states.prefix,
+                donors,
+                timeout_s=timeout_s,
+                min_epoch=view.epoch,
+                accept=lambda manifest: why_not_ours(self.training, manifest, ours),
+                limits=self._states.sharing.limits,
+            )
+        except StateUnavailable:
+            self._known.withheld(view.leaders, self._now())
+            self.accumulated()
+            raise
+        self._known.gave(state.donors)
         name = name_of(state.metadata)
 
         async def take_over() -> None:
@@ -500,6 +511,16 @@ class Collaboration:
         async with self.lock.held():
             await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
+        self._note_too_late(state.duration_s)
         self._renewed()
         self._move(Phase.COLLECTING)
         return True
+
+    def _note_too_late(self, duration_s: float) -> None:
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
+            self._warn(
+                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
+                "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
+                "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
+            )

@@ -1,22 +1,25 @@
 """Where the swarm stands: who is at which state, how many samples there are, and which state is the best one.
 
-Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, or has
-been silent for `ttl_s`.
+Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, has left,
+or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, also of a run of the same name
+before this one. So two things are believed of live peers only, that is of who says them directly or has renewed its
+record: where the run ends, and that its settings are others.
 
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
 higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
 live peers wins: whoever is at another one downloads it. A state that only clients hold does not count while there are
-others, because nobody can download it: a client that is alone with its state takes the best of the others. Keys are
-totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
+others, because nobody can download it: a client that is alone with its state takes the best of the others. Nor does one
+whose holders have not given it when they were asked twice; it is asked for again after a while, ever more rarely. Keys
+are totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
 whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shoal.peer import PeerID
 from shoal.wire import Progress
@@ -24,6 +27,9 @@ from shoal.wire import Progress
 __all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
 
 _SHOWN = 120
+_MAX_REMEMBERED = 4096
+_TRIES = 2
+_ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 _INVERTED = bytes(range(255, -1, -1))
 
 
@@ -82,13 +88,26 @@ class SwarmProgress:
     def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
         self._me, self._settings, self._ttl_s = me, dict(settings), ttl_s
         self._known: dict[PeerID, tuple[Progress, float]] = {}
+        self._alive: set[PeerID] = set()  # of those known
+        self._strangers: dict[PeerID, float] = {}  # their settings differ, if they live: what they said last
         self._lost: dict[PeerID, tuple[float, float]] = {}  # what it said last: its own time, and when it was lost here
+        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often, and until when it does not count
         self._now = float("-inf")
         self.mismatch: str | None = None
-        """How the last peer with other settings differs; None if there was none."""
+        """How the last live peer with other settings differs; None if there was none."""
 
-    def heard(self, progress: Progress, now: float) -> bool:
+    @property
+    def strangers(self) -> int:
+        """How many peers with other settings there are, alive or not."""
+        return len(self._strangers)
+
+    def heard(self, progress: Progress, now: float, *, direct: bool = True) -> bool:
         """Somebody told where it stands (`now`: local time, seconds). True if it was news.
+
+        Args:
+            progress: what it says.
+            now: local time, seconds.
+            direct: False if it was read from the DHT: then the peer may be gone.
 
         What a lost peer said before it was lost is not: it may still lie in the DHT. But `ttl_s` later nothing of that
         is left there, and a peer whose clock was set back counts again.
@@ -97,14 +116,29 @@ class SwarmProgress:
         peer = progress.contact.peer
         if peer == self._me or not math.isfinite(progress.time) or not math.isfinite(progress.rate):
             return False
+        if progress.left:
+            return self._left(progress)
         difference = settings_difference(self._settings, progress.settings)
         if difference is not None:
-            self.mismatch = difference
+            if direct or progress.time > self._strangers.get(peer, math.inf):
+                self.mismatch = difference
+            self._strangers.setdefault(peer, progress.time)
+            _bound(self._strangers)
             return False
         if progress.time <= self._last_time(peer, now):
             return False
+        if direct or peer in self._known:
+            self._alive.add(peer)
         self._known[peer] = (progress, now)
         self._lost.pop(peer, None)
+        return True
+
+    def _left(self, progress: Progress) -> bool:
+        peer = progress.contact.peer
+        self._strangers.pop(peer, None)
+        if progress.time <= self._last_time(peer, self._now):
+            return False
+        self._lose(peer, progress.time)
         return True
 
     def _last_time(self, peer: PeerID, now: float) -> float:
@@ -116,13 +150,38 @@ class SwarmProgress:
 
     def lost(self, peer: PeerID) -> bool:
         """A peer is gone: what it said before does not count any more. True if it was known."""
-        known = self._known.pop(peer, None)
+        known = self._known.get(peer)
         if known is not None:
-            self._lost.pop(peer, None)
-            self._lost[peer] = (known[0].time, self._now)
-            while len(self._lost) > 4096:
-                self._lost.pop(next(iter(self._lost)))
+            self._lose(peer, known[0].time)
         return known is not None
+
+    def _lose(self, peer: PeerID, said: float) -> None:
+        self._known.pop(peer, None)
+        self._alive.discard(peer)
+        self._lost.pop(peer, None)
+        self._lost[peer] = (said, self._now)
+        _bound(self._lost)
+
+    @property
+    def peers(self) -> tuple[PeerID, ...]:
+        """Who counts, as far as it was known when somebody looked last."""
+        return tuple(self._known)
+
+    def withheld(self, peers: Iterable[PeerID], now: float) -> None:
+        """These were asked for their state, and did not give it: in the end it keeps nobody from going on without."""
+        for peer in peers:
+            times = self._withheld.pop(peer, (0, now))[0] + 1
+            aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
+            self._withheld[peer] = times, now + aside_s
+        _bound(self._withheld)
+
+    def gave(self, peers: Iterable[PeerID]) -> None:
+        """These gave their state."""
+        for peer in peers:
+            self._withheld.pop(peer, None)
+
+    def _offers(self, progress: Progress, now: float) -> bool:
+        return self._withheld.get(progress.contact.peer, (0, now))[1] <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
         """What this peer said last."""
@@ -148,14 +207,16 @@ class SwarmProgress:
         own_key = _key(mine)
         others = {peer: progress for peer, (progress, _) in self._known.items()}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
-        offered = {_key(progress) for progress in (mine, *others.values()) if progress.contact.addresses}
+        offering = [mine, *(progress for progress in others.values() if self._offers(progress, now))]
+        offered = {_key(progress) for progress in offering if progress.contact.addresses}
         if not offered:
-            offered = {_key(progress) for progress in others.values()}
+            offered = {_key(progress) for progress in offering[1:]}
         if shared or not offered:
             offered.add(own_key)
         best = max(offered)
         together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
-        ends = [p.end_epoch for p in (mine, *others.values()) if p.end_epoch is not None]
+        alive = (others[peer] for peer in self._alive)
+        ends = [p.end_epoch for p in (mine, *alive) if p.end_epoch is not None]
         return SwarmView(
             peers=(self._me, *sorted(others)),
             together=frozenset({self._me, *together}),
@@ -171,6 +232,11 @@ class SwarmProgress:
             ),
             end_epoch=min(ends, default=None),
         )
+
+
+def _bound(remembered: dict[PeerID, Any]) -> None:
+    while len(remembered) > _MAX_REMEMBERED:
+        remembered.pop(next(iter(remembered)))
 
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

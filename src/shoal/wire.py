@@ -544,7 +544,8 @@ class Progress(Message, frozen=True):
 
     `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
-    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced.
+    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced. With
+    `left` the peer says that it takes part no more.
     """
 
     contact: Contact
@@ -556,6 +557,7 @@ class Progress(Message, frozen=True):
     time: float
     settings: dict[str, str]
     end_epoch: int | None = None
+    left: bool = False
 
 
 class TellProgress(Request[Progress], frozen=True):

@@ -157,14 +157,17 @@ class Run:
         seed: int = 0,
         client_mode: bool = False,
         extra_tensors: Sequence[torch.Tensor] = (),
+        skew_s: float = 0.0,
         **changes: Any,
     ) -> Trainer:
-        """Start a trainer; `seed` makes its first parameters."""
+        """Start a trainer; `seed` makes its first parameters, and its clock is ahead by `skew_s`."""
         index = len(self.trainers)
 
         async def factory(host: SimHost) -> Trainer:
             bootstrap = next((self.swarm.host(n) for n in self.swarm.peers if n != name), self._first)
             self._first = self._first or host
+            clock: Any = host.env.clock
+            clock._offset_s += skew_s
             parameters = model(self.dtype, seed)
             optimizer, scheduler = make_optimizer(parameters)
             core = await start_core(host, bootstrap, client_mode=client_mode)

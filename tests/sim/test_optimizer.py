@@ -12,7 +12,8 @@ import torch
 from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
-from shoal.events import LocalValuesRejected
+from shoal.events import LocalValuesRejected, Warned
+from shoal.optim.state_name import StateName
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -247,6 +248,129 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
     sim.run(main, seed=5)
 
 
+def test_a_state_that_nobody_gives_stops_nobody() -> None:
+    """One says that it is far ahead and shares nothing: the others try, and go on; it stays what it is."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1"]
+        for name in [*names, "ahead"]:
+            await run.add(name)
+        ahead = run.swarm.peer("ahead").collaboration
+        ahead.state = StateName(100, b"d" * 32, 1600)
+        ahead._states.sharing.disable()
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.5, until=lambda: loop.time() > 40)
+                for name in names
+            )
+        )
+        for name in names:
+            trainer = run.swarm.peer(name)
+            assert trainer.collaboration.epoch > 20
+            assert len(trainer.failed_downloads) == 2
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=22)
+
+
+def test_who_is_too_slow_to_take_part_is_told_so() -> None:
+    """Its download lasts longer than the others' epochs: it would go on downloading, and nobody would know."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=lambda: loop.time() > 40))
+            for name in names
+        ]
+        await sim.sleep(5.0)
+        slow = await run.add("slow")
+        warned: list[str] = []
+        slow.collaboration.core.env.events.subscribe(
+            lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+        )
+        for name in names:
+            run.swarm.network.set_link(name, "slow", bandwidth_bytes_s=1000.0)
+        tasks.append(run.swarm.spawn("slow", slow.train(4, duration_s=0.5, until=lambda: loop.time() > 40)))
+        await asyncio.wait(tasks)
+        assert slow.downloads >= 4
+        assert any("this peer does not take part. Raise target_batch_size" in message for message in warned)
+        await run.close()
+
+    sim.run(main, seed=23)
+
+
+@pytest.mark.parametrize("peers", [2, 3])
+@pytest.mark.parametrize("skew_s", [-3000.0, -30.0, -12.0, 12.0, 30.0, 3000.0])
+def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:
+    """Beyond a window and the grace the declarations of one peer look expired to the others, or theirs to it."""
+
+    async def main() -> None:
+        run = Run(target=16 * peers)
+        loop = asyncio.get_running_loop()
+        names = [f"p{peer}" for peer in range(peers)]
+        warned: list[str] = []
+        for name in names:
+            trainer = await run.add(name, skew_s=skew_s if name == names[-1] else 0.0)
+            trainer.collaboration.core.env.events.subscribe(
+                lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+            )
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.25, until=lambda: loop.time() > 30)
+                for name in names
+            )
+        )
+        for name in names:
+            assert run.swarm.peer(name).collaboration.epoch > 20
+            assert run.swarm.peer(name).downloads == 0
+        assert len(warned) == peers
+        assert {"ahead of" in message for message in warned} == {True, False}
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=17)
+
+
+def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
+    """One of three whose search finds nobody: the others go on at their pace, and say so."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        loop = asyncio.get_running_loop()
+        names = ["p0", "p1", "p2"]
+        warned: list[str] = []
+        for name in names:
+            trainer = await run.add(name)
+            trainer.collaboration.core.env.events.subscribe(
+                lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+            )
+
+        async def nobody(**_: Any) -> StepResult:
+            await sim.sleep(5.0)
+            raise RoundFailed("no group within 5.0 s: nobody else is looking for one")
+
+        run.swarm.peer("p2").collaboration._gradients.step = nobody  # type: ignore[assignment]
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60))
+            for name in names
+        ]
+        await asyncio.wait(tasks)
+        assert run.swarm.peer("p0").collaboration.epoch > 40
+        assert any("came to none of the last 2 rounds" in message for message in warned)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=18)
+
+
 def test_clients_train_too() -> None:
     """A peer that only dials contributes gradients and stays in step."""
 
@@ -408,6 +532,53 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
         await run.close()
 
     sim.run(main, seed=14)
+
+
+def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None:
+    """`Optimizer.shutdown()` says so: no link is lost by which the others could know."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        first, second = await run.add("p0"), await run.add("p1")
+        await sim.sleep(3.0)
+        assert len(first.collaboration.view().peers) == 2
+        await run.swarm.run_on("p1", second.collaboration.close)
+        await sim.sleep(0.1)
+        assert len(first.collaboration.view().peers) == 1
+        await sim.sleep(10.0)  # nor does its record in the DHT bring it back
+        assert len(first.collaboration.view().peers) == 1
+        third = await run.add("p2")
+        await sim.sleep(3.0)
+        assert len(third.collaboration.view().peers) == 2
+        await run.close()
+
+    sim.run(main, seed=19)
+
+
+@pytest.mark.parametrize("end", ["in order", "killed"])
+def test_a_run_of_the_same_name_is_another_run(end: str) -> None:
+    """Right after the last one, whose peers left or were killed: its end and its settings are not those of this one."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        first = await run.add("p0", fingerprint={"target_batch_size": "32"})
+        second = await run.add("p1", fingerprint={"target_batch_size": "32"})
+        second.collaboration.announce_end(5)
+        await sim.sleep(3.0)
+        await run.swarm.run_on("p0", first.collaboration.close)  # its DHT stays
+        if end == "killed":
+            run.swarm.crash("p1")
+        else:
+            await run.swarm.run_on("p1", second.collaboration.close)
+        other = await run.add("p2", fingerprint={"target_batch_size": "16"})
+        await run.swarm.run_on("p2", other.take_batch, 4)
+        await run.swarm.run_on("p2", other.collaboration.close)
+        again = await run.add("p3", fingerprint={"target_batch_size": "32"})
+        await run.swarm.run_on("p3", again.take_batch, 4)
+        assert again.collaboration._end.epoch is None
+        await run.close()
+
+    sim.run(main, seed=20)
 
 
 def test_a_run_with_other_settings_is_refused_by_name() -> None:

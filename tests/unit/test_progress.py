@@ -133,6 +133,28 @@ def test_a_state_that_only_clients_hold_holds_nobody_up() -> None:
     assert (seen.behind, seen.epoch, seen.leaders) == (True, 6, (BEN, ANN))  # who can be dialed comes first
 
 
+def test_a_state_that_nobody_gives_holds_nobody_up_for_long() -> None:
+    """After two tries it does not count for a minute, then for twice as long each time; and at once if it was given."""
+    known, now = swarm(ttl_s=1e6), 0.0
+    known.heard(said(ANN, epoch=50, digest=DIGESTS[1]), now)
+    known.heard(said(BEN), now)
+    assert view(known, now).leaders == (ANN,)
+    known.withheld([ANN], now)
+    assert view(known, now).behind
+    for aside_s in (60.0, 120.0, 240.0, 480.0, 960.0, 960.0):
+        known.withheld([ANN], now)
+        for passed_s in (0.0, aside_s - 0.1):
+            seen = view(known, now + passed_s)
+            assert (seen.behind, seen.epoch, set(seen.together)) == (False, 5, {ME, BEN})
+        now += aside_s
+        assert view(known, now).behind
+    known.withheld([ANN], now)
+    known.gave([ANN])
+    assert view(known, now).leaders == (ANN,)
+    known.withheld([ANN], now)
+    assert view(known, now).behind
+
+
 def test_a_client_that_went_on_alone_comes_back() -> None:
     """Its own state is better, and nobody else will ever have it; unless it was made together with others."""
     known = swarm()
@@ -178,7 +200,55 @@ def test_the_earliest_end_holds() -> None:
     assert view(known).end_epoch == 30
 
 
+def test_the_end_of_a_run_that_was_killed_is_not_the_end_of_the_next_one() -> None:
+    """Its record still lies in the DHT, and nobody renews it. Of who is alive the word counts, also by the DHT."""
+    known = swarm()
+    for peer in (ANN, BEN):
+        assert known.heard(said(peer, end_epoch=9), 0.0, direct=False)
+        assert not known.heard(said(peer, end_epoch=9), 1.0, direct=False)
+    assert view(known).end_epoch is None
+    assert known.heard(said(BEN, end_epoch=9, time=102.0), 2.0, direct=False)
+    assert view(known, now=2.0).end_epoch == 9
+    known.lost(BEN)
+    assert view(known, now=2.0).end_epoch is None
+    assert known.heard(said(ANN, end_epoch=8, time=103.0), 3.0)
+    assert view(known, now=3.0).end_epoch == 8
+
+
 # ------------------------------------------------------------------------------------------------- who counts, and when
+
+
+def test_who_left_counts_no_more_whatever_is_read_of_it_later() -> None:
+    """Its last words may come after its farewell, and lie in the DHT. It may come again."""
+    known = swarm()
+    known.heard(said(ANN, time=100.0), 0.0)
+    assert known.heard(said(ANN, time=101.0, left=True, end_epoch=3), 1.0)
+    assert not known.heard(said(ANN, time=101.0, left=True), 1.5, direct=False)
+    assert not known.heard(said(ANN, time=100.9), 2.0)
+    seen = view(known, now=2.0)
+    assert (seen.peers, seen.end_epoch) == ((ME,), None)
+    assert known.heard(said(ANN, time=103.0), 3.0)
+    assert view(known, now=3.0).peers == (ME, ANN)
+
+
+def test_who_left_before_we_came_is_nobody() -> None:
+    """Its farewell is all that is found, whatever its settings were."""
+    known = swarm(lr="0.1")
+    known.heard(said(ANN, left=True, settings={"lr": "0.2"}), 0.0, direct=False)
+    assert (known.mismatch, known.strangers, known.peers) == (None, 0, ())
+    known.heard(said(ANN, settings={"lr": "0.2"}), 0.0, direct=False)
+    known.heard(said(ANN, left=True, time=101.0, settings={"lr": "0.2"}), 1.0, direct=False)
+    assert (known.mismatch, known.strangers) == (None, 0)
+
+
+def test_other_settings_are_believed_of_who_is_alive() -> None:
+    """A record that nobody renews is of a run before this one."""
+    known = swarm(lr="0.1")
+    for _ in range(3):
+        known.heard(said(ANN, settings={"lr": "0.2"}), 0.0, direct=False)
+    assert (known.mismatch, known.strangers) == (None, 1)
+    known.heard(said(ANN, settings={"lr": "0.2"}, time=102.0), 2.0, direct=False)
+    assert known.mismatch is not None
 
 
 def test_only_what_is_newer_is_news() -> None:

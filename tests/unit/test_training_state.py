@@ -185,6 +185,29 @@ def test_an_epoch_that_cannot_be_is_not_taken_over(epoch: object) -> None:
     assert (training.epoch, parameter.tolist()) == (7, [1.0] * 3)
 
 
+def test_groups_and_statistics_stay_the_same_objects_when_a_state_is_taken_over() -> None:
+    """`swarm.param_groups` is the list of the inner optimizer: a rate that the user sets there must have an effect."""
+    parameter, donors = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    donor = TrainingState(torch.optim.SGD([donors], lr=0.5, momentum=0.9), unit=4)
+    accumulate(donor, [donors], 1.0, 4)
+    donor.use_own_mean()
+    donor.step()
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9)
+    groups, group, statistics = optimizer.param_groups, optimizer.param_groups[0], optimizer.state
+    training = TrainingState(optimizer, unit=4)
+    training.load(*donor.export())
+    assert group["lr"] == 0.5
+    assert statistics[parameter]["momentum_buffer"].tolist() == [1.0] * 3
+    assert group["params"] == [parameter]
+    assert optimizer.param_groups is groups
+    assert optimizer.state is statistics
+    group["lr"] = 2.0
+    accumulate(training, [parameter], 1.0, 4)
+    training.use_own_mean()
+    training.step()
+    torch.testing.assert_close(parameter.detach(), torch.full((3,), -0.5 - 2.0 * 1.9))
+
+
 def test_a_learning_rate_of_numpys_own_kind_can_be_shared() -> None:
     """A schedule by `np.cos` leaves one, a float that no encoder takes: newcomers could never have had the state."""
 

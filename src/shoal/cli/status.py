@@ -161,7 +161,7 @@ def _decode(entries: object) -> list[Progress]:
             progress = decode(entry.value, Progress)
         except (msgspec.MsgspecError, TypeError, ConfigError):
             continue
-        if progress.contact.peer.raw == subkey:
+        if progress.contact.peer.raw == subkey and not progress.left:
             peers.append(progress)
 
     def rank(peer: Progress) -> tuple[StateKey, float, str]:

@@ -3,7 +3,8 @@
 Knowledge comes from the directory, which may be late, and from peers that asked us, which is newer. A declaration is
 left aside when it is
 
-- *expired*: past its expiration and the grace for differing clocks;
+- *expired*: past its expiration and the grace for differing clocks. What a peer told us itself while it was looking
+  holds for a window from then, whatever its clock shows;
 - *spent*: its peer has answered that it is of no use (it has started, its schema differs, it looks no more);
 - *lost*: the link to its peer was lost after it was made (`Memory.lost`);
 - *paused*: its peer is to be asked again, but not before some time.
@@ -38,6 +39,7 @@ class Declarers:
         self._me, self._rules, self._memory, self._wall_offset_s = me, rules, memory, wall_offset_s
         self._listed: dict[PeerID, Declaration] = {}
         self._heard: dict[PeerID, Declaration] = {}
+        self._heard_at: dict[PeerID, float] = {}
         self._spent: dict[PeerID, float] = {}
         self._paused: dict[PeerID, float] = {}
         self._seen: dict[PeerID, tuple[float, float]] = {}
@@ -57,7 +59,7 @@ class Declarers:
             seen[each.peer] = before if before and before[0] == each.expiration else (each.expiration, now)
         self._seen = seen
 
-    def hear(self, declaration: Declaration) -> None:
+    def hear(self, declaration: Declaration, now: float) -> None:
         """A peer that asked us told its own declaration: it is alive, whatever was thought of it."""
         self._memory.lost.pop(declaration.peer, None)
         self._paused.pop(declaration.peer, None)
@@ -67,6 +69,7 @@ class Declarers:
             and len(self._heard) < _MAX_DECLARERS
         ):
             self._heard[declaration.peer] = declaration
+            self._heard_at[declaration.peer] = now
 
     def spend(self, peer: PeerID, expiration: float) -> None:
         """The declarations of this peer up to `expiration` are of no use."""
@@ -130,7 +133,15 @@ class Declarers:
         return (
             peer != self._me
             and peer not in joined
-            and each.expiration + self._rules.grace_s > now + self._wall_offset_s
+            and not self._expired(each, now)
             and each.expiration > self._spent.get(peer, -math.inf)
             and each.expiration > self._memory.lost.get(peer, -math.inf)
         )
+
+    def _expired(self, each: Declaration, now: float) -> bool:
+        grace_s = self._rules.grace_s
+        if each.expiration + grace_s > now + self._wall_offset_s:
+            return False
+        heard = self._heard.get(each.peer)
+        told = heard is not None and heard.expiration == each.expiration
+        return not told or now > self._heard_at[each.peer] + self._rules.window_s + grace_s

@@ -242,7 +242,7 @@ class GroupMachine:
         peer = event.contact.peer
         asker = Declaration(event.contact, event.expiration)
         self._met = True
-        self._declarers.hear(asker)
+        self._declarers.hear(asker, now)
         if self._phase is Phase.FOLLOWING and peer == self.leader and asker.key > self.key:
             # It has declared anew, so it leads us no more; its message that says so is on the way.
             self._out.append(StopAsking(peer))

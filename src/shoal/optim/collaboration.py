@@ -7,7 +7,7 @@ phase         what goes on                                                      
 ============  ====================================================================  ==================================
 COLLECTING    the swarm has fewer than `target_batch_size` samples at our state     goes on with the next batch
 AVERAGING     there are enough: the gradients are averaged with all at our state    waits for the round
-STEPPING      the average is here                                                   takes the optimizer step
+STEPPING      the average is here, of the gradients or of the states                takes the step, or that average
 BEHIND        somebody has a better state (a later epoch, or the winner of a fork)  downloads it
 ENDING        this peer is at the announced end of the run, others are not yet      waits, some seconds at most
 ============  ====================================================================  ==================================
@@ -27,7 +27,7 @@ import asyncio
 import enum
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from functools import partial
 
 import msgspec
 
@@ -36,15 +36,18 @@ from shoal.averager import Averager, StepResult, TensorLock
 from shoal.clock import to_the_end
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, RoundFailed, SchemaMismatch
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
+from shoal.optim.attendance import Attendance
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.rate import RateMeter
+from shoal.optim.rounds import Rounds
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.shared_state import name_of, share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
+from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
 from shoal.state import Donor, SharedState, download_state
@@ -62,6 +65,9 @@ class Phase(enum.Enum):
     BEHIND = "behind"
     ENDING = "ending"
 
+
+_DOWNLOADS_TOLD = 4
+"""A newcomer may need some to catch up; who never does is told why."""
 
 _BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
@@ -100,6 +106,7 @@ class Collaboration:
         self.speed = RateMeter()
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
+        self._attendance = Attendance(settings.averager.averaging_expiration_s)
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
         self._gradients = Averager(
@@ -122,10 +129,14 @@ class Collaboration:
             state=self._share,
         )
         self._news = asyncio.Event()
+        self._rounds = Rounds(core.env, self._look, self._news)
         self._moved = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._update: tuple[StateName, int, int] | None = None
+        self._update: Update | None = None
+        self._average_due = False
         self._shared = False
+        self._schedule_told = False
+        self._downloads_in_a_row = 0
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -152,9 +163,12 @@ class Collaboration:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.core.env.events.emit(Warned(where="optimizer", message=f"{type(error).__name__}: {error}"))
+            self._warn(f"{type(error).__name__}: {error}")
             self.failure = error
             self._move(self.phase)
+
+    def _warn(self, message: str) -> None:
+        self.core.env.events.emit(Warned(where="optimizer", message=message))
 
     failure: BaseException | None = None
     """What ended the background work, if something did; the trainer's next call raises it."""
@@ -167,6 +181,7 @@ class Collaboration:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._gossip.leave()
         await self._gossip.close()
         await self._gradients.close()
         await self._states.close()
@@ -190,7 +205,7 @@ class Collaboration:
     @property
     def finished(self) -> bool:
         """Whether this peer is at the end, at the best state that is known here, and the others are too."""
-        return self._end.over(self.epoch)
+        return self._end.over(self.epoch) and self.phase is not Phase.STEPPING
 
     def mine(self) -> Progress:
         """Where this peer stands, as others are told."""
@@ -204,6 +219,7 @@ class Collaboration:
             time=self.core.env.clock.time(),
             settings=dict(self.settings.fingerprint),
             end_epoch=self._end.epoch,
+            left=self._closed,
         )
 
     def view(self) -> SwarmView:
@@ -214,6 +230,11 @@ class Collaboration:
             self._gossip.renamed()
         if self._end.look(self.epoch, view, self._now()):
             self._move(self.phase)
+        return view
+
+    def _look(self) -> SwarmView:
+        view = self.view()
+        self._gossip.tell(view)
         return view
 
     def announce_end(self, epoch: int) -> None:
@@ -243,9 +264,11 @@ class Collaboration:
             self.speed.measure(self._now())
             self._news.clear()
             view = self.view()
-            if self.phase not in _BUSY:
-                self._judge(view)
+            self._judge(view)
             self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
+            if self._average_due:
+                await self._average_state()
+                continue
             if self.phase is Phase.AVERAGING:
                 await self._average()
                 continue
@@ -254,6 +277,8 @@ class Collaboration:
                     await self._news.wait()
 
     def _judge(self, view: SwarmView) -> None:
+        if self.phase in _BUSY or self._average_due:
+            return
         if view.behind:
             phase = Phase.BEHIND
         elif self.at_end and not self.finished:
@@ -277,64 +302,37 @@ class Collaboration:
         if view.together == {self.core.peer_id}:
             await self._step_alone()
             return
-        alone = {self.core.peer_id}
-        result = await self._round(
+        alone, name = {self.core.peer_id}, self.state
+        result = await self._rounds.run(
             self._gradients,
+            tag=name.group_tag,
             hopeless=lambda view: view.behind or view.together == alone,
-            expected=lambda: self.view().together,
-            prepare=self.training.contribution,
-            apply=self._take_average,
+            expected=lambda: self._attendance.awaited(self.view().together, self._now()),
+            prepare=lambda: self.training.contribution() if self.state == name else (0.0, 0.0),
+            apply=lambda vector: self._take_average(vector, name),
         )
-        if result is not None:
-            self.last_round = result
-            self._shared = True
-            self._ready(self.state.after_round(result), len(result.outcome.members))
-        else:
+        if result is None:
             async with self.lock.held():
                 self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
+            return
+        self.last_round = result
+        self._note_absent(result)
+        if self.state == name:
+            self._shared = True
+            self._ready(self.training.step, name.after_round(result), len(result.outcome.members))
 
-    async def _round(
-        self,
-        averager: Averager,
-        *,
-        hopeless: Callable[[SwarmView], bool],
-        expected: Callable[[], frozenset[PeerID]],
-        **options: Any,
-    ) -> StepResult | None:
-        """One round with the peers at our state; None if it failed, or became hopeless before there was a group."""
-        loop, settings = asyncio.get_running_loop(), self.settings.averager
-        averager.group_tag = self.state.group_tag
-        step = averager.step(
-            timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
-            allow_retries=False,
-            expected=expected,
-            **options,
-        )
-        round_ = loop.create_task(step)
-        try:
-            while not round_.done():
-                self._news.clear()
-                news = loop.create_task(self._news.wait())
-                await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
-                view = self.view()
-                if averager.looking and hopeless(view):
-                    return None
-                self._gossip.tell(view)
-            return round_.result()
-        except SchemaMismatch as error:
-            self.core.env.events.emit(Warned(where="optimizer", message=str(error)))
-            await asyncio.sleep(1.0)
-        except RoundFailed:
-            await asyncio.sleep(0.05 + 0.1 * self.core.env.rng.random())
-        finally:
-            round_.cancel()
-            await asyncio.gather(round_, return_exceptions=True)
-        return None
+    def _take_average(self, vector: Vector, name: StateName) -> None:
+        if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
+            vector.overwrite()
+            self.training.use_accumulators()
 
-    def _take_average(self, vector: Vector) -> None:
-        vector.overwrite()
-        self.training.use_accumulators()
+    def _note_absent(self, result: StepResult) -> None:
+        members = [member.contact.peer for member in result.outcome.members]
+        for peer, missed in self._attendance.formed(members, self._now()):
+            self._warn(
+                f"{peer.short()} says that it is at our state, and came to none of the last {missed} rounds: they wait "
+                "for it no more; look whether others can reach it, and at its clock"
+            )
 
     def _drop_unfit(self) -> bool:
         """Whether what was accumulated is not finite, and was forgotten: no epoch is made of it."""
@@ -346,7 +344,10 @@ class Collaboration:
         return True
 
     async def _step_alone(self) -> None:
+        name = self.state
         async with self.lock.held():
+            if self.state != name:
+                return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
                 self._move(Phase.COLLECTING)
                 return
@@ -355,60 +356,78 @@ class Collaboration:
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         chance = self.core.env.rng.randbytes(16)
-        self._ready(self.state.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
+        self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
 
-    def _ready(self, name: StateName, peers: int) -> None:
-        self._update = (name, name.samples - self.state.samples, peers)
+    def _ready(self, apply: Callable[[], None], name: StateName, peers: int, *, is_step: bool = True) -> None:
+        samples = name.samples - self.state.samples
+        self._update = Update(apply=apply, name=name, peers=peers, samples=samples, is_step=is_step)
         self._move(Phase.STEPPING)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
-
-    async def turn(self, timeout_s: float) -> Phase:
-        """Wait while a round goes on, or the others come to the end; say what is to be done then (trainer).
-
-        AVERAGING and ENDING only if time ran out.
-        """
-        await self._gossip.looked.wait()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self._must_wait and not self._closed and self.failure is None:
-                    await self._moved.wait()
-        if self.failure is not None:
-            raise self.failure
-        return self.phase
 
     @property
     def _must_wait(self) -> bool:
         return self.phase is Phase.AVERAGING or (self.phase is Phase.ENDING and not self.finished)
 
     async def decide(self, timeout_s: float) -> Phase:
-        """As `turn`, after looking at what was accumulated just now (trainer)."""
-        await self._gossip.looked.wait()
-        await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
-        if self.phase not in _BUSY:
-            self._judge(self.view())
-            self._news.set()
-        return await self.turn(timeout_s)
+        """Look at what was accumulated just now, and say what is to be done (trainer).
+
+        Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gossip.looked.wait()
+                await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
+                if self.phase not in _BUSY:
+                    self._judge(self.view())
+                    self._news.set()
+                while self._must_wait and not self._closed and self.failure is None:
+                    await self._moved.wait()
+        if self.failure is not None:
+            raise self.failure
+        return self.phase
 
     def step(self) -> None:
-        """Take the optimizer step in phase STEPPING, and give the state its new name (trainer, in its own thread)."""
-        assert self._update is not None
-        self.training.step()
-        self.state = self._update[0]
+        """Take what is due in phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
+
+        It is taken once. Whatever interrupts it leaves parameters that nobody else has: they get a name of their own,
+        and a proper one is better.
+        """
+        update = self._update
+        if update is None or update.taken:
+            return
+        name = self.state.after_interruption(
+            self.core.env.rng.randbytes(16), self.core.peer_id.raw, step=update.is_step
+        )
+        try:
+            update.apply()
+            name = update.name
+        finally:
+            self.state, update.taken = name, True
 
     async def stepped(self) -> None:
-        """After `step`: tell everybody, and average the states if it is time for that (trainer)."""
-        assert self._update is not None
-        (epoch, digest, _), samples, peers = self._update
+        """After `step`: tell everybody (trainer). Without effect if that was done already."""
+        update = self._update
+        if update is None or not update.taken:
+            return
         self._update = None
+        if self.state != update.name:
+            self._warn("the step was interrupted: another peer's state will be downloaded, if one has taken it whole")
+        elif update.is_step:
+            self._advanced(update)
+        if (error := self.training.schedule_error) is not None and not self._schedule_told:
+            self._schedule_told = True
+            self._warn(f"{error}; the learning rates stay as they are")
         self._renewed()
-        event = EpochAdvanced(run_id=self.settings.run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
-        self.core.env.events.emit(event)
-        every = self.settings.average_state_every
-        if every and epoch % every == 0 and not self.at_end:
-            await self._average_state()
         self._move(Phase.COLLECTING)
-        self._news.set()
+
+    def _advanced(self, update: Update) -> None:
+        (epoch, digest, _), every = update.name, self.settings.average_state_every
+        run_id, samples, peers = self.settings.run_id, update.samples, update.peers
+        event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
+        self.core.env.events.emit(event)
+        self._downloads_in_a_row = 0
+        self._average_due = bool(every) and epoch % every == 0 and not self.at_end
 
     def _renewed(self) -> None:
         """The state has another name: donors offer the new one, the others are told now."""
@@ -419,23 +438,33 @@ class Collaboration:
         self._news.set()
 
     async def _average_state(self) -> None:
-        """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards."""
+        """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards.
 
-        def companions() -> frozenset[PeerID]:
-            members = self.last_round.outcome.members if self.last_round is not None else ()
-            return frozenset(m.contact.peer for m in members).intersection(self.view().peers)
+        The trainer goes on meanwhile, and takes the average at its next step: so nobody waits for the slowest trainer,
+        nor for one that waits in another optimizer's step.
+        """
+        try:
+            name, me = self.state, {self.core.peer_id}
+            if self._companions() <= me:
+                return
+            result = await self._rounds.run(
+                self._states,
+                tag=name.group_tag,
+                hopeless=lambda view: view.behind or self._companions() <= me,
+                expected=self._companions,
+                prepare=lambda: (float(self.state == name), 1.0),
+                apply=lambda vector: None,  # the trainer will
+            )
+        finally:
+            self._average_due = False
+        if result is not None and self.state == name:
+            apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
+            self._ready(apply, name.after_averaging(result), len(result.outcome.members), is_step=False)
 
-        me = {self.core.peer_id}
-        if companions() <= me:
-            return
-        result = await self._round(
-            self._states,
-            hopeless=lambda view: view.behind or companions() <= me,
-            expected=companions,
-        )
-        if result is not None:
-            self.state = self.state.after_averaging(result)
-            self._renewed()
+    def _companions(self) -> frozenset[PeerID]:
+        """Who took the last step with us, and is still here."""
+        members = self.last_round.outcome.members if self.last_round is not None else ()
+        return frozenset(member.contact.peer for member in members).intersection(self.view().peers)
 
     # -------------------------------------------------------------------------------------------------------- the state
 
@@ -455,27 +484,43 @@ class Collaboration:
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         ours = self.state.key if self.core.endpoint.contact.addresses else None
         donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
-        state = await download_state(
-            self.core.endpoint,
-            self.core.env,
-            self._states.prefix,
-            donors,
-            timeout_s=timeout_s,
-            min_epoch=view.epoch,
-            accept=lambda manifest: why_not_ours(self.training, manifest, ours),
-            limits=self._states.sharing.limits,
-        )
+        try:
+            state = await download_state(
+                self.core.endpoint,
+                self.core.env,
+                self._states.prefix,
+                donors,
+                timeout_s=timeout_s,
+                min_epoch=view.epoch,
+                accept=lambda manifest: why_not_ours(self.training, manifest, ours),
+                limits=self._states.sharing.limits,
+            )
+        except StateUnavailable:
+            self._known.withheld(view.leaders, self._now())
+            self.accumulated()
+            raise
+        self._known.gave(state.donors)
         name = name_of(state.metadata)
 
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, state.metadata.get("training"), state.tensors)
             self.state = name
-            self._update = None
+            self._update, self._average_due = None, False
             self._shared = True
 
         async with self.lock.held():
             await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
+        self._note_too_late(state.duration_s)
         self._renewed()
         self._move(Phase.COLLECTING)
         return True
+
+    def _note_too_late(self, duration_s: float) -> None:
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
+            self._warn(
+                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
+                "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
+                "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
+            )

@@ -7,6 +7,7 @@ millisecond counts (`docs/decisions/0005-progress-told-directly.md`). What is he
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -16,7 +17,7 @@ import msgspec
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
-from shoal.events import PeerDropped
+from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
 from shoal.wire import Contact, Progress, TellProgress, decode, encode
@@ -27,6 +28,13 @@ _TELL_LIMIT = 32
 """With more peers than this, progress goes through the DHT only."""
 
 _CALL_TIMEOUT_S = 3.0
+_LEAVE_S = 1.0
+
+_LOOKS_AT_STRANGERS = 5
+"""Records of peers with other settings are renewed within 4 of them if the peers live."""
+
+_CLOCKS_DIFFER_S = 10.0
+"""Above what a message may take (`_CALL_TIMEOUT_S`), and about where records in the DHT begin to come too late."""
 
 
 class ProgressGossip:
@@ -43,7 +51,7 @@ class ProgressGossip:
         ttl_s: what is written to the DHT is valid for so long.
 
     Attributes:
-        looked: set when the run's progress has been read from the DHT for the first time.
+        looked: set when the run's progress has been read from the DHT, and who wrote it is alive or not.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class ProgressGossip:
         self._tell_at = float("-inf")
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
         self._undo: list[Callable[[], None]] = []
+        self._clock_told = False
 
     def start(self) -> list[Coroutine[Any, Any, None]]:
         """Begin to answer; returns what its owner is to run until `close`."""
@@ -75,6 +84,13 @@ class ProgressGossip:
             endpoint.on_lost(self._peer_lost),
         ]
         return [self._publish_loop(), self._look_loop()]
+
+    async def leave(self) -> None:
+        """Tell everybody that we take part no more, as `mine` says now: directly, and in the DHT."""
+        others = [peer for peer in self._known.peers if self._core.endpoint.reachable(peer)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await asyncio.gather(self._publish(), *(self._tell_one(peer) for peer in others[:_TELL_LIMIT]))
 
     async def close(self) -> None:
         """Stop answering and telling. Safe to call twice."""
@@ -93,15 +109,30 @@ class ProgressGossip:
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
-    async def _told(self, peer: PeerID, request: TellProgress) -> Progress:
+    def _told(self, peer: PeerID, request: TellProgress) -> Progress:
+        # Not a coroutine: what a peer said last must be heard before it is lost.
         if request.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
-        self._hear(request.progress)
+        self._hear_directly(request.progress)
         return self._mine()
 
-    def _hear(self, progress: Progress) -> None:
+    def _hear_directly(self, progress: Progress) -> None:
+        if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
+            self._hear(progress)
+            self._compare_clocks(progress)
+
+    def _compare_clocks(self, progress: Progress) -> None:
+        """Of a word that came directly. Rounds go on with any clock, but the DHT keeps a record by everybody's."""
+        ahead_s = progress.time - self._core.env.clock.time()
+        if abs(ahead_s) > _CLOCKS_DIFFER_S and not self._clock_told:
+            self._clock_told = True
+            how, peer = "ahead of" if ahead_s > 0 else "behind", progress.contact.peer.short()
+            message = f"the clock of {peer} is {abs(ahead_s):.0f} s {how} ours: set the one that is wrong"
+            self._core.env.events.emit(Warned(where="clock", message=message))
+
+    def _hear(self, progress: Progress, *, direct: bool = True) -> None:
         self._core.endpoint.learn(progress.contact)
-        if self._known.heard(progress, asyncio.get_running_loop().time()):
+        if self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct):
             self._on_news()
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
@@ -121,12 +152,10 @@ class ProgressGossip:
 
     async def _publish_loop(self) -> None:
         """Write our progress to the DHT: at once when it was renamed, else from time to time."""
-        loop, core = asyncio.get_running_loop(), self._core
+        loop = asyncio.get_running_loop()
         while True:
             renames = self._renames
-            with suppress(ShoalError):
-                expiration = core.env.clock.time() + self._ttl_s
-                await core.node.store(self._key, encode(self._mine()), expiration, core.peer_id.raw)
+            await self._publish()
             until = loop.time() + self._publish_period_s
             while (left_s := until - loop.time()) > 0 and renames == self._renames:
                 self._renamed.clear()
@@ -134,9 +163,15 @@ class ProgressGossip:
                     async with asyncio.timeout(left_s):
                         await self._renamed.wait()
 
+    async def _publish(self) -> None:
+        core = self._core
+        with suppress(ShoalError):
+            expiration = core.env.clock.time() + self._ttl_s
+            await core.node.store(self._key, encode(self._mine()), expiration, core.peer_id.raw)
+
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT."""
-        while True:
+        for looks in itertools.count(1):
             with suppress(ShoalError):
                 found = await self._core.node.get(self._key, latest=True, of_peers=True)
                 entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -144,8 +179,9 @@ class ProgressGossip:
                     with suppress(msgspec.MsgspecError, TypeError, ConfigError):
                         progress = decode(entry.value, Progress)
                         if progress.contact.peer.raw == subkey:
-                            self._hear(progress)
-            self.looked.set()
+                            self._hear(progress, direct=False)
+            if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
+                self.looked.set()
             self._on_news()
             await asyncio.sleep(self._publish_period_s / 2)
 
@@ -177,7 +213,7 @@ class ProgressGossip:
         with suppress(PeerError):
             progress = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
             if progress.contact.peer == peer:
-                self._hear(progress)
+                self._hear_directly(progress)
             else:
                 reason = "answers in another peer's name"
                 self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))

@@ -43,13 +43,14 @@ class Optimizer(torch.optim.Optimizer):
         batch_size_per_step: samples that one call of `step` stands for; or give `batch_size` to each call.
         params: parameters or parameter groups, if `optimizer` is a function of them.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
-        scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch.
+        scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
+            that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay what they are.
         matchmaking_time: longest search for a group, seconds. It ends when all live peers of the run are there.
         averaging_timeout: longest time that one call of `step` waits for the others, seconds. It then returns without
             a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
         load_state_timeout: longest state download, seconds.
-        average_state_every: epochs between two averagings of the parameters; 0 for never.
+        average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None for none.
         state_averaging_compression: codec for averaging parameters, if it has less than 16 bits for what changed since
@@ -200,6 +201,9 @@ class Optimizer(torch.optim.Optimizer):
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
         swarm's any more, are dropped.
 
+        Whatever interrupts it (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
+        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one.
+
         Args:
             closure: forward and backward pass; its result is returned.
             batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
@@ -237,8 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         if phase is Phase.STEPPING:
             with self._lock.holding():
                 self._collaboration.step()
-            patience_s = 2 * self.averaging_timeout
-            self._run(self._collaboration.stepped(), patience_s)
+            self._run(self._collaboration.stepped(), GRACE_S)
             if self._collaboration.at_end:
                 self._take_turn()  # the last one: wait for the others
         elif phase is Phase.BEHIND:
@@ -273,8 +276,7 @@ class Optimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
         with self._lock.holding():
-            self._training.optimizer.load_state_dict(state_dict)
-            self.param_groups, self.state = self._training.optimizer.param_groups, self._training.optimizer.state
+            self._training.load_optimizer(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.

@@ -59,6 +59,14 @@ class StateName(NamedTuple):
         digest = hashlib.sha256(b"shoal state" + self.digest + _history(result)).digest()
         return StateName(self.epoch, digest, self.samples + 1)
 
+    def after_interruption(self, chance: bytes, peer: bytes, *, step: bool) -> StateName:
+        """After a swarm step, or an averaging of states, that was not taken to its end; 16 random bytes name it.
+
+        Better than the state before, and worse than the one that it should have become.
+        """
+        digest = hashlib.sha256(b"shoal interrupted" + self.digest + chance + peer).digest()
+        return StateName(self.epoch + step, digest, self.samples)
+
     @property
     def key(self) -> StateKey:
         """Orders states: the larger one is the better state."""

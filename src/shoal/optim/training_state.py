@@ -41,6 +41,8 @@ class TrainingState:
     Attributes:
         samples: accumulated since the last step.
         epoch: swarm steps that went into the parameters.
+        schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
+            rates stay as they are; None if it does.
         accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
     """
 
@@ -70,6 +72,7 @@ class TrainingState:
         self.samples = 0
         self.epoch = 0
         self._scheduled = 0
+        self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
@@ -136,7 +139,10 @@ class TrainingState:
         self.samples, self._has_average, self._stale = 0, False, True
 
     def step(self) -> None:
-        """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's."""
+        """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
+
+        Whatever it raises, it is over: the average is forgotten, and the epoch counted.
+        """
         assert self._has_average
         own = [parameter.grad for parameter in self._trained]
         try:
@@ -146,18 +152,23 @@ class TrainingState:
         finally:
             for parameter, gradient in zip(self._trained, own, strict=True):
                 parameter.grad = gradient
-        self.epoch += 1
+            self.epoch += 1
+            self.discard()
         self._follow_schedule()
-        self.discard()
 
     def _follow_schedule(self) -> None:
-        if self.scheduler is None:
+        if self.scheduler is None or self.schedule_error is not None:
             return
         with warnings.catch_warnings():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             while self._scheduled < self.epoch:
-                self.scheduler.step()
+                try:
+                    self.scheduler.step()
+                except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
+                    what = f"{type(error).__name__}: {error}"
+                    self.schedule_error = f"the schedule goes no further than epoch {self._scheduled}: {what}"
+                    return
                 self._scheduled += 1
 
     # ---------------------------------------------------------------------------------------------------- the state
@@ -216,9 +227,9 @@ class TrainingState:
             self._check_optimizer_state(optimizer_state)
             before = self.optimizer.state_dict()
             try:
-                self.optimizer.load_state_dict(optimizer_state)
+                self.load_optimizer(optimizer_state)
             except Exception:
-                self.optimizer.load_state_dict(before)
+                self.load_optimizer(before)
                 raise
         except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, AttributeError) as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
@@ -238,6 +249,24 @@ class TrainingState:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.discard()
+
+    def load_optimizer(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of the optimizer into the groups and statistics that there are.
+
+        Torch replaces them. But whoever holds them (`swarm.param_groups`, a schedule of the user's own) would go on
+        reading and setting those of before, without effect.
+        """
+        optimizer = self.optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        optimizer.load_state_dict(state_dict)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            if group is not loaded:
+                group.clear()
+                group.update(loaded)
+        if state is not optimizer.state:
+            state.clear()
+            state.update(optimizer.state)
+        optimizer.param_groups, optimizer.state = groups, state
 
     def _check_optimizer_state(self, state: dict[str, Any]) -> None:
         groups, own = state["param_groups"], self.optimizer.state_dict()["param_groups"]

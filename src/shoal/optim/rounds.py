@@ -1,0 +1,88 @@
+"""How a peer takes part in a round: as long as it is of use, and so that the user learns when it is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from shoal.averager import Averager, StepResult
+from shoal.clock import Env
+from shoal.errors import RoundFailed, SchemaMismatch
+from shoal.events import Warned
+from shoal.peer import PeerID
+from shoal.progress import SwarmView
+
+__all__ = ["Rounds"]
+
+_TOLD_AFTER = 3
+"""A round fails now and then; so many in a row stop the run, and the user is told why."""
+
+
+class Rounds:
+    """Runs the rounds of one peer, one at a time. Loop only.
+
+    Args:
+        env: chance and events.
+        look: the swarm as it is known now; tells the others where we stand.
+        news: set when there is reason to look.
+    """
+
+    def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
+        self._env, self._look, self._news = env, look, news
+        self._failed = 0
+
+    async def run(
+        self,
+        averager: Averager,
+        *,
+        tag: str,
+        hopeless: Callable[[SwarmView], bool],
+        expected: Callable[[], frozenset[PeerID]],
+        **options: Any,
+    ) -> StepResult | None:
+        """One round; None if it failed, or became hopeless before there was a group.
+
+        Args:
+            averager: of what is averaged.
+            tag: of the state; only peers with the same one meet.
+            hopeless: whether there is nothing to be had from it any more.
+            expected: who is waited for.
+            options: for `Averager.step`.
+        """
+        loop, settings = asyncio.get_running_loop(), averager.settings
+        averager.group_tag = tag
+        step = averager.step(
+            timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
+            allow_retries=False,
+            expected=expected,
+            **options,
+        )
+        round_ = loop.create_task(step)
+        try:
+            while not round_.done():
+                self._news.clear()
+                news = loop.create_task(self._news.wait())
+                await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+                view = self._look()
+                if averager.looking and hopeless(view):
+                    return None
+            result = round_.result()
+            self._failed = 0
+            return result
+        except SchemaMismatch as error:
+            self._warn(str(error))
+            await asyncio.sleep(1.0)
+        except RoundFailed as error:
+            self._failed += 1
+            if self._failed % _TOLD_AFTER == 0:
+                self._warn(f"{self._failed} rounds in a row have failed, the last one because: {error}")
+            await asyncio.sleep(0.05 + 0.1 * self._env.rng.random())
+        finally:
+            round_.cancel()
+            await asyncio.gather(round_, return_exceptions=True)
+        return None
+
+    def _warn(self, message: str) -> None:
+        self._env.events.emit(Warned(where="optimizer", message=message))

@@ -1,0 +1,264 @@
+"""Trainers that are interrupted or away, while the swarm steps: what was begun is done once, and under its own name."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.compression import view_bytes
+from shoal.events import Warned
+from shoal.optim.collaboration import Phase
+from tests.sim.optimizer_kit import Run, Trainer
+
+BATCH = 4
+
+
+async def two_at_their_first_step(run: Run) -> tuple[Trainer, Trainer]:
+    """Both have the first average, and have not stepped yet."""
+    trainers = (await run.add("p0"), await run.add("p1"))
+    await sim.sleep(3.0)
+    for trainer in trainers:
+        trainer.collaboration.training.accumulators[0].fill_(0.5)
+        trainer.collaboration.training.samples = BATCH
+        trainer.collaboration.accumulated()
+    await sim.sleep(1.0)
+    assert [trainer.collaboration.phase for trainer in trainers] == [Phase.STEPPING] * 2
+    return trainers
+
+
+async def train_until(run: Run, epoch: int) -> None:
+    """All trainers take batches until they have this epoch."""
+
+    async def train(trainer: Trainer) -> None:
+        await trainer.train(BATCH, duration_s=0.1, until=lambda: trainer.collaboration.epoch >= epoch)
+
+    await asyncio.gather(*(run.swarm.run_on(name, train, trainer) for name, trainer in run.swarm.peers.items()))
+
+
+class Interrupted(BaseException):
+    """As `KeyboardInterrupt`, which the test runner would take for its own."""
+
+
+def interrupt_in_the_middle(trainer: Trainer) -> None:
+    """Its next optimizer step changes the first parameter only."""
+    optimizer: Any = trainer.collaboration.training.optimizer
+    whole = optimizer.step
+
+    def half() -> None:
+        optimizer.step = whole
+        kept = trainer.parameters[1].grad
+        trainer.parameters[1].grad = None
+        whole()
+        trainer.parameters[1].grad = kept
+        raise Interrupted
+
+    optimizer.step = half
+
+
+def test_a_trainer_interrupted_between_step_and_telling_goes_on() -> None:
+    """The step was taken: the next call tells it, and the one after that trains on."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, average_state_every=1)
+        for trainer in await two_at_their_first_step(run):
+            trainer.collaboration.step()
+        for name in ("p0", "p1"):
+            await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
+        await asyncio.gather(*(run.swarm.run_on(n, run.swarm.peer(n).finish_epoch, 1) for n in ("p0", "p1")))
+        await sim.sleep(3.0)
+        for name in ("p0", "p1"):
+            await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
+        assert [trainer.collaboration.training.epoch for trainer in run.swarm.peers.values()] == [1, 1]
+        assert run.agree(["p0", "p1"])
+        await train_until(run, epoch=3)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_an_average_of_states_keeps_no_trainer_waiting() -> None:
+    """It is computed while one trains and the other is away, and each takes it at its next step.
+
+    So two optimizers in one loop do not wait for each other: what the one waits for needs no step of the other.
+    """
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, average_state_every=1)
+        first, second = await two_at_their_first_step(run)
+        loop = asyncio.get_running_loop()
+        before = loop.time()
+        await run.swarm.run_on("p0", first.take_turn)
+        assert loop.time() - before < 0.1
+        await sim.sleep(2.0)  # the other one is in the middle of a long batch
+        await run.swarm.run_on("p1", second.take_turn)
+        await sim.sleep(2.0)
+        states = [trainer.collaboration.state for trainer in (first, second)]
+        assert states[0] == states[1]
+        for name in ("p0", "p1"):
+            await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
+        assert run.agree(["p0", "p1"])
+        assert first.collaboration.state.samples == states[0].samples + 1
+        assert first.downloads == second.downloads == 0
+        await run.close()
+
+    sim.run(main, seed=2)
+
+
+def test_a_step_that_was_interrupted_is_not_taken_again_and_the_others_state_is_downloaded() -> None:
+    """Half of the parameters have moved: they are not what the others call by that name, and it is not done twice."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        first, second = await two_at_their_first_step(run)
+        interrupt_in_the_middle(second)
+        await run.swarm.run_on("p0", first.take_turn)
+        with pytest.raises(Interrupted):
+            await run.swarm.run_on("p1", second.take_turn)
+        states = [trainer.collaboration.state for trainer in (first, second)]
+        assert states[0] != states[1]
+        assert states[0].key > states[1].key
+        moved = second.parameters[0].clone()
+        await run.swarm.run_on("p1", second.take_turn)
+        assert torch.equal(second.parameters[0], moved)
+        await sim.sleep(1.0)
+        await run.swarm.run_on("p1", second.take_turn)
+        assert second.downloads == 1
+        assert run.agree(["p0", "p1"])
+        assert second.collaboration.training.epoch == 1
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def test_alone_an_interrupted_step_counts_and_training_goes_on() -> None:
+    """There is nobody to download from."""
+
+    async def main() -> None:
+        run = Run(target=BATCH)
+        trainer = await run.add("p0")
+        interrupt_in_the_middle(trainer)
+        with pytest.raises(Interrupted):
+            await run.swarm.run_on("p0", trainer.take_batch, BATCH)
+        for epoch in (1, 2, 3):
+            assert trainer.collaboration.epoch == trainer.collaboration.training.epoch == epoch
+            await run.swarm.run_on("p0", trainer.take_batch, BATCH)
+            await run.swarm.run_on("p0", trainer.finish_epoch, epoch + 1)
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not_stepped_from() -> None:
+    """The accumulators were forgotten: what they hold belongs to no state."""
+
+    async def main() -> None:
+        run = Run(target=BATCH)
+        trainer = await run.add("p0")
+        await sim.sleep(3.0)
+        collaboration = trainer.collaboration
+        async with collaboration.lock.held():
+            collaboration.training.accumulators[0].fill_(7.0)
+            collaboration.training.samples = BATCH
+            collaboration.accumulated()
+            await sim.sleep(1.0)
+            before = collaboration.phase
+            collaboration.training.discard()
+            other = collaboration.state.after_step_alone(b"x" * 16, b"y" * 32, 3)
+            collaboration.state = other
+        await sim.sleep(1.0)
+        assert (before, collaboration.phase) == (Phase.AVERAGING, Phase.COLLECTING)
+        assert collaboration.state == other
+        assert await collaboration.decide(1.0) is Phase.COLLECTING
+        await run.close()
+
+    sim.run(main, seed=5)
+
+
+def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_average() -> None:
+    """The average belongs to the state before; the others have stepped from it, and are better now."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        first, second = await run.add("p0"), await run.add("p1")
+        await sim.sleep(3.0)
+        late = second.collaboration
+        take = late._gradients.vector.copy_in
+
+        def replaced(*args: Any) -> Any:
+            found = take(*args)
+            late.training.discard()
+            late.state = late.state.after_step_alone(b"x" * 16, b"y" * 32, 0)
+            return found
+
+        late._gradients.vector.copy_in = replaced  # type: ignore[assignment]
+        for trainer in (first, second):
+            trainer.collaboration.training.samples = BATCH
+            trainer.collaboration.accumulated()
+        await sim.sleep(3.0)
+        assert late.phase is Phase.BEHIND or late.phase is Phase.COLLECTING
+        assert late.training.samples == 0
+        assert first.collaboration.phase is Phase.STEPPING
+        await run.close()
+
+    sim.run(main, seed=6)
+
+
+def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
+    """A donor copies under the lock: what it finds there must be what the name says, also right after an averaging."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH, average_state_every=1)
+        extra = [torch.zeros(3), torch.zeros(3)]
+        names = ["p0", "p1"]
+        for name, tensor in zip(names, extra, strict=True):
+            await run.add(name, extra_tensors=[tensor])
+        found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
+
+        def look_before_each_release(name: str, collaboration: Any) -> None:
+            leave, tensors = collaboration.lock._leave, collaboration.training.describe()
+
+            def look(turn: Any) -> None:
+                content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
+                found[name].setdefault(collaboration.state.digest, set()).add(content)
+                leave(turn)
+
+            collaboration.lock._leave = look
+
+        await sim.sleep(3.0)
+        extra[1].fill_(1.0)  # as statistics of other batches
+        for name in names:
+            look_before_each_release(name, run.swarm.peer(name).collaboration)
+        await train_until(run, epoch=4)
+        assert all(len(contents) == 1 for of_one in found.values() for contents in of_one.values())
+        assert len(found["p0"]) > 4
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=7)
+
+
+def test_a_schedule_that_has_an_end_does_not_end_the_run() -> None:
+    """`OneCycleLR` raises beyond its last step: the rates stay, the steps go on, and the user is told once."""
+
+    async def main() -> None:
+        run = Run(target=BATCH)
+        trainer = await run.add("p0")
+        training = trainer.collaboration.training
+        training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=3)
+        warned: list[str] = []
+        trainer.collaboration.core.env.events.subscribe(
+            lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+        )
+        for _ in range(6):
+            await run.swarm.run_on("p0", trainer.take_batch, BATCH)
+        assert trainer.collaboration.epoch == training.epoch == 6
+        assert [message for message in warned if "the schedule goes no further than epoch 3" in message] == warned
+        assert len(warned) == 1
+        await run.close()
+
+    sim.run(main, seed=8)

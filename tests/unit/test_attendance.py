@@ -1,0 +1,45 @@
+"""Who is waited for when a group forms."""
+
+from __future__ import annotations
+
+from shoal.optim.attendance import Attendance
+from shoal.peer import PeerID
+
+ME, HERE, ABSENT = (PeerID(bytes([number]) * 32) for number in range(3))
+ALL, PRESENT = frozenset({ME, HERE, ABSENT}), frozenset({ME, HERE})
+
+
+def miss(attendance: Attendance, now: float) -> list[tuple[PeerID, int]]:
+    """A round to which one of three does not come."""
+    assert attendance.awaited(ALL, now) == ALL
+    return attendance.formed(PRESENT, now)
+
+
+def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
+    """Once may be chance. The others have their rounds without it, and try again now and then."""
+    attendance, now = Attendance(15.0), 100.0
+    assert miss(attendance, now) == []
+    for missed, pause_s in [(2, 60.0), (3, 120.0), (4, 240.0), (5, 480.0), (6, 960.0), (7, 960.0), (8, 960.0)]:
+        assert miss(attendance, now) == [(ABSENT, missed)]
+        assert attendance.awaited(ALL, now + pause_s - 0.1) == PRESENT
+        assert attendance.formed(PRESENT, now + pause_s - 0.1) == []  # it was not asked for
+        now += pause_s
+
+
+def test_who_comes_again_is_waited_for_again() -> None:
+    """Also when it came to a round in which nobody waited for it."""
+    attendance = Attendance(15.0)
+    miss(attendance, 0.0)
+    miss(attendance, 0.0)
+    assert attendance.awaited(ALL, 1.0) == PRESENT
+    attendance.formed(ALL, 1.0)
+    assert miss(attendance, 2.0) == []
+
+
+def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None:
+    """Those who were awaited count, not those who are there when the round is over."""
+    attendance = Attendance(15.0)
+    for now in (0.0, 1.0, 2.0):
+        assert attendance.awaited(PRESENT, now) == PRESENT
+        assert attendance.formed(PRESENT, now) == []
+    assert miss(attendance, 3.0) == []

@@ -740,6 +740,18 @@ def test_dropped_averager_ends() -> None:
     until(lambda: not thread.is_alive())
 
 
+def test_an_optimizer_that_was_shut_down_is_forgotten() -> None:
+    """The DHT goes on, and holds nothing of it; the same run can be joined again from it."""
+    with shoal.DHT(start=True) as dht:
+        model = torch.nn.Linear(2, 2)
+        one = optimizer(dht, model)
+        with pytest.raises(ConfigError, match="in use on this DHT already"):
+            optimizer(dht, torch.nn.Linear(2, 2))
+        one.shutdown()
+        assert not dht._started()._closers
+        optimizer(dht, model).shutdown()
+
+
 def test_two_averagers_of_one_name_do_not_replace_each_other() -> None:
     """On one DHT the second one is refused, and says what to do; the first one goes on."""
     with shoal.DHT(start=True) as dht, shoal.DHT([dht.invite()], start=True) as other:

@@ -154,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
             return collaboration
 
         self._collaboration = self._run(begin(), 60.0)
-        dht.at_shutdown(self._collaboration.close)
+        self._forget_closer = dht.at_shutdown(self._collaboration.close)
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
@@ -293,6 +293,7 @@ class Optimizer(torch.optim.Optimizer):
         if not self._closed and self.dht.is_alive():
             self._closed = True
             self._run(self._collaboration.close(), self._shutdown_timeout)
+            self._forget_closer()
         self._closed = True
 
     def __enter__(self) -> Self:

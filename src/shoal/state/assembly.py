@@ -12,7 +12,7 @@ import torch
 
 from shoal.compression import allocate
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.state.manifest import Manifest, TensorSpec, chunk_digest
+from shoal.state.manifest import Manifest, TensorSpec
 from shoal.state.values import worst_value
 
 __all__ = ["Assembly"]
@@ -45,10 +45,6 @@ class Assembly:
             PeerProtocolError: the machine does not have the memory for a tensor that was announced.
         """
         return [self._buffer(tensor)[1][start:stop] for tensor, start, stop in self._manifest.pieces(chunk)]
-
-    def has(self, chunk: int, digest: bytes) -> bool:
-        """Whether what lies in the place of a chunk has this digest."""
-        return chunk_digest(self.buffers(chunk)) == digest
 
     def finish(self, share: range | None = None) -> list[torch.Tensor]:
         """Take tensors out, decoded, each once; different ones may be taken in different threads.

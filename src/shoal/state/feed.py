@@ -28,7 +28,7 @@ from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
 from shoal.state.assembly import Assembly
-from shoal.state.manifest import Manifest, chunk_digest
+from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
 from shoal.state.tempo import MIN_AHEAD, Tempo
 from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
@@ -42,7 +42,6 @@ upload limit needs (`Pacer`), so that slow is not stalled: what bounds slow ones
 _LOOKS = 8
 """How often it is looked within the stall limit how much of a piece has come."""
 
-_CHECKS_AT_ONCE = 4
 END_WITHIN_S = 1.0
 """For a stream to end in order, when all has come."""
 _LOOK_AGAIN_S = 0.1
@@ -120,7 +119,7 @@ class Feed:
 
     Args:
         endpoint: reaches the donor.
-        env: executor (hashing).
+        env: executor (memory).
         prefix: which state.
         contact: the donor.
         snapshot: the snapshot's name at this donor.
@@ -150,7 +149,6 @@ class Feed:
         self._queue: deque[int] = deque()
         self._writing: int | None = None  # the chunk that goes straight into its place now
         self._beside = bytearray()
-        self._checks: dict[int, asyncio.Task[bool]] = {}
         self._rooms: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -193,10 +191,8 @@ class Feed:
         return self._tempo.due_s(place, now)
 
     async def yield_place(self, chunk: int) -> None:
-        """Write no more into the place of this chunk: another donor was faster. What is checked is checked first."""
-        if (check := self._checks.get(chunk)) is not None:
-            await asyncio.wait((check,))
-        elif self._writing == chunk and self._task is not None:
+        """Write no more into the place of this chunk: another donor was faster."""
+        if self._writing == chunk and self._task is not None:
             self.beaten = True
             self._task.cancel()
             await self._ended.wait()
@@ -242,12 +238,10 @@ class Feed:
         stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
         try:
             await self._receive(stream)
-            await self._settle(leave=0)
             await self._finish(stream)
         finally:
             self._writing = None
             stream.abort()  # nothing to do after an orderly end
-            await self._settle(leave=0)
 
     def _expect(self, chunks: list[int]) -> None:
         """These were asked for: while they are on their way, another thread has the system give memory for them."""
@@ -266,11 +260,11 @@ class Feed:
                 with closing(_Patience(stream, limit, self._stall_s)) as patience:
                     while queue:
                         chunk = queue[0]
-                        await self._receive_chunk(stream, chunk, patience)
+                        digest = await self._receive_chunk(stream, chunk, patience)
                         queue.popleft()
                         self._tempo.arrived(loop.time())
-                        patience.pause()  # hashing is our own time
-                        await self._check(chunk)
+                        patience.pause()  # whoever else is at this chunk takes our time, not the donor's
+                        await self._check(chunk, digest)
                         patience.renew()
                         if chunks := self._choose():
                             self._expect(chunks)
@@ -286,7 +280,9 @@ class Feed:
             async with asyncio.timeout(min(self._stall_s, END_WITHIN_S)):
                 await stream.finish()
 
-    async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, patience: _Patience) -> None:
+    async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, patience: _Patience) -> bytes:
+        """Returns the digest of what has come: each piece is hashed while it is in the processor's cache."""
+        found = chunk_hash()
         start, stop = self._plan.manifest.chunk_range(chunk)
         places = deque(self._places(chunk, stop - start))
         received = announced = 0
@@ -298,9 +294,11 @@ class Feed:
             if part.nbytes < place.nbytes:
                 places.appendleft(place[part.nbytes :])
             await stream.readinto(part)
+            found.update(part)
             received, announced = received + part.nbytes, announced - part.nbytes
             self._target.bytes_received += part.nbytes
             patience.renew()
+        return found.digest()
 
     def _places(self, chunk: int, nbytes: int) -> list[memoryview]:
         if self._plan.owner(chunk) == self._peer:
@@ -324,51 +322,16 @@ class Feed:
             )
         return nbytes
 
-    # ----------------------------------------------------------------------------------------------------------- checks
-
-    async def _check(self, chunk: int) -> None:
-        """Check what has arrived: in its place while the next one comes, beside it at once."""
+    async def _check(self, chunk: int, digest: bytes) -> None:
         direct, self._writing = self._writing == chunk, None
+        if digest != self._plan.manifest.hashes[chunk] and (direct or not self._plan.is_verified(chunk)):
+            raise PeerProtocolError(f"chunk {chunk} does not match its hash", self._peer)
         if direct:
-            self._checks[chunk] = asyncio.get_running_loop().create_task(self._check_in_place(chunk))
-            await self._settle(leave=_CHECKS_AT_ONCE)
-        elif not self._plan.is_verified(chunk):
-            start, stop = self._plan.manifest.chunk_range(chunk)
-            data = memoryview(self._beside)[: stop - start]
-            digest = await self._env.executor.run(chunk_digest, [data])
-            if digest != self._plan.manifest.hashes[chunk]:
-                raise _wrong(chunk, self._peer)
-            if not self._plan.is_verified(chunk) and await self._target.claim(chunk, self._peer, data):
-                self.chunks_brought += 1
-
-    async def _check_in_place(self, chunk: int) -> bool:
-        digest = self._plan.manifest.hashes[chunk]
-        right = await self._env.executor.run(self._target.assembly.has, chunk, digest)
-        if right:
             self._target.verified(chunk, self._peer)
             self.chunks_brought += 1
-        return right
-
-    async def _settle(self, *, leave: int) -> None:
-        """Wait for checks until at most `leave` are under way. A wrong one is the donor's fault."""
-        wrong: int | None = None
-        try:
-            while len(self._checks) > leave:
-                chunk, check = next(iter(self._checks.items()))
-                await asyncio.wait((check,))
-                del self._checks[chunk]
-                if not check.result():
-                    wrong, leave = chunk, 0
-        except asyncio.CancelledError:
-            for check in self._checks.values():
-                check.cancel()  # or it would speak for a chunk that is somebody else's by then
-            raise
-        if wrong is not None:
-            raise _wrong(wrong, self._peer)
-
-
-def _wrong(chunk: int, peer: PeerID) -> PeerProtocolError:
-    return PeerProtocolError(f"chunk {chunk} does not match its hash", peer)
+        elif not self._plan.is_verified(chunk):
+            start, stop = self._plan.manifest.chunk_range(chunk)
+            self.chunks_brought += await self._target.claim(chunk, self._peer, memoryview(self._beside)[: stop - start])
 
 
 class _Patience:

@@ -39,6 +39,7 @@ __all__ = [
     "Manifest",
     "TensorSpec",
     "chunk_digest",
+    "chunk_hash",
     "chunk_size",
     "describe",
     "matching",
@@ -221,9 +222,14 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
     return tuple(s if s.encoded_bytes < s.raw_bytes else replace(s, codec=NoCompression()) for s in specs)
 
 
+def chunk_hash() -> blake3:
+    """What makes the digest of a chunk: BLAKE3, 32 bytes."""
+    return blake3()
+
+
 def chunk_digest(pieces: Iterable[memoryview]) -> bytes:
-    """The digest of a chunk that lies in these pieces: BLAKE3, 32 bytes."""
-    found = blake3()
+    """The digest of a chunk that lies in these pieces."""
+    found = chunk_hash()
     for piece in pieces:
         found.update(piece)
     return found.digest()

@@ -199,3 +199,30 @@ def test_clipping_by_the_largest_value(pool: Ranks) -> None:
 def test_stage_3_over_other_backends(pool: Ranks) -> None:
     """Their own reduce-scatter gets bfloat16, and what is added up before is float32."""
     assert all(pool.play(2, programs.many_micro_batches, 3, False, 64, False))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_that_one_rank_clears(pool: Ranks, stage: int, late: bool) -> None:
+    """Half of a step would be taken, or a gradient half as large: all ranks are told, and nothing is stepped."""
+    for said, distance in pool.play(2, programs.cleared_on_one_rank, stage, late):
+        assert "ConfigError: rank 1 gave something else than rank 0: 'gradients of" in said
+        assert "passes for layers.1." in said
+        assert distance == 0.0
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_inner_optimizer_that_raises_on_one_rank(pool: Ranks, stage: int) -> None:
+    """Is told on all ranks, and they still have the same weights."""
+    first, second = pool.play(2, programs.inner_fails, stage)
+    assert first == ("ConfigError: another rank cannot go on: rank 1: ArithmeticError: no more memory", True)
+    assert second == ("ArithmeticError: no more memory", True)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_graph_from_before_a_step(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
+    """Is not differentiated with the new weights: torch says so, on every rank, whoever owns which."""
+    for first, second in pool.play(2, programs.old_graph, stage, dtype):
+        assert first == ""
+        assert "modified by an inplace operation" in second

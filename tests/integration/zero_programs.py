@@ -28,7 +28,7 @@ def said(function: Callable[[], object]) -> str:
     """What it raises, in words; empty if it does not."""
     try:
         function()
-    except (LocalError, RuntimeError, ValueError) as error:
+    except (LocalError, RuntimeError, ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -558,3 +558,50 @@ def two_models(stage: int, alike: bool) -> tuple[str, float]:
         for each in (*optimizers, *steppers):
             each.step()
     return words, max(moved(each, other.state_dict()) for each, other in zip(models, plain, strict=True))
+
+
+def cleared_on_one_rank(stage: int, late: bool) -> tuple[str, float]:
+    """Rank 1 clears the gradients of a layer, before the last backward pass or behind it; what a step says and does."""
+    model, optimizer = sharded(stage)
+    before = shoal.zero.full_state_dict(model)
+    for step in range(2):
+        backward(model, step)
+        if dist.get_rank() == 1 and step == late:
+            model.layers[1].zero_grad()
+    return said(optimizer.step), moved(model, before)
+
+
+class Fails(torch.optim.SGD):
+    """Its second step breaks off on rank 1, when some parameters are stepped."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Steps."""
+        self.calls = getattr(self, "calls", 0) + 1
+        super().step()
+        if self.calls == 2 and dist.get_rank() == 1:
+            raise ArithmeticError("no more memory")
+        return None
+
+
+def inner_fails(stage: int) -> tuple[str, bool]:
+    """What is said on each rank; and whether all have the same weights afterwards, and go on with them."""
+    model = Odd()
+    model, optimizer = shoal.zero.shard(model, lambda each: Fails(each, lr=0.1), stage=stage)
+    words = ""
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        words += said(optimizer.step)
+    states: list[State] = [{}] * dist.get_world_size()
+    dist.all_gather_object(states, {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()})
+    return words, all(same(state, states[0]) for state in states)
+
+
+def old_graph(stage: int, dtype: torch.dtype | None) -> tuple[str, str]:
+    """What a second backward pass of a loss says, before a step and behind it."""
+    model, optimizer = shoal.zero.shard(Pair(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage, dtype=dtype)
+    loss = model(torch.ones(2, 6)).sum()  # its gradient needs a parameter that one rank owns
+    torch.autograd.backward(loss, retain_graph=True)
+    first = said(lambda: torch.autograd.backward(loss, retain_graph=True))
+    optimizer.step()
+    return first, said(lambda: torch.autograd.backward(loss))

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shoal.zero.buckets import buckets_of
 from shoal.zero.collectives import Collectives
@@ -110,6 +111,10 @@ class FlatEngine:
         """For each parameter whether it got no gradient on this rank since it was cleared."""
         return self._reduction.absent()
 
+    def reduced(self) -> Mapping[str, int]:
+        """How many backward passes' gradients each parameter has, since it was cleared."""
+        return self._reduction.reduced()
+
     def hand_over(self, absent: Sequence[bool]) -> None:
         """The optimizer finds values and gradients where they are; no gradient where no rank had any.
 
@@ -127,6 +132,7 @@ class FlatEngine:
         self._copies.publish()
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
+        increment_version(self._parameters.values())  # what was computed from the old ones has no gradient any more
 
     def pieces(self) -> Iterator[Piece]:
         """The own tiles."""

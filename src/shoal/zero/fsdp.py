@@ -13,7 +13,7 @@ Source: Rajbhandari et al., "ZeRO" (2020), section 5.3; `torch.distributed.fsdp.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -195,6 +195,10 @@ class FsdpEngine:
     def absent(self) -> list[bool]:
         """For each parameter whether no backward pass here has used it."""
         return [not self._unsharded.used(name) for name in self._shards]
+
+    def reduced(self) -> Mapping[str, int]:
+        """How many backward passes' gradients each shard has, since it was cleared."""
+        return {name: self._unsharded.passes(name) for name in self._shards}
 
     def hand_over(self, absent: Sequence[bool]) -> None:
         """They are the parameters' own; what no rank has used has none, though FSDP2 made zeros."""

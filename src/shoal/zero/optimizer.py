@@ -85,6 +85,10 @@ class Carrier(Protocol):
         """For each parameter whether it got no gradient on this rank."""
         ...
 
+    def reduced(self) -> Mapping[str, int]:
+        """How many backward passes' gradients each parameter has, since it was cleared: the same on all ranks."""
+        ...
+
     def hand_over(self, absent: Sequence[bool]) -> None:
         """Give the optimizer its gradients."""
         ...
@@ -228,7 +232,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             LocalError: the last backward pass was within `no_sync`, or the model or its gradients were changed in a
                 way that cannot be carried: on all ranks.
-            ConfigError: ranks have other learning rates or other settings of groups: on all ranks.
+            ConfigError: ranks have other learning rates or other settings of groups, or have not cleared the same
+                gradients; or the inner optimizer of another rank has raised: on all ranks.
             RankLost: a rank is gone.
         """
         loss = None
@@ -239,12 +244,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
             finite, absent = self._agree()
             if finite or not self._skip_nonfinite:
                 self.carrier.hand_over(absent)
-                self.inner.step()
-                self.carrier.publish()
+                self._step_inner()
                 self.collectives.traffic.steps += 1
             else:
                 self.skipped += 1
         return loss
+
+    def _step_inner(self) -> None:
+        """All ranks have the same parameters afterwards, also if the inner optimizer of one has raised: all raise."""
+        problem: Exception | None = None
+        try:
+            self.inner.step()
+        except Exception as error:  # noqa: BLE001 (raised again below)
+            problem = error
+        self.carrier.publish()
+        failed = torch.tensor(problem is not None, dtype=torch.int32, device=self._device)
+        self._all_reduce(failed, dist.ReduceOp.MAX)
+        if failed:
+            with self._agreement.together():
+                if problem is not None:
+                    raise problem
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -261,14 +280,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         One all-reduce, which also tells whether a rank cannot step, and whether all have the same settings.
         """
-        problem, finite = None, True
+        problem, finite, lines = None, True, [f"the sharded model number {self.collectives.model}"]
         try:
             self.carrier.check()
             finite = self.carrier.finite()
+            lines += [f"gradients of {count} passes for {name}" for name, count in self.carrier.reduced().items()]
         except LocalError as error:
             problem = error
-        settings = f"the sharded model number {self.collectives.model}\n{described(self.param_groups)}"
-        number = zlib.crc32(settings.encode())
+        described_here = "\n".join([*lines, described(self.param_groups)])
+        number = zlib.crc32(described_here.encode())
         flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
         found = torch.tensor(flags, dtype=torch.int64, device=self._device)
         self._all_reduce(found, dist.ReduceOp.MAX)
@@ -278,9 +298,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if refused:
             raise LocalError("another rank cannot step, and says why")
         if most != -least:
-            agreement = Agreement(self.collectives.group, self.collectives.watch)
-            agreement.alike(settings, "settings of parameter groups; decide on them by what all ranks know")
+            self._agreement.alike(
+                described_here,
+                "settings of parameter groups, and clear the same gradients; decide on them by what all ranks know",
+            )
         return not infinite, [not each for each in present]
+
+    @property
+    def _agreement(self) -> Agreement:
+        return Agreement(self.collectives.group, self.collectives.watch)
 
     def _all_reduce(self, tensor: torch.Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         watch = self.collectives.watch

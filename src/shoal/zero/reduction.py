@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import NamedTuple
 
@@ -72,6 +73,7 @@ class Reduction:
         self._totals: list[torch.Tensor] = []  # to see whether all is finite
         self._versions: dict[Tile, int] = {}  # of the means: to see who changes them
         self._arrivals: set[str] = set()  # since they were cleared
+        self._passes: dict[str, int] = {}  # since they were cleared, in which they were reduced
         self._syncing = True
         self._task = -1  # autograd's number of the present pass
         self._running = False  # a backward pass that reduces
@@ -199,6 +201,7 @@ class Reduction:
                 bucket.place(sums, name).add_(bucket.values(gradient, name))
             if bucket is self._holders[name][-1]:
                 self._stand_ins.put(name)
+                self._passes[name] = self._passes.get(name, 0) + 1
         if sums is not None and gradients is not sums:
             gradients[: sums.numel()].copy_(sums)
         bucket.local = None
@@ -271,7 +274,7 @@ class Reduction:
             bucket.local = None
         for values in self._own.values():
             values.grad = None
-        for forgotten in (self._totals, self._versions, self._arrivals):
+        for forgotten in (self._totals, self._versions, self._arrivals, self._passes):
             forgotten.clear()
 
     def _look(self) -> None:
@@ -279,7 +282,7 @@ class Reduction:
         if names := set(self._stand_ins.cleared()):
             self._forget(names)
 
-    def _forget(self, names: Collection[str]) -> None:
+    def _forget(self, names: AbstractSet[str]) -> None:
         held = self._stand_ins.held
         for bucket in self._buckets:
             if bucket.local is not None:
@@ -291,6 +294,8 @@ class Reduction:
             if tile.name in names:
                 values.grad = None
         self._arrivals.difference_update(names)
+        for name in names & self._passes.keys():
+            del self._passes[name]
         self._totals = [values.grad.sum() for values in self._own.values() if values.grad is not None]
 
     def gradients(self) -> list[torch.Tensor]:
@@ -331,6 +336,10 @@ class Reduction:
     def absent(self) -> list[bool]:
         """For each parameter whether it got no gradient on this rank since it was cleared."""
         return [name not in self._arrivals for name in self._holders]
+
+    def reduced(self) -> Mapping[str, int]:
+        """In how many passes each parameter's gradient was reduced, since it was cleared."""
+        return {name: self._passes.get(name, 0) for name in self._holders}
 
     def held(self) -> list[torch.Tensor]:
         """All gradients that there are."""

@@ -49,6 +49,7 @@ class Unsharded:
         self._managed: dict[str, Any] = {}  # FSDP2's own entry for each: no other place has all kinds of gradients
         self._used: set[str] = set()  # in backward passes here, since they were cleared
         self._reduced: set[str] = set()  # had a gradient when they were last looked at
+        self._passes: dict[str, tuple[torch.Tensor, int]] = {}  # a shard's gradient, and how often it was added to
         self._marks: dict[str, _Mark] = {}  # of those whose whole gradient waits
         self._task = -1
         self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long
@@ -71,6 +72,9 @@ class Unsharded:
         self._nodes[-1].register_prehook(weakly(self._before))
         whole.register_post_accumulate_grad_hook(partial(weakly(self._arrived), name, group))
         whole.requires_grad_(trained)
+        managed.sharded_param.requires_grad_()
+        managed.sharded_param.register_post_accumulate_grad_hook(partial(weakly(self._count), name))
+        managed.sharded_param.requires_grad_(trained)
 
     def _before(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """A gradient is about to be added to what is in a whole parameter."""
@@ -88,6 +92,12 @@ class Unsharded:
             if shard.grad is None:
                 shard.grad = torch.zeros_like(shard, requires_grad=False)
             self._marks[name] = _Mark(shard.grad, shard.grad._version)  # noqa: SLF001 (counts changes)
+
+    def _count(self, name: str, shard: torch.Tensor) -> None:
+        """A shard has more of a gradient."""
+        assert shard.grad is not None
+        known, count = self._passes.get(name, (None, 0))
+        self._passes[name] = shard.grad, count + 1 if known is shard.grad else 1
 
     def _look(self) -> None:
         """Let go of the gradients that others have cleared."""
@@ -122,6 +132,7 @@ class Unsharded:
             shard.grad = None
             self._drop(name)
         self._reduced.clear()
+        self._passes.clear()
 
     def waiting(self) -> list[torch.Tensor]:
         """The whole gradients that were not reduced yet. Raises `LocalError` if others have changed some."""
@@ -138,6 +149,11 @@ class Unsharded:
         found = {name: shard.grad for name, shard in self._shards.items() if isinstance(shard.grad, DTensor)}
         self._reduced = set(found)
         return found
+
+    def passes(self, name: str) -> int:
+        """In how many backward passes a shard's gradient was added to, since it was cleared."""
+        gradient, count = self._passes.get(name, (None, 0))
+        return count if gradient is not None and gradient is self._shards[name].grad else 0
 
     def used(self, name: str) -> bool:
         """Whether a parameter got a gradient that was not cleared since; what FSDP2 makes for others is zero."""

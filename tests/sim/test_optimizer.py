@@ -56,6 +56,28 @@ def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtyp
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) -> None:
+    """Gradients are summed in float32 and sent in 16 bits: all step from the same bits."""
+
+    async def main() -> None:
+        run = Run(target=24, dtype=dtype, average_state_every=2)
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name)
+        await sim.sleep(3.0)
+        run.swarm.peer("p0").collaboration.announce_end(5)
+        await asyncio.gather(
+            *(run.swarm.run_on(n, run.swarm.peer(n).train, 4, duration_s=0.2, until=lambda: False) for n in names)
+        )
+        assert run.agree(names)
+        assert all(parameter.dtype is dtype for parameter in run.swarm.peer("p0").parameters)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=25)
+
+
 def test_alone_it_is_plain_torch() -> None:
     """One peer without a swarm: bit by bit what the torch optimizer does with the accumulated mean."""
 
@@ -246,6 +268,32 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def test_a_batch_that_is_not_finite_costs_that_batch_and_is_told() -> None:
+    """Once as a warning, and each time as an event; what was accumulated before stays."""
+
+    async def main() -> None:
+        run = Run(target=12)
+        trainer = await run.add("p0")
+        events: list[object] = []
+        trainer.collaboration.core.env.events.subscribe(events.append)
+        await run.swarm.run_on("p0", trainer.take_batch, 4)
+        for number in (1, 2):
+            for parameter in trainer.parameters:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            assert not trainer.collaboration.training.accumulate(4)
+            await sim.sleep(2.0)
+            assert len([event for event in events if isinstance(event, LocalValuesRejected)]) == number
+        assert [event.message for event in events if isinstance(event, Warned)] == [
+            "1 batch was left out, for gradients that are not finite, or too large to be summed"
+        ]
+        assert trainer.collaboration.training.samples == 4
+        await run.swarm.run_on("p0", trainer.take_batch, 8)
+        assert trainer.collaboration.epoch == 1
+        await run.close()
+
+    sim.run(main, seed=24)
 
 
 def test_a_state_that_nobody_gives_stops_nobody() -> None:

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from shoal.allreduce.vector import Vector, describe
 from shoal.compression import NoCompression
-from shoal.errors import StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -91,9 +92,11 @@ def test_a_step_that_fails_gives_the_gradients_back(monkeypatch: pytest.MonkeyPa
 def test_what_was_stepped_from_is_forgotten() -> None:
     """A parameter without a gradient counts as zero, and a peer without samples contributes numbers, with weight 0."""
     training, parameters = state((3,), (2,))
-    accumulate(training, parameters, float("nan"), 4)
+    accumulate(training, parameters, 1.0, 4)
     training.use_own_mean()
     training.step()
+    for accumulator in training.accumulators:
+        accumulator.fill_(torch.nan)
     assert training.contribution() == (0.0, 0.0)
     assert [accumulator.tolist() for accumulator in training.accumulators] == [[0.0] * 3, [0.0] * 2]
     accumulate(training, parameters, 1.0, 4)
@@ -102,6 +105,93 @@ def test_what_was_stepped_from_is_forgotten() -> None:
     parameters[0].grad = torch.full((3,), 2.0)
     training.accumulate(4)
     assert [accumulator.tolist() for accumulator in training.accumulators] == [[2.0] * 3, [0.0] * 2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_that_cannot_be_summed_is_left_out(first: bool, bad: float) -> None:
+    """And no more than that: what was accumulated before, and comes after it, counts."""
+    training, parameters = state((3,), (2,))
+    if not first:
+        accumulate(training, parameters, 1.0, 2)
+    parameters[0].grad = torch.zeros(3)
+    parameters[1].grad = torch.tensor([0.0, bad])
+    assert not training.accumulate(2)
+    assert (training.left_out, training.left_out_for) == (1, 1)
+    if first:
+        accumulate(training, parameters, 1.0, 2)
+    accumulate(training, parameters, 3.0, 2)
+    assert training.samples == 4
+    assert training.unfit() is None
+    training.use_own_mean()
+    training.step()
+    assert [parameter.tolist() for parameter in parameters] == [[-2.0] * 3, [-2.0] * 2]
+
+
+@pytest.mark.parametrize("value", [1e35, 9e35, 1.1e36, 1e38, math.nan])
+@pytest.mark.parametrize("samples", [1, 4, 64])
+def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
+    """Else every round would fail, and the accumulators would never be dropped."""
+    training, _ = state((3,), unit=64)
+    training.accumulators[0].fill_(value / samples)
+    training.samples, training._stale = samples, False
+    weight, scale = training.contribution()
+    vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
+    if vector.copy_in(scale, weight) is not None:
+        assert training.unfit() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_lose_no_gradients(dtype: torch.dtype) -> None:
+    """In bfloat16 a sum of 256 takes nothing more: the mean of 1,024 ones was a quarter."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0), unit=1)
+    for _ in range(4096):
+        accumulate(training, [parameter], 1.0, 1)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [-1.0] * 3
+    assert parameter.dtype is dtype
+
+
+def test_what_is_too_large_for_the_parameters_dtype_is_cut() -> None:
+    """A mean that float16 cannot hold would make the parameter infinite."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    training = TrainingState(torch.optim.SGD([parameter], lr=0.5), unit=1)
+    accumulate(training, [parameter], 1.0, 1)
+    training.accumulators[0].fill_(1e6)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [-65504.0 / 2] * 3
+
+
+def test_other_parameters_than_at_the_beginning_are_refused() -> None:
+    """They would be stepped with this peer's own gradients, and the swarm's states drift apart."""
+    first, frozen = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    frozen.requires_grad_(False)
+    training = TrainingState(torch.optim.SGD([first, frozen], lr=1.0))
+    first.grad = frozen.grad = torch.ones(3)  # of the time before it was frozen
+    training.accumulate(1)
+    training.use_own_mean()
+    training.step()
+    assert (first.tolist(), frozen.tolist()) == ([-1.0] * 3, [0.0] * 3)
+    assert frozen.grad is not None
+    frozen.requires_grad_(True)
+    with pytest.raises(ConfigError, match="parameter 1 of the optimizer requires a gradient, and did not"):
+        training.accumulate(1)
+    frozen.requires_grad_(False)
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigError, match="has 3 parameters, and had 2"):
+        training.accumulate(1)
+
+
+def test_masks_are_part_of_the_state_and_not_averaged() -> None:
+    """An infinity has no mean: no averaging of states would ever succeed."""
+    parameter, mask, mean = torch.nn.Parameter(torch.zeros(3)), torch.tensor([0.0, -math.inf]), torch.zeros(2)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    training = TrainingState(optimizer, extra_tensors=[mask, mean, torch.tensor(3)])
+    assert [id(tensor) for tensor in training.state_tensors] == [id(parameter), id(mean)]
+    assert len(training.export()[1]) == 4
 
 
 def test_sparse_gradients_are_summed() -> None:

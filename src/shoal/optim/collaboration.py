@@ -30,11 +30,20 @@ from contextlib import suppress
 from functools import partial
 
 import msgspec
+import torch
 
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager, StepResult, TensorLock
 from shoal.clock import to_the_end
-from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
+from shoal.compression import (
+    BFloat16Compression,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    TensorRole,
+    choose_codecs,
+    for_parameters,
+)
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
@@ -115,7 +124,7 @@ class Collaboration:
             f"{settings.run_id}_grad",
             averaging,
             lock=lock,
-            codecs=choose_codecs(compression or NoCompression(), training.accumulators, TensorRole.GRADIENT),
+            codecs=_gradient_codecs(compression, training),
         )
         chosen = choose_codecs(state_compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
         self._download_codec = download_compression or NoCompression()
@@ -137,6 +146,7 @@ class Collaboration:
         self._shared = False
         self._schedule_told = False
         self._downloads_in_a_row = 0
+        self._left_out_told = 0
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -262,6 +272,7 @@ class Collaboration:
             return
         while True:
             self.speed.measure(self._now())
+            self._note_left_out()
             self._news.clear()
             view = self.view()
             self._judge(view)
@@ -342,6 +353,18 @@ class Collaboration:
         reason = "gradients that are not finite: they are dropped"
         self.core.env.events.emit(LocalValuesRejected(prefix=self.settings.run_id, tensor=bad, reason=reason))
         return True
+
+    def _note_left_out(self) -> None:
+        number = self.training.left_out
+        if number == self._left_out_told:
+            return
+        before, self._left_out_told = self._left_out_told, number
+        reason = "gradients that are not finite, or too large to be summed: their batch is left out"
+        event = LocalValuesRejected(prefix=self.settings.run_id, tensor=self.training.left_out_for, reason=reason)
+        self.core.env.events.emit(event)
+        if len(str(before)) < len(str(number)) or not before:  # the first one, the tenth, ...
+            what = "1 batch was" if number == 1 else f"{number} batches were"
+            self._warn(f"{what} left out, for gradients that are not finite, or too large to be summed")
 
     async def _step_alone(self) -> None:
         name = self.state
@@ -524,3 +547,11 @@ class Collaboration:
                 "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
                 "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
             )
+
+
+def _gradient_codecs(compression: CompressionBase | None, training: TrainingState) -> list[CompressionBase]:
+    """Without a codec gradients travel as wide as their parameters, however wide they are summed."""
+    if compression is not None:
+        return choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
+    narrow = {torch.float16: Float16Compression(), torch.bfloat16: BFloat16Compression()}
+    return [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]

@@ -52,11 +52,12 @@ class Optimizer(torch.optim.Optimizer):
         load_state_timeout: longest state download, seconds.
         average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
-        grad_compression: codec for gradients; None for none.
+        grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
         state_averaging_compression: codec for averaging parameters, if it has less than 16 bits for what changed since
             the last average; None for none.
         load_state_compression: codec for the download of parameters and statistics; None for none.
-        extra_tensors: more tensors of the state, such as batch norm statistics.
+        extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
+            beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round.
         shutdown_timeout: seconds that `shutdown` may take.
@@ -199,7 +200,7 @@ class Optimizer(torch.optim.Optimizer):
         """Accumulate the gradients in `.grad`; take the swarm's step when it is time.
 
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
-        swarm's any more, are dropped.
+        swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
         Whatever interrupts it (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
         optimizer's step, that is not repeated, and another peer's state is downloaded if there is one.
@@ -209,7 +210,8 @@ class Optimizer(torch.optim.Optimizer):
             batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
 
         Raises:
-            ConfigError: no batch size, or the run is trained with other settings.
+            ConfigError: no batch size; the run is trained with other settings; or a parameter was added or unfrozen
+                since the optimizer was made.
             ClosedError: the optimizer or its DHT was shut down.
         """
         loss = None

@@ -30,7 +30,7 @@ class Rounds:
 
     def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
         self._env, self._look, self._news = env, look, news
-        self._failed = 0
+        self._failed: dict[str, int] = {}
 
     async def run(
         self,
@@ -69,15 +69,15 @@ class Rounds:
                 if averager.looking and hopeless(view):
                     return None
             result = round_.result()
-            self._failed = 0
+            self._failed[averager.prefix] = 0
             return result
         except SchemaMismatch as error:
             self._warn(str(error))
             await asyncio.sleep(1.0)
         except RoundFailed as error:
-            self._failed += 1
-            if self._failed % _TOLD_AFTER == 0:
-                self._warn(f"{self._failed} rounds in a row have failed, the last one because: {error}")
+            failed = self._failed[averager.prefix] = self._failed.get(averager.prefix, 0) + 1
+            if failed % _TOLD_AFTER == 0:
+                self._warn(f"{failed} rounds of {averager.prefix} in a row have failed, the last one because: {error}")
             await asyncio.sleep(0.05 + 0.1 * self._env.rng.random())
         finally:
             round_.cancel()

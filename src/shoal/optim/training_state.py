@@ -1,8 +1,9 @@
 """What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
 
-No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators`; what is averaged with the
-swarm is their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object
-changes no parameter and no optimizer state.
+No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators` (in float32 at least: in 16
+bits a sum of hundreds takes nothing more); what is averaged with the swarm is their mean. A batch whose gradients are
+not finite, or too large to be summed, is left out. The step is taken from the swarm's average by the ordinary torch
+optimizer. Making this object changes no parameter and no optimizer state.
 
 The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
 optimizer, and plain values for the rest.
@@ -12,13 +13,14 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
+from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.state_name import MAX_EPOCH
@@ -40,9 +42,14 @@ class TrainingState:
 
     Attributes:
         samples: accumulated since the last step.
+        left_out: batches whose gradients could not be summed, so far.
+        left_out_for: which trained parameter's gradient it was, the last time.
         epoch: swarm steps that went into the parameters.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
+        trained: the parameters that require a gradient.
+        state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
+            extra tensors that are not finite from the beginning (masks).
         accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
     """
 
@@ -63,13 +70,19 @@ class TrainingState:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not trained:
             raise ConfigError("params holds no parameter that requires a gradient")
-        self._trained = trained
+        self.trained = trained
+        self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.accumulators = [
-            torch.zeros_like(parameter, memory_format=torch.contiguous_format) for parameter in trained
+            torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device) for parameter in trained
         ]
-        for accumulator in self.accumulators:
-            accumulator.requires_grad_(False)
-        self.samples = 0
+        # What is infinite when the run begins (a mask) stays what it is: it has no mean.
+        fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
+        self.state_tensors = tuple(
+            tensor
+            for index, tensor in enumerate(self.describe(), -len(self.parameters))
+            if tensor.dtype.is_floating_point and index not in fixed
+        )
+        self.samples = self.left_out = self.left_out_for = 0
         self.epoch = 0
         self._scheduled = 0
         self.schedule_error: str | None = None
@@ -85,24 +98,47 @@ class TrainingState:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
         Returns:
-            False if they were not wanted: the swarm's average for this epoch is here already.
+            Whether they count: not if the swarm's average for this epoch is here already, or if they cannot be summed.
+
+        Raises:
+            ConfigError: other parameters are to be trained than when the run began.
         """
+        self._check_parameters()
         if self._has_average:
             return False
-        pairs = [(a, p.grad) for a, p in zip(self.accumulators, self._trained, strict=True) if p.grad is not None]
+        given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
+        accumulators = [self.accumulators[index] for index in given]
         with torch.no_grad():
-            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
+            gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
+            if (bad := _not_summable(gradients, batch_size)) is not None:
+                self.left_out, self.left_out_for = self.left_out + 1, given[bad]
+                return False
+            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self.trained):
                 self._clear()
-            accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
             share = batch_size / self._unit
             if self._stale:
                 for accumulator, gradient in zip(accumulators, gradients, strict=True):
-                    torch.mul(gradient, share, out=accumulator)
-            elif pairs:
+                    accumulator.copy_(gradient).mul_(share)
+            elif given:
                 torch._foreach_add_(accumulators, gradients, alpha=share)
         self._stale = False
         self.samples += batch_size
         return True
+
+    def _check_parameters(self) -> None:
+        number = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if number != len(self.parameters):
+            raise ConfigError(
+                f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
+                "shoal.Optimizer to train others"
+            )
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                index = next(i for i, each in enumerate(self.parameters) if each is parameter)
+                raise ConfigError(
+                    f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
+                    "it before, or make a new shoal.Optimizer"
+                )
 
     def _clear(self) -> None:
         torch._foreach_zero_(self.accumulators)
@@ -115,13 +151,10 @@ class TrainingState:
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
     def unfit(self) -> int | None:
-        """Which trained parameter's accumulator holds what is not finite; None if all are well."""
-        for index, accumulator in enumerate(self.accumulators if not self._stale else ()):
-            if accumulator.numel():
-                low, high = torch.aminmax(accumulator)  # NaN goes through
-                if not (math.isfinite(low) and math.isfinite(high)):
-                    return index
-        return None
+        """Which trained parameter's accumulator cannot be averaged; None if all can. Stricter than a round is."""
+        if self._stale:
+            return None
+        return _beyond(self.accumulators, [LARGEST[each.dtype] / (2 * self._unit) for each in self.accumulators])
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
@@ -144,13 +177,15 @@ class TrainingState:
         Whatever it raises, it is over: the average is forgotten, and the epoch counted.
         """
         assert self._has_average
-        own = [parameter.grad for parameter in self._trained]
+        own = [parameter.grad for parameter in self.parameters]
         try:
-            for parameter, average in zip(self._trained, self.accumulators, strict=True):
-                parameter.grad = average
+            for parameter in self._frozen:
+                parameter.grad = None
+            for parameter, average in zip(self.trained, self.accumulators, strict=True):
+                parameter.grad = _as_gradient(average, parameter.dtype)
             self.optimizer.step()
         finally:
-            for parameter, gradient in zip(self._trained, own, strict=True):
+            for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
             self.epoch += 1
             self.discard()
@@ -172,11 +207,6 @@ class TrainingState:
                 self._scheduled += 1
 
     # ---------------------------------------------------------------------------------------------------- the state
-
-    @property
-    def state_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What state averaging averages: parameters and extra tensors of floating point."""
-        return tuple(t for t in (*self.parameters, *self.extra_tensors) if t.dtype.is_floating_point)
 
     def summary(self) -> str:
         """Of the shapes and dtypes of parameters and extra tensors, and which of them are trained: one line."""
@@ -284,6 +314,35 @@ class TrainingState:
             for name, value in entry.items():
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
                     raise ValueError(f"statistic {name!r} of parameter {index} has shape {tuple(value.shape)}")
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of a sum of its gradients. What is no floating point is refused later, by its own dtype."""
+    return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype
+
+
+def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if average.dtype is dtype:
+        return average
+    largest = torch.finfo(dtype).max
+    return average.clamp(-largest, largest).to(dtype)
+
+
+def _not_summable(gradients: Sequence[torch.Tensor], batch_size: int) -> int | None:
+    values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
+    return _beyond(values, [LARGEST[sum_dtype(each.dtype)] / (2 * batch_size) for each in values])
+
+
+def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
+    """The first tensor with a value that is NaN, or larger than its limit; None if there is none."""
+    if not tensors or float(get_total_norm(tensors)) <= min(limits):  # takes half as long, and one wait for the device
+        return None
+    for index, (tensor, limit) in enumerate(zip(tensors, limits, strict=True)):
+        if tensor.numel():
+            low, high = torch.aminmax(tensor)  # NaN goes through
+            if not (-limit <= float(low) and float(high) <= limit):
+                return index
+    return None
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

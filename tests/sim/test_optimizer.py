@@ -13,7 +13,9 @@ from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
 from shoal.events import LocalValuesRejected, Warned
+from shoal.optim.gossip import ProgressGossip
 from shoal.optim.state_name import StateName
+from shoal.peer import PeerID
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -580,6 +582,37 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
         await run.close()
 
     sim.run(main, seed=14)
+
+
+def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a second; each answer was taken for news, which was told at once: twenty times a second, for ever."""
+    told: list[PeerID] = []
+    tell_one = ProgressGossip._tell_one
+
+    async def counted(gossip: ProgressGossip, peer: PeerID) -> None:
+        told.append(peer)
+        await tell_one(gossip, peer)
+
+    monkeypatch.setattr(ProgressGossip, "_tell_one", counted)
+
+    async def main() -> None:
+        run = Run(target=1000)
+        for peer in range(4):
+            await run.add(f"p{peer}")
+        await sim.sleep(5.0)
+        told.clear()
+        await sim.sleep(20.0)
+        assert 4 * 3 * 19 <= len(told) <= 4 * 3 * 21
+        first, second = run.swarm.peer("p0").collaboration, run.swarm.peer("p1").collaboration
+        for samples in (4, 8):  # the second while the first is on its way
+            first.training.samples = samples
+            first.accumulated()
+            await sim.sleep(0.051)
+        await sim.sleep(0.1)
+        assert second.view().samples == 8
+        await run.close()
+
+    sim.run(main, seed=21)
 
 
 def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None:

@@ -7,12 +7,12 @@ from typing import Any, Self, TypeVar
 
 import torch
 
-import shoal
 from shoal.averager import AveragerSettings, TensorLock
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
+from shoal.optim.fingerprint import run_settings
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.runtime.arguments import client_argument
@@ -129,8 +129,7 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             average_state_every=average_state_every,
-            fingerprint=_fingerprint(
-                inner,
+            fingerprint=run_settings(
                 self._training,
                 target_batch_size,
                 average_state_every,
@@ -305,24 +304,6 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
-
-
-def _fingerprint(
-    inner: torch.optim.Optimizer,
-    training: TrainingState,
-    target_batch_size: int,
-    average_state_every: int,
-    **codecs: CompressionBase | None,
-) -> dict[str, str]:
-    return {
-        "target_batch_size": str(target_batch_size),
-        "tensors": training.summary(),
-        "optimizer": type(inner).__name__,
-        "learning rate": str(inner.defaults.get("lr", "none")),
-        "average_state_every": str(average_state_every),
-        **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
-        "shoal version": ".".join(shoal.__version__.split(".")[:2]),
-    }
 
 
 def _check_count(name: str, value: object) -> None:

@@ -310,3 +310,43 @@ def test_a_learning_rate_of_numpys_own_kind_can_be_shared() -> None:
     packed = decode_plain(encode(values))
     assert packed == values
     assert "0.25" in str(packed)
+
+
+def test_the_name_of_a_beginning_tells_what_the_optimizer_has_kept() -> None:
+    """Two with the same parameters and other statistics would step differently; who resumes has the better state."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+
+    def genesis(steps: int, **options: float) -> StateName:
+        optimizer = torch.optim.Adam([parameter], lr=0.0, **options)
+        for _ in range(steps):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        training = TrainingState(optimizer)
+        return StateName.genesis(training.fingerprint(), training.steps_before())
+
+    fresh, begun, resumed = genesis(0), genesis(2), genesis(7)
+    assert fresh == genesis(0)
+    assert begun == genesis(2)
+    assert fresh.key < begun.key < resumed.key
+    assert [name.epoch for name in (fresh, begun, resumed)] == [0, 0, 0]
+
+
+def test_a_schedule_that_was_resumed_goes_on_at_a_newcomers() -> None:
+    """It stands at another count than the epoch: the newcomer's follows the donor's, not the epoch."""
+
+    def scheduled() -> TrainingState:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+        return TrainingState(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)))
+
+    def step(training: TrainingState) -> float:
+        accumulate(training, list(training.trained), 1.0, 1)
+        training.use_own_mean()
+        training.step()
+        return float(training.optimizer.param_groups[0]["lr"])
+
+    donor, newcomer = scheduled(), scheduled()
+    donor.scheduler.load_state_dict({**donor.scheduler.state_dict(), "last_epoch": 9, "_step_count": 10})
+    assert step(donor) == pytest.approx(1 / 11)
+    newcomer.load(*donor.export())
+    assert newcomer.epoch == donor.epoch == 1
+    assert step(newcomer) == step(donor) == pytest.approx(1 / 12)

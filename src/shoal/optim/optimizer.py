@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
 import torch
 
 from shoal.averager import AveragerSettings, TensorLock
@@ -14,6 +15,7 @@ from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
 from shoal.optim.settings import CollaborationSettings
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
@@ -271,13 +273,34 @@ class Optimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------- torch's interface
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict."""
-        return self._training.optimizer.state_dict()
+        """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
+        with self._lock:
+            state, training = self._collaboration.state, self._training
+            values, _ = training.export()
+            name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
+            return {**training.optimizer.state_dict(), "shoal": {**name, "scheduled": values["scheduled"]}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
+        """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
+
+        Load the model's before. With a state dict of this class the epoch and the schedule go on from where it was
+        saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that of the highest
+        epoch, and before the first one that whose optimizer has taken most steps.
+
+        Raises:
+            ConfigError: it is not of this optimizer; nothing was loaded.
+        """
+        saved = dict(state_dict)
+        where = _where(saved.pop("shoal", None))
         with self._lock:
-            self._training.load_optimizer(state_dict)
+            try:
+                self._training.load_optimizer(saved)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
+            if where is not None:
+                self._training.resume(where[0].epoch, where[1])
+            self._collaboration.loaded(where and where[0])
+        self._run(self._collaboration.tell_loaded(), GRACE_S)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.
@@ -304,6 +327,17 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+def _where(saved: Any) -> tuple[StateName, int] | None:
+    """The name of the state that a checkpoint is of, and the count of its schedule."""
+    if saved is None:
+        return None
+    try:
+        name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
+        return msgspec.convert([name, saved["scheduled"]], tuple[StateName, Annotated[int, msgspec.Meta(ge=0)]])
+    except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 
 
 def _check_count(name: str, value: object) -> None:

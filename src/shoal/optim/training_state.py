@@ -24,6 +24,7 @@ from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.state_name import MAX_EPOCH
+from shoal.wire import encode
 
 __all__ = ["TrainingState"]
 
@@ -84,7 +85,7 @@ class TrainingState:
         )
         self.samples = self.left_out = self.left_out_for = 0
         self.epoch = 0
-        self._scheduled = 0
+        self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
         if scheduler is not None and hasattr(scheduler, "state_dict"):
@@ -189,22 +190,28 @@ class TrainingState:
                 parameter.grad = gradient
             self.epoch += 1
             self.discard()
-        self._follow_schedule()
+        self._move_schedule(self._scheduled + 1)
 
-    def _follow_schedule(self) -> None:
+    @property
+    def _scheduled(self) -> int:
+        """Where the schedule stands: by its own count, which the user may have loaded."""
+        count = getattr(self.scheduler, "last_epoch", None)
+        return max(0, count) if isinstance(count, int) else self._steps_of_schedule
+
+    def _move_schedule(self, to: int) -> None:
         if self.scheduler is None or self.schedule_error is not None:
             return
         with warnings.catch_warnings():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            while self._scheduled < self.epoch:
+            for count in range(self._scheduled, to):
                 try:
                     self.scheduler.step()
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
                     what = f"{type(error).__name__}: {error}"
-                    self.schedule_error = f"the schedule goes no further than epoch {self._scheduled}: {what}"
+                    self.schedule_error = f"the schedule goes no further than {count} steps: {what}"
                     return
-                self._scheduled += 1
+                self._steps_of_schedule += 1
 
     # ---------------------------------------------------------------------------------------------------- the state
 
@@ -216,11 +223,21 @@ class TrainingState:
         return f"{len(tensors)} with {sum(each.numel() for each in tensors)} elements, {digest}"
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over the bytes of all parameters and extra tensors, in order."""
+        """SHA-256 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
         digest = hashlib.sha256()
-        for tensor in (*self.parameters, *self.extra_tensors):
-            digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
+        values, tensors = self.export()
+        if self.optimizer.state:
+            digest.update(encode([values["optimizer"], values["scheduled"]]))
+        else:
+            tensors = tensors[: values["fixed"]]  # rates that are tensors are settings
+        for tensor in tensors:
+            digest.update(view_bytes(tensor.to("cpu").contiguous()))
         return digest.digest()
+
+    def steps_before(self) -> int:
+        """How many steps the optimizer has taken, as its statistics say."""
+        counts = [entry["step"] for entry in self.optimizer.state.values() if "step" in entry]
+        return int(max(counts, default=bool(self.optimizer.state)))
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
@@ -229,6 +246,7 @@ class TrainingState:
         values = _take_out(self.optimizer.state_dict(), tensors)
         return {
             "epoch": self.epoch,
+            "scheduled": self._scheduled,
             "fixed": len(self.parameters) + len(self.extra_tensors),
             "optimizer": values,
         }, tensors
@@ -245,9 +263,10 @@ class TrainingState:
         """
         own = self.describe()
         try:
-            epoch, fixed = values["epoch"], values["fixed"]
-            if not isinstance(epoch, int) or not 0 <= epoch <= MAX_EPOCH:
-                raise ValueError(f"an epoch of {epoch!r:.80}")
+            epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
+            for what, count in (("an epoch", epoch), ("a schedule after a number of steps", scheduled)):
+                if not isinstance(count, int) or not 0 <= count <= MAX_EPOCH:
+                    raise ValueError(f"{what} of {count!r:.80}")
             if fixed != len(own) or len(tensors) < fixed:
                 raise ValueError(f"{fixed} parameters and extra tensors where there are {len(own)} here")
             for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
@@ -266,16 +285,20 @@ class TrainingState:
         with torch.no_grad():
             for mine, theirs in zip(own, tensors, strict=False):
                 mine.copy_(theirs)
+        self.resume(epoch, scheduled)
+
+    def resume(self, epoch: int, scheduled: int) -> None:
+        """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now."""
         self.epoch = epoch
-        # Schedulers compute from their own count: bring it to the epoch, then keep the downloaded learning rates.
+        # Schedulers compute from their own count: bring it there, then keep the rates.
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        if epoch < self._scheduled and self.scheduler is not None and self._first_schedule is not None:
+        if scheduled < self._scheduled and self._first_schedule is not None:
             # A client that ran ahead alone goes back: its schedule begins anew.
             self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
-            self._scheduled = 0
+            self._steps_of_schedule = 0
             for group in self.optimizer.param_groups:
                 group["lr"] = group.get("initial_lr", group["lr"])
-        self._follow_schedule()
+        self._move_schedule(scheduled)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         self.discard()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,4 +93,30 @@ def test_a_checkpoint_of_plain_torch_is_better_than_a_beginning(dht: shoal.DHT) 
     for wrong in ({}, {"epoch": 3}, {"epoch": -1, "digest": "00" * 32, "samples": 0, "scheduled": 0}):
         with pytest.raises(shoal.errors.ConfigError, match=r"state_dict\['shoal'\] is not what"):
             swarm.load_state_dict({**plain.state_dict(), "shoal": wrong})
+    swarm.shutdown()
+
+
+def test_one_thread_steps_at_a_time(dht: shoal.DHT) -> None:
+    """A second one is told so, and the first one goes on."""
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    said: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            swarm.step()
+        except shoal.errors.LocalError as error:
+            said.append(error)
+
+    def closure() -> float:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        loss = model(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    assert swarm.step(closure) is not None
+    assert "another step() is running" in str(said[0])
+    assert swarm.local_epoch == 1
     swarm.shutdown()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from shoal.allreduce.vector import Vector, describe
-from shoal.compression import NoCompression
+from shoal.compression import Float16Compression, NoCompression
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.optim.shared_state import why_not_ours
+from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
+from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.state import Manifest, TensorSpec
 from shoal.wire import decode_plain, encode
 
@@ -23,7 +25,7 @@ def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[
     return TrainingState(torch.optim.SGD(parameters, lr=1.0), unit=unit), parameters
 
 
-def accumulate(training: TrainingState, parameters: list[torch.nn.Parameter], value: float, samples: int) -> None:
+def accumulate(training: TrainingState, parameters: Sequence[torch.Tensor], value: float, samples: int) -> None:
     """One batch whose gradient is `value` everywhere."""
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, value)
@@ -316,8 +318,8 @@ def test_the_name_of_a_beginning_tells_what_the_optimizer_has_kept() -> None:
     """Two with the same parameters and other statistics would step differently; who resumes has the better state."""
     parameter = torch.nn.Parameter(torch.zeros(3))
 
-    def genesis(steps: int, **options: float) -> StateName:
-        optimizer = torch.optim.Adam([parameter], lr=0.0, **options)
+    def genesis(steps: int) -> StateName:
+        optimizer = torch.optim.Adam([parameter], lr=0.0)
         for _ in range(steps):
             parameter.grad = torch.ones(3)
             optimizer.step()
@@ -339,14 +341,104 @@ def test_a_schedule_that_was_resumed_goes_on_at_a_newcomers() -> None:
         return TrainingState(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)))
 
     def step(training: TrainingState) -> float:
-        accumulate(training, list(training.trained), 1.0, 1)
+        accumulate(training, training.trained, 1.0, 1)
         training.use_own_mean()
         training.step()
         return float(training.optimizer.param_groups[0]["lr"])
 
     donor, newcomer = scheduled(), scheduled()
-    donor.scheduler.load_state_dict({**donor.scheduler.state_dict(), "last_epoch": 9, "_step_count": 10})
+    schedule: Any = donor.scheduler
+    schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 9, "_step_count": 10})
     assert step(donor) == pytest.approx(1 / 11)
     newcomer.load(*donor.export())
     assert newcomer.epoch == donor.epoch == 1
     assert step(newcomer) == step(donor) == pytest.approx(1 / 12)
+
+
+def test_statistics_by_rows_and_columns_are_taken_over() -> None:
+    """Adafactor keeps no more than those of a matrix; what has another shape than any optimizer keeps is refused."""
+
+    def adafactor() -> tuple[TrainingState, list[torch.nn.Parameter]]:
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (5,), (2, 4, 3))]
+        return TrainingState(torch.optim.Adafactor(parameters, lr=0.1), unit=4), parameters
+
+    (donor, theirs), (newcomer, ours) = adafactor(), adafactor()
+    for training in (donor, donor, newcomer):
+        accumulate(training, training.trained, 1.0, 4)
+        training.use_own_mean()
+        training.step()
+        if training is donor:
+            newcomer.load(*donor.export())
+    accumulate(donor, theirs, 1.0, 4)
+    donor.use_own_mean()
+    donor.step()
+    newcomer.load(*donor.export())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    values, tensors = donor.export()
+    fresh, _ = adafactor()
+    wrong = [torch.zeros(7, 7) if tensor.shape == (4, 1) else tensor for tensor in tensors]
+    for training in (newcomer, fresh):
+        with pytest.raises(StateUnavailable, match=r"statistic 'row_var' of parameter 0 has shape \(7, 7\)"):
+            training.load(values, wrong)
+
+
+def test_learning_rates_that_are_tensors_follow_the_schedule() -> None:
+    """Schedules change them in place: what is kept of them must not be the same tensor."""
+
+    def scheduled() -> TrainingState:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=torch.tensor(1.0), foreach=False)
+        return TrainingState(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+    donor, newcomer = scheduled(), scheduled()
+    rate = newcomer.optimizer.param_groups[0]
+    for training in (donor, donor, newcomer, newcomer, newcomer, newcomer):
+        accumulate(training, training.trained, 1.0, 1)
+        training.use_own_mean()
+        training.step()
+    assert float(rate["lr"]) == 1 / 16
+    newcomer.load(*donor.export())  # a client that ran ahead alone goes back
+    assert float(rate["lr"]) == 1 / 4
+    assert isinstance(rate["lr"], torch.Tensor)
+    assert float(rate["initial_lr"]) == 1.0
+    for training in (newcomer, donor):
+        accumulate(training, training.trained, 1.0, 1)
+        training.use_own_mean()
+        training.step()
+        assert float(training.optimizer.param_groups[0]["lr"]) == 1 / 8
+
+
+def test_counts_and_rates_are_downloaded_as_they_are() -> None:
+    """In float16 the 5,001st step would be the 5,000th."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    training = TrainingState(torch.optim.AdamW([parameter], lr=0.1))
+    accumulate(training, [parameter], 1.0, 1)
+    training.use_own_mean()
+    training.step()
+    shared = share(training, StateName.genesis(b""), None, Float16Compression())
+    assert shared.codecs is not None
+    sizes = {(tensor.numel(), codec.name) for tensor, codec in zip(shared.tensors, shared.codecs, strict=True)}
+    assert sizes == {(3, "float16"), (1, "none")}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch.optim.LBFGS, "is an LBFGS, which computes the loss several times"),
+        (torch.optim.SparseAdam, "is a SparseAdam, which takes sparse gradients only"),
+    ],
+)
+def test_optimizers_that_cannot_step_from_an_average_are_refused(
+    make: Callable[[Any], torch.optim.Optimizer], why: str
+) -> None:
+    """When the run is made, not by an internal error at its first step."""
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    for params, optimizer in ((parameters, make), (None, make(parameters))):
+        with pytest.raises(ConfigError, match=why):
+            make_optimizer(params, optimizer)
+
+
+def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
+    """Each peer has its own loss, and there is one schedule."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    with pytest.raises(ConfigError, match="is a ReduceLROnPlateau, which needs a measurement"):
+        make_scheduler(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau)

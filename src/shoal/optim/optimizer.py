@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Annotated, Any, Self, TypeVar
 
@@ -10,7 +11,7 @@ import torch
 
 from shoal.averager import AveragerSettings, TensorLock
 from shoal.compression import CompressionBase
-from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
@@ -140,6 +141,7 @@ class Optimizer(torch.optim.Optimizer):
             ),
         )
         self._closed = False
+        self._one_step = threading.Lock()
         core = dht.core()
 
         async def begin() -> Collaboration:
@@ -213,8 +215,17 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: no batch size; the run is trained with other settings; or a parameter was added or unfrozen
                 since the optimizer was made.
+            LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
         """
+        if not self._one_step.acquire(blocking=False):
+            raise LocalError("step() is called while another step() is running: call it from one thread at a time")
+        try:
+            return self._step(closure, batch_size)
+        finally:
+            self._one_step.release()
+
+    def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

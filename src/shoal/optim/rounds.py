@@ -43,8 +43,11 @@ def gradient_averager(
     compression: CompressionBase | None,
 ) -> Averager:
     """Of the accumulators. Without a codec gradients travel as wide as their parameters, not as they are summed."""
-    narrow = {torch.float16: Float16Compression(), torch.bfloat16: BFloat16Compression()}
     if compression is None:
+        narrow: dict[torch.dtype, CompressionBase] = {
+            torch.float16: Float16Compression(),
+            torch.bfloat16: BFloat16Compression(),
+        }
         codecs = [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]
     else:
         codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)

@@ -291,16 +291,17 @@ class TrainingState:
         """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now."""
         self.epoch = epoch
         # Schedulers compute from their own count: bring it there, then keep the rates.
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if scheduled < self._scheduled and self._first_schedule is not None:
+        groups = self.optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups]
+        if self.scheduler is not None and self._first_schedule is not None and scheduled < self._scheduled:
             # A client that ran ahead alone goes back: its schedule begins anew.
             self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
             self._steps_of_schedule = 0
-            for group in self.optimizer.param_groups:
-                group["lr"] = group.get("initial_lr", group["lr"])
+            for group in groups:
+                _set_rate(group, group.get("initial_lr", group["lr"]))
         self._move_schedule(scheduled)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, rate in zip(groups, rates, strict=True):
+            _set_rate(group, rate)
         self.discard()
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
@@ -333,10 +334,19 @@ class TrainingState:
                     group[name] = tuple(group[name])
         indices = [index for group in own for index in group["params"]]
         for index, entry in state["state"].items():
-            shape = self.parameters[indices.index(index)].shape
+            parameter = self.parameters[indices.index(index)]
+            kept = self.optimizer.state.get(parameter, {})
             for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                if isinstance(value, torch.Tensor) and value.dim() and not _fits(value, parameter, kept.get(name)):
                     raise ValueError(f"statistic {name!r} of parameter {index} has shape {tuple(value.shape)}")
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    """A rate that is a tensor stays the one it is, as schedules leave it: a captured graph reads it."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(float(rate))
+    else:
+        group["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
 
 
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
@@ -366,6 +376,15 @@ def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | N
             if not (-limit <= float(low) and float(high) <= limit):
                 return index
     return None
+
+
+def _fits(statistic: torch.Tensor, parameter: torch.Tensor, kept: Any) -> bool:
+    """Whether it has the shape of what is kept here; else that of its parameter, or of a row or column (Adafactor)."""
+    if isinstance(kept, torch.Tensor):
+        return statistic.shape == kept.shape
+    shape = tuple(parameter.shape)
+    rows_and_columns = [(*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]), shape[:-1], (*shape[:-2], *shape[-1:])]
+    return tuple(statistic.shape) in [shape, *(rows_and_columns if len(shape) > 1 else ())]
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -403,14 +422,14 @@ def make_optimizer(
     """The torch optimizer that is meant: a given one, or one made from `params`.
 
     Raises:
-        ConfigError: neither, or both.
+        ConfigError: neither, or both; or one that cannot step from an average of gradients.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError(
                 "give params with an optimizer class or function, or an optimizer that has them; not both"
             )
-        return optimizer
+        return _checked(optimizer)
     if not callable(optimizer):
         raise ConfigError(
             f"optimizer must be a torch optimizer, or a function of params, got {type(optimizer).__name__}"
@@ -420,7 +439,21 @@ def make_optimizer(
     made = optimizer(list(params))
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
-    return made
+    return _checked(made)
+
+
+def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer is an LBFGS, which computes the loss several times in a step: the swarm has one average of "
+            "gradients for it; use another one"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
+            "with or without sparse=True in the embedding"
+        )
+    return optimizer
 
 
 def make_scheduler(
@@ -429,10 +462,15 @@ def make_scheduler(
     """The scheduler that is meant: a given one, or one made for `optimizer`.
 
     Raises:
-        ConfigError: it has no `step`.
+        ConfigError: it has no `step`, or needs more than that.
     """
-    if scheduler is not None and not hasattr(scheduler, "step") and callable(scheduler):
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, and each peer has its own: use "
+            "a schedule of epochs"
+        )
     return scheduler

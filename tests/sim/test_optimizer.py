@@ -13,7 +13,9 @@ from shoal import sim
 from shoal.averager import StepResult
 from shoal.errors import ConfigError, RoundFailed
 from shoal.events import LocalValuesRejected, Warned
+from shoal.optim.gossip import ProgressGossip
 from shoal.optim.state_name import StateName
+from shoal.peer import PeerID
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -54,6 +56,28 @@ def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtyp
     expected = reference(peers, epochs, batches, size, dtype)
     for got, want in zip(results[0], expected, strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) -> None:
+    """Gradients are summed in float32 and sent in 16 bits: all step from the same bits."""
+
+    async def main() -> None:
+        run = Run(target=24, dtype=dtype, average_state_every=2)
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name)
+        await sim.sleep(3.0)
+        run.swarm.peer("p0").collaboration.announce_end(5)
+        await asyncio.gather(
+            *(run.swarm.run_on(n, run.swarm.peer(n).train, 4, duration_s=0.2, until=lambda: False) for n in names)
+        )
+        assert run.agree(names)
+        assert all(parameter.dtype is dtype for parameter in run.swarm.peer("p0").parameters)
+        assert not run.warnings, run.warnings
+        await run.close()
+
+    sim.run(main, seed=25)
 
 
 def test_alone_it_is_plain_torch() -> None:
@@ -246,6 +270,32 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def test_a_batch_that_is_not_finite_costs_that_batch_and_is_told() -> None:
+    """Once as a warning, and each time as an event; what was accumulated before stays."""
+
+    async def main() -> None:
+        run = Run(target=12)
+        trainer = await run.add("p0")
+        events: list[object] = []
+        trainer.collaboration.core.env.events.subscribe(events.append)
+        await run.swarm.run_on("p0", trainer.take_batch, 4)
+        for number in (1, 2):
+            for parameter in trainer.parameters:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            assert not trainer.collaboration.training.accumulate(4)
+            await sim.sleep(2.0)
+            assert len([event for event in events if isinstance(event, LocalValuesRejected)]) == number
+        assert [event.message for event in events if isinstance(event, Warned)] == [
+            "1 batch was left out, for gradients that are not finite, or too large to be summed"
+        ]
+        assert trainer.collaboration.training.samples == 4
+        await run.swarm.run_on("p0", trainer.take_batch, 8)
+        assert trainer.collaboration.epoch == 1
+        await run.close()
+
+    sim.run(main, seed=24)
 
 
 def test_a_state_that_nobody_gives_stops_nobody() -> None:
@@ -532,6 +582,37 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
         await run.close()
 
     sim.run(main, seed=14)
+
+
+def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a second; each answer was taken for news, which was told at once: twenty times a second, for ever."""
+    told: list[PeerID] = []
+    tell_one = ProgressGossip._tell_one
+
+    async def counted(gossip: ProgressGossip, peer: PeerID) -> None:
+        told.append(peer)
+        await tell_one(gossip, peer)
+
+    monkeypatch.setattr(ProgressGossip, "_tell_one", counted)
+
+    async def main() -> None:
+        run = Run(target=1000)
+        for peer in range(4):
+            await run.add(f"p{peer}")
+        await sim.sleep(5.0)
+        told.clear()
+        await sim.sleep(20.0)
+        assert 4 * 3 * 19 <= len(told) <= 4 * 3 * 21
+        first, second = run.swarm.peer("p0").collaboration, run.swarm.peer("p1").collaboration
+        for samples in (4, 8):  # the second while the first is on its way
+            first.training.samples = samples
+            first.accumulated()
+            await sim.sleep(0.051)
+        await sim.sleep(0.1)
+        assert second.view().samples == 8
+        await run.close()
+
+    sim.run(main, seed=21)
 
 
 def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None:

@@ -257,7 +257,7 @@ def test_a_schedule_that_has_an_end_does_not_end_the_run() -> None:
         for _ in range(6):
             await run.swarm.run_on("p0", trainer.take_batch, BATCH)
         assert trainer.collaboration.epoch == training.epoch == 6
-        assert [message for message in warned if "the schedule goes no further than epoch 3" in message] == warned
+        assert [message for message in warned if "the schedule goes no further than 3 steps" in message] == warned
         assert len(warned) == 1
         await run.close()
 

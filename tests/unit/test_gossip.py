@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from shoal.core import PeerCore
@@ -13,7 +14,7 @@ from shoal.events import EventBus, PeerDropped
 from shoal.optim.gossip import ProgressGossip
 from shoal.peer import Address, PeerID
 from shoal.progress import SwarmProgress
-from shoal.wire import Contact, Progress
+from shoal.wire import Contact, Progress, TellProgress
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
 
@@ -73,3 +74,42 @@ def test_an_answer_that_is_read_after_its_peer_was_lost_does_not_bring_it_back()
     gossip = gossip_at(known, EventBus(), connected=connected.__contains__, learn=lambda contact: None, call=call)
     asyncio.run(gossip._tell_one(OTHER))
     assert known.peers == ()
+
+
+def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived() -> None:
+    """The next regular message is a second away, and the end of an epoch does not wait for it."""
+    known = SwarmProgress(ME, {}, ttl_s=20.0)
+    known.heard(progress(OTHER, 1.0), 0.0)
+    samples, heard = [0], list[int]()
+
+    async def main() -> None:
+        arrive, asked = asyncio.Event(), asyncio.Queue[int]()
+
+        async def call(peer: PeerID, request: TellProgress, timeout_s: float) -> Progress:
+            heard.append(request.progress.samples)
+            asked.put_nowait(len(heard))
+            await arrive.wait()
+            return progress(OTHER, 2.0)
+
+        gossip = gossip_at(
+            known,
+            EventBus(),
+            connected=lambda peer: True,
+            reachable=lambda peer: True,
+            learn=lambda contact: None,
+            call=call,
+        )
+        gossip._mine = lambda: msgspec.structs.replace(progress(ME, 1.0), samples=samples[0])
+        view = known.view(progress(ME, 1.0), 0.0)
+        gossip.tell(view)
+        await asked.get()
+        samples[0] = 8
+        gossip.tell(view, now=True)
+        gossip.tell(view, now=True)
+        assert heard == [0]
+        arrive.set()
+        await asked.get()
+        await asyncio.gather(*gossip._telling.values())
+        assert heard == [0, 8]
+
+    asyncio.run(main())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from shoal.compression import NoCompression
-from shoal.errors import StateUnavailable
-from shoal.optim.shared_state import why_not_ours
+from shoal.allreduce.vector import Vector, describe
+from shoal.compression import Float16Compression, NoCompression
+from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState
+from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.state import Manifest, TensorSpec
 from shoal.wire import decode_plain, encode
 
@@ -22,7 +25,7 @@ def state(*shapes: tuple[int, ...], unit: int = 4) -> tuple[TrainingState, list[
     return TrainingState(torch.optim.SGD(parameters, lr=1.0), unit=unit), parameters
 
 
-def accumulate(training: TrainingState, parameters: list[torch.nn.Parameter], value: float, samples: int) -> None:
+def accumulate(training: TrainingState, parameters: Sequence[torch.Tensor], value: float, samples: int) -> None:
     """One batch whose gradient is `value` everywhere."""
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, value)
@@ -91,9 +94,11 @@ def test_a_step_that_fails_gives_the_gradients_back(monkeypatch: pytest.MonkeyPa
 def test_what_was_stepped_from_is_forgotten() -> None:
     """A parameter without a gradient counts as zero, and a peer without samples contributes numbers, with weight 0."""
     training, parameters = state((3,), (2,))
-    accumulate(training, parameters, float("nan"), 4)
+    accumulate(training, parameters, 1.0, 4)
     training.use_own_mean()
     training.step()
+    for accumulator in training.accumulators:
+        accumulator.fill_(torch.nan)
     assert training.contribution() == (0.0, 0.0)
     assert [accumulator.tolist() for accumulator in training.accumulators] == [[0.0] * 3, [0.0] * 2]
     accumulate(training, parameters, 1.0, 4)
@@ -102,6 +107,93 @@ def test_what_was_stepped_from_is_forgotten() -> None:
     parameters[0].grad = torch.full((3,), 2.0)
     training.accumulate(4)
     assert [accumulator.tolist() for accumulator in training.accumulators] == [[2.0] * 3, [0.0] * 2]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_that_cannot_be_summed_is_left_out(first: bool, bad: float) -> None:
+    """And no more than that: what was accumulated before, and comes after it, counts."""
+    training, parameters = state((3,), (2,))
+    if not first:
+        accumulate(training, parameters, 1.0, 2)
+    parameters[0].grad = torch.zeros(3)
+    parameters[1].grad = torch.tensor([0.0, bad])
+    assert not training.accumulate(2)
+    assert (training.left_out, training.left_out_for) == (1, 1)
+    if first:
+        accumulate(training, parameters, 1.0, 2)
+    accumulate(training, parameters, 3.0, 2)
+    assert training.samples == 4
+    assert training.unfit() is None
+    training.use_own_mean()
+    training.step()
+    assert [parameter.tolist() for parameter in parameters] == [[-2.0] * 3, [-2.0] * 2]
+
+
+@pytest.mark.parametrize("value", [1e35, 9e35, 1.1e36, 1e38, math.nan])
+@pytest.mark.parametrize("samples", [1, 4, 64])
+def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
+    """Else every round would fail, and the accumulators would never be dropped."""
+    training, _ = state((3,), unit=64)
+    training.accumulators[0].fill_(value / samples)
+    training.samples, training._stale = samples, False
+    weight, scale = training.contribution()
+    vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
+    if vector.copy_in(scale, weight) is not None:
+        assert training.unfit() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sixteen_bits_lose_no_gradients(dtype: torch.dtype) -> None:
+    """In bfloat16 a sum of 256 takes nothing more: the mean of 1,024 ones was a quarter."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
+    training = TrainingState(torch.optim.SGD([parameter], lr=1.0), unit=1)
+    for _ in range(4096):
+        accumulate(training, [parameter], 1.0, 1)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [-1.0] * 3
+    assert parameter.dtype is dtype
+
+
+def test_what_is_too_large_for_the_parameters_dtype_is_cut() -> None:
+    """A mean that float16 cannot hold would make the parameter infinite."""
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    training = TrainingState(torch.optim.SGD([parameter], lr=0.5), unit=1)
+    accumulate(training, [parameter], 1.0, 1)
+    training.accumulators[0].fill_(1e6)
+    training.use_own_mean()
+    training.step()
+    assert parameter.tolist() == [-65504.0 / 2] * 3
+
+
+def test_other_parameters_than_at_the_beginning_are_refused() -> None:
+    """They would be stepped with this peer's own gradients, and the swarm's states drift apart."""
+    first, frozen = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    frozen.requires_grad_(False)
+    training = TrainingState(torch.optim.SGD([first, frozen], lr=1.0))
+    first.grad = frozen.grad = torch.ones(3)  # of the time before it was frozen
+    training.accumulate(1)
+    training.use_own_mean()
+    training.step()
+    assert (first.tolist(), frozen.tolist()) == ([-1.0] * 3, [0.0] * 3)
+    assert frozen.grad is not None
+    frozen.requires_grad_(True)
+    with pytest.raises(ConfigError, match="parameter 1 of the optimizer requires a gradient, and did not"):
+        training.accumulate(1)
+    frozen.requires_grad_(False)
+    training.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(ConfigError, match="has 3 parameters, and had 2"):
+        training.accumulate(1)
+
+
+def test_masks_are_part_of_the_state_and_not_averaged() -> None:
+    """An infinity has no mean: no averaging of states would ever succeed."""
+    parameter, mask, mean = torch.nn.Parameter(torch.zeros(3)), torch.tensor([0.0, -math.inf]), torch.zeros(2)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    training = TrainingState(optimizer, extra_tensors=[mask, mean, torch.tensor(3)])
+    assert [id(tensor) for tensor in training.state_tensors] == [id(parameter), id(mean)]
+    assert len(training.export()[1]) == 4
 
 
 def test_sparse_gradients_are_summed() -> None:
@@ -220,3 +312,133 @@ def test_a_learning_rate_of_numpys_own_kind_can_be_shared() -> None:
     packed = decode_plain(encode(values))
     assert packed == values
     assert "0.25" in str(packed)
+
+
+def test_the_name_of_a_beginning_tells_what_the_optimizer_has_kept() -> None:
+    """Two with the same parameters and other statistics would step differently; who resumes has the better state."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+
+    def genesis(steps: int) -> StateName:
+        optimizer = torch.optim.Adam([parameter], lr=0.0)
+        for _ in range(steps):
+            parameter.grad = torch.ones(3)
+            optimizer.step()
+        training = TrainingState(optimizer)
+        return StateName.genesis(training.fingerprint(), training.steps_before())
+
+    fresh, begun, resumed = genesis(0), genesis(2), genesis(7)
+    assert fresh == genesis(0)
+    assert begun == genesis(2)
+    assert fresh.key < begun.key < resumed.key
+    assert [name.epoch for name in (fresh, begun, resumed)] == [0, 0, 0]
+
+
+def test_a_schedule_that_was_resumed_goes_on_at_a_newcomers() -> None:
+    """It stands at another count than the epoch: the newcomer's follows the donor's, not the epoch."""
+
+    def scheduled() -> TrainingState:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+        return TrainingState(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count)))
+
+    def step(training: TrainingState) -> float:
+        accumulate(training, training.trained, 1.0, 1)
+        training.use_own_mean()
+        training.step()
+        return float(training.optimizer.param_groups[0]["lr"])
+
+    donor, newcomer = scheduled(), scheduled()
+    schedule: Any = donor.scheduler
+    schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 9, "_step_count": 10})
+    assert step(donor) == pytest.approx(1 / 11)
+    newcomer.load(*donor.export())
+    assert newcomer.epoch == donor.epoch == 1
+    assert step(newcomer) == step(donor) == pytest.approx(1 / 12)
+
+
+def test_statistics_by_rows_and_columns_are_taken_over() -> None:
+    """Adafactor keeps no more than those of a matrix; what has another shape than any optimizer keeps is refused."""
+
+    def adafactor() -> tuple[TrainingState, list[torch.nn.Parameter]]:
+        parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((4, 3), (5,), (2, 4, 3))]
+        return TrainingState(torch.optim.Adafactor(parameters, lr=0.1), unit=4), parameters
+
+    (donor, theirs), (newcomer, ours) = adafactor(), adafactor()
+    for training in (donor, donor, newcomer):
+        accumulate(training, training.trained, 1.0, 4)
+        training.use_own_mean()
+        training.step()
+        if training is donor:
+            newcomer.load(*donor.export())
+    accumulate(donor, theirs, 1.0, 4)
+    donor.use_own_mean()
+    donor.step()
+    newcomer.load(*donor.export())
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    values, tensors = donor.export()
+    fresh, _ = adafactor()
+    wrong = [torch.zeros(7, 7) if tensor.shape == (4, 1) else tensor for tensor in tensors]
+    for training in (newcomer, fresh):
+        with pytest.raises(StateUnavailable, match=r"statistic 'row_var' of parameter 0 has shape \(7, 7\)"):
+            training.load(values, wrong)
+
+
+def test_learning_rates_that_are_tensors_follow_the_schedule() -> None:
+    """Schedules change them in place: what is kept of them must not be the same tensor."""
+
+    def scheduled() -> TrainingState:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))], lr=torch.tensor(1.0), foreach=False)
+        return TrainingState(optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+    donor, newcomer = scheduled(), scheduled()
+    rate = newcomer.optimizer.param_groups[0]
+    for training in (donor, donor, newcomer, newcomer, newcomer, newcomer):
+        accumulate(training, training.trained, 1.0, 1)
+        training.use_own_mean()
+        training.step()
+    assert float(rate["lr"]) == 1 / 16
+    newcomer.load(*donor.export())  # a client that ran ahead alone goes back
+    assert float(rate["lr"]) == 1 / 4
+    assert isinstance(rate["lr"], torch.Tensor)
+    assert float(rate["initial_lr"]) == 1.0
+    for training in (newcomer, donor):
+        accumulate(training, training.trained, 1.0, 1)
+        training.use_own_mean()
+        training.step()
+        assert float(training.optimizer.param_groups[0]["lr"]) == 1 / 8
+
+
+def test_counts_and_rates_are_downloaded_as_they_are() -> None:
+    """In float16 the 5,001st step would be the 5,000th."""
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    training = TrainingState(torch.optim.AdamW([parameter], lr=0.1))
+    accumulate(training, [parameter], 1.0, 1)
+    training.use_own_mean()
+    training.step()
+    shared = share(training, StateName.genesis(b""), None, Float16Compression())
+    assert shared.codecs is not None
+    sizes = {(tensor.numel(), codec.name) for tensor, codec in zip(shared.tensors, shared.codecs, strict=True)}
+    assert sizes == {(3, "float16"), (1, "none")}
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (torch.optim.LBFGS, "is an LBFGS, which computes the loss several times"),
+        (torch.optim.SparseAdam, "is a SparseAdam, which takes sparse gradients only"),
+    ],
+)
+def test_optimizers_that_cannot_step_from_an_average_are_refused(
+    make: Callable[[Any], torch.optim.Optimizer], why: str
+) -> None:
+    """When the run is made, not by an internal error at its first step."""
+    parameters = [torch.nn.Parameter(torch.zeros(3))]
+    for params, optimizer in ((parameters, make), (None, make(parameters))):
+        with pytest.raises(ConfigError, match=why):
+            make_optimizer(params, optimizer)
+
+
+def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
+    """Each peer has its own loss, and there is one schedule."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
+    with pytest.raises(ConfigError, match="is a ReduceLROnPlateau, which needs a measurement"):
+        make_scheduler(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau)

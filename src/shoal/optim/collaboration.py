@@ -29,19 +29,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
-import msgspec
-
 from shoal.allreduce.vector import Vector
-from shoal.averager import Averager, StepResult, TensorLock
+from shoal.averager import StepResult, TensorLock
 from shoal.clock import to_the_end
-from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs, for_parameters
+from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.events import EpochAdvanced, LocalValuesRejected, Warned
+from shoal.events import EpochAdvanced
 from shoal.optim.attendance import Attendance
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.notices import Notices
 from shoal.optim.rate import RateMeter
-from shoal.optim.rounds import Rounds
+from shoal.optim.rounds import Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.shared_state import name_of, share, why_not_ours
@@ -65,9 +64,6 @@ class Phase(enum.Enum):
     BEHIND = "behind"
     ENDING = "ending"
 
-
-_DOWNLOADS_TOLD = 4
-"""A newcomer may need some to catch up; who never does is told why."""
 
 _BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
@@ -100,34 +96,18 @@ class Collaboration:
             raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
         self.phase = Phase.COLLECTING
-        self.state = StateName.genesis(training.fingerprint())
+        self.state = StateName.genesis(training.fingerprint(), training.steps_before())
         self._end = RunEnd(settings.end_patience_s)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
+        self._notices = Notices(core.env.events, settings.run_id)
         self._attendance = Attendance(settings.averager.averaging_expiration_s)
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
-        averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
-        self._gradients = Averager(
-            core,
-            training.accumulators,
-            f"{settings.run_id}_grad",
-            averaging,
-            lock=lock,
-            codecs=choose_codecs(compression or NoCompression(), training.accumulators, TensorRole.GRADIENT),
-        )
-        chosen = choose_codecs(state_compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
+        self._gradients = gradient_averager(core, training, settings, lock, compression)
+        self._states = state_averager(core, training, settings, lock, state_compression, self._share)
         self._download_codec = download_compression or NoCompression()
-        self._states = Averager(
-            core,
-            training.state_tensors,
-            f"{settings.run_id}_state",
-            averaging,
-            lock=lock,
-            codecs=[for_parameters(codec) for codec in chosen],
-            state=self._share,
-        )
         self._news = asyncio.Event()
         self._rounds = Rounds(core.env, self._look, self._news)
         self._moved = asyncio.Event()
@@ -135,8 +115,6 @@ class Collaboration:
         self._update: Update | None = None
         self._average_due = False
         self._shared = False
-        self._schedule_told = False
-        self._downloads_in_a_row = 0
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -163,12 +141,9 @@ class Collaboration:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._warn(f"{type(error).__name__}: {error}")
+            self._notices.warn(f"{type(error).__name__}: {error}")
             self.failure = error
             self._move(self.phase)
-
-    def _warn(self, message: str) -> None:
-        self.core.env.events.emit(Warned(where="optimizer", message=message))
 
     failure: BaseException | None = None
     """What ended the background work, if something did; the trainer's next call raises it."""
@@ -262,6 +237,7 @@ class Collaboration:
             return
         while True:
             self.speed.measure(self._now())
+            self._notices.accumulated(self.training)
             self._news.clear()
             view = self.view()
             self._judge(view)
@@ -316,7 +292,8 @@ class Collaboration:
                 self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
-        self._note_absent(result)
+        members = [member.contact.peer for member in result.outcome.members]
+        self._notices.absent(self._attendance.formed(members, self._now()))
         if self.state == name:
             self._shared = True
             self._ready(self.training.step, name.after_round(result), len(result.outcome.members))
@@ -326,21 +303,13 @@ class Collaboration:
             vector.overwrite()
             self.training.use_accumulators()
 
-    def _note_absent(self, result: StepResult) -> None:
-        members = [member.contact.peer for member in result.outcome.members]
-        for peer, missed in self._attendance.formed(members, self._now()):
-            self._warn(
-                f"{peer.short()} says that it is at our state, and came to none of the last {missed} rounds: they wait "
-                "for it no more; look whether others can reach it, and at its clock"
-            )
-
     def _drop_unfit(self) -> bool:
         """Whether what was accumulated is not finite, and was forgotten: no epoch is made of it."""
         if (bad := self.training.unfit()) is None:
             return False
         self.training.discard()
         reason = "gradients that are not finite: they are dropped"
-        self.core.env.events.emit(LocalValuesRejected(prefix=self.settings.run_id, tensor=bad, reason=reason))
+        self._notices.rejected(bad, reason)
         return True
 
     async def _step_alone(self) -> None:
@@ -412,12 +381,28 @@ class Collaboration:
             return
         self._update = None
         if self.state != update.name:
-            self._warn("the step was interrupted: another peer's state will be downloaded, if one has taken it whole")
+            self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
-        if (error := self.training.schedule_error) is not None and not self._schedule_told:
-            self._schedule_told = True
-            self._warn(f"{error}; the learning rates stay as they are")
+        self._renewed()
+        self._move(Phase.COLLECTING)
+
+    def loaded(self, saved: StateName | None) -> None:
+        """The user has loaded a checkpoint: name what is there now (under `lock`, in the trainer's thread).
+
+        Args:
+            saved: the name that it was saved under; None if it has none.
+        """
+        training = self.training
+        if saved is None and self.epoch == 0:
+            self.state = StateName.genesis(training.fingerprint(), training.steps_before())
+        else:
+            self.state = (saved or self.state).after_loading(training.fingerprint())
+        training.discard()
+
+    async def tell_loaded(self) -> None:
+        """After `loaded`: tell everybody (trainer)."""
+        self._update, self._average_due = None, False
         self._renewed()
         self._move(Phase.COLLECTING)
 
@@ -426,7 +411,7 @@ class Collaboration:
         run_id, samples, peers = self.settings.run_id, update.samples, update.peers
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
-        self._downloads_in_a_row = 0
+        self._notices.stepped(self.training)
         self._average_due = bool(every) and epoch % every == 0 and not self.at_end
 
     def _renewed(self) -> None:
@@ -511,16 +496,7 @@ class Collaboration:
         async with self.lock.held():
             await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
-        self._note_too_late(state.duration_s)
+        self._notices.downloaded(state.duration_s)
         self._renewed()
         self._move(Phase.COLLECTING)
         return True
-
-    def _note_too_late(self, duration_s: float) -> None:
-        self._downloads_in_a_row += 1
-        if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
-            self._warn(
-                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
-                "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
-                "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
-            )

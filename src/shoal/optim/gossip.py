@@ -29,6 +29,7 @@ _TELL_LIMIT = 32
 
 _CALL_TIMEOUT_S = 3.0
 _LEAVE_S = 1.0
+_SILENCE_S = 1.0
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -72,7 +73,12 @@ class ProgressGossip:
         self._renamed = asyncio.Event()
         self._renames = 0
         self._tell_at = float("-inf")
+        self._told_at = float("-inf")
+        self._told_place: tuple[object, ...] = ()
+        self._told_peers: tuple[PeerID, ...] = ()
+        self._waking: asyncio.TimerHandle | None = None
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
+        self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
         self._clock_told = False
 
@@ -191,22 +197,40 @@ class ProgressGossip:
         """Tell the peers of the run directly where we stand.
 
         At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
-        of the last message wait for its end, unless `now`.
+        of the last message wait for its end, unless `now`. Where nothing has changed it is told once a second.
         """
-        loop = asyncio.get_running_loop()
-        if not now and loop.time() < self._tell_at:
-            loop.call_at(self._tell_at, self._on_news)
-            return
+        loop, place = asyncio.get_running_loop(), _place(self._mine())
+        if not now:
+            if (
+                place == self._told_place
+                and view.peers == self._told_peers
+                and loop.time() < self._told_at + _SILENCE_S
+            ):
+                return
+            if loop.time() < self._tell_at:
+                if self._waking is None or self._waking.when() < self._tell_at:
+                    self._waking = loop.call_at(self._tell_at, self._on_news)
+                return
+        self._told_at, self._told_place, self._told_peers = loop.time(), place, view.peers
         self._tell_at = loop.time() + self._tell_period_s
         others = [peer for peer in view.peers if peer != self._core.peer_id]
         if len(others) <= _TELL_LIMIT:
             for peer in others:
-                if peer not in self._telling and self._core.endpoint.reachable(peer):
-                    task = self._telling[peer] = loop.create_task(self._tell_one(peer))
-                    task.add_done_callback(partial(self._told_one, peer))
+                if peer in self._telling:
+                    self._outdated.add(peer)
+                elif self._core.endpoint.reachable(peer):
+                    self._begin_telling(peer)
 
-    def _told_one(self, peer: PeerID, _: asyncio.Task[None]) -> None:
+    def _begin_telling(self, peer: PeerID) -> None:
+        task = self._telling[peer] = asyncio.get_running_loop().create_task(self._tell_one(peer))
+        task.add_done_callback(partial(self._told_one, peer))
+
+    def _told_one(self, peer: PeerID, task: asyncio.Task[None]) -> None:
         self._telling.pop(peer, None)
+        if peer in self._outdated:
+            self._outdated.discard(peer)
+            if not task.cancelled():
+                self._begin_telling(peer)
 
     async def _tell_one(self, peer: PeerID) -> None:
         request = TellProgress(self._run_id, self._mine())
@@ -217,3 +241,8 @@ class ProgressGossip:
             else:
                 reason = "answers in another peer's name"
                 self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
+
+
+def _place(progress: Progress) -> tuple[object, ...]:
+    """What others act on: all but the time, and the rate, which changes all the time and is for looking at."""
+    return progress.digest, progress.branch_samples, progress.samples, progress.end_epoch, progress.left

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
 import torch
 
-import shoal
 from shoal.averager import AveragerSettings, TensorLock
 from shoal.compression import CompressionBase
-from shoal.errors import ClosedError, ConfigError, StateUnavailable
+from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
+from shoal.optim.fingerprint import run_settings
 from shoal.optim.settings import CollaborationSettings
+from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
 from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
@@ -52,11 +55,12 @@ class Optimizer(torch.optim.Optimizer):
         load_state_timeout: longest state download, seconds.
         average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
-        grad_compression: codec for gradients; None for none.
+        grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
         state_averaging_compression: codec for averaging parameters, if it has less than 16 bits for what changed since
             the last average; None for none.
         load_state_compression: codec for the download of parameters and statistics; None for none.
-        extra_tensors: more tensors of the state, such as batch norm statistics.
+        extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
+            beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round.
         shutdown_timeout: seconds that `shutdown` may take.
@@ -128,8 +132,7 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             average_state_every=average_state_every,
-            fingerprint=_fingerprint(
-                inner,
+            fingerprint=run_settings(
                 self._training,
                 target_batch_size,
                 average_state_every,
@@ -138,6 +141,7 @@ class Optimizer(torch.optim.Optimizer):
             ),
         )
         self._closed = False
+        self._one_step = threading.Lock()
         core = dht.core()
 
         async def begin() -> Collaboration:
@@ -199,7 +203,7 @@ class Optimizer(torch.optim.Optimizer):
         """Accumulate the gradients in `.grad`; take the swarm's step when it is time.
 
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
-        swarm's any more, are dropped.
+        swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
         Whatever interrupts it (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
         optimizer's step, that is not repeated, and another peer's state is downloaded if there is one.
@@ -209,9 +213,19 @@ class Optimizer(torch.optim.Optimizer):
             batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
 
         Raises:
-            ConfigError: no batch size, or the run is trained with other settings.
+            ConfigError: no batch size; the run is trained with other settings; or a parameter was added or unfrozen
+                since the optimizer was made.
+            LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
         """
+        if not self._one_step.acquire(blocking=False):
+            raise LocalError("step() is called while another step() is running: call it from one thread at a time")
+        try:
+            return self._step(closure, batch_size)
+        finally:
+            self._one_step.release()
+
+    def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -270,13 +284,34 @@ class Optimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------- torch's interface
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's state dict."""
-        return self._training.optimizer.state_dict()
+        """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
+        with self._lock.holding():
+            state, training = self._collaboration.state, self._training
+            values, _ = training.export()
+            name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
+            return {**training.optimizer.state_dict(), "shoal": {**name, "scheduled": values["scheduled"]}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of the inner optimizer. The swarm's epoch stays what it is."""
+        """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
+
+        Load the model's before. With a state dict of this class the epoch and the schedule go on from where it was
+        saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that of the highest
+        epoch, and before the first one that whose optimizer has taken most steps.
+
+        Raises:
+            ConfigError: it is not of this optimizer; nothing was loaded.
+        """
+        saved = dict(state_dict)
+        where = _where(saved.pop("shoal", None))
         with self._lock.holding():
-            self._training.load_optimizer(state_dict)
+            try:
+                self._training.load_optimizer(saved)
+            except (LookupError, TypeError, ValueError) as error:
+                raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
+            if where is not None:
+                self._training.resume(where[0].epoch, where[1])
+            self._collaboration.loaded(where and where[0])
+        self._run(self._collaboration.tell_loaded(), GRACE_S)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.
@@ -306,22 +341,15 @@ class Optimizer(torch.optim.Optimizer):
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
 
 
-def _fingerprint(
-    inner: torch.optim.Optimizer,
-    training: TrainingState,
-    target_batch_size: int,
-    average_state_every: int,
-    **codecs: CompressionBase | None,
-) -> dict[str, str]:
-    return {
-        "target_batch_size": str(target_batch_size),
-        "tensors": training.summary(),
-        "optimizer": type(inner).__name__,
-        "learning rate": str(inner.defaults.get("lr", "none")),
-        "average_state_every": str(average_state_every),
-        **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
-        "shoal version": ".".join(shoal.__version__.split(".")[:2]),
-    }
+def _where(saved: Any) -> tuple[StateName, int] | None:
+    """The name of the state that a checkpoint is of, and the count of its schedule."""
+    if saved is None:
+        return None
+    try:
+        name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
+        return msgspec.convert([name, saved["scheduled"]], tuple[StateName, Annotated[int, msgspec.Meta(ge=0)]])
+    except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 
 
 def _check_count(name: str, value: object) -> None:

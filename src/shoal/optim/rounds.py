@@ -1,4 +1,4 @@
-"""How a peer takes part in a round: as long as it is of use, and so that the user learns when it is not."""
+"""The rounds of a run: what is averaged, and taking part as long as it is of use."""
 
 from __future__ import annotations
 
@@ -6,17 +6,72 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from shoal.averager import Averager, StepResult
+import msgspec
+import torch
+
+from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
 from shoal.clock import Env
+from shoal.compression import (
+    BFloat16Compression,
+    CompressionBase,
+    Float16Compression,
+    NoCompression,
+    TensorRole,
+    choose_codecs,
+    for_parameters,
+)
+from shoal.core import PeerCore
 from shoal.errors import RoundFailed, SchemaMismatch
 from shoal.events import Warned
+from shoal.optim.settings import CollaborationSettings
+from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
+from shoal.state import SharedState
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "gradient_averager", "state_averager"]
 
 _TOLD_AFTER = 3
 """A round fails now and then; so many in a row stop the run, and the user is told why."""
+
+
+def gradient_averager(
+    core: PeerCore,
+    training: TrainingState,
+    settings: CollaborationSettings,
+    lock: TensorLock,
+    compression: CompressionBase | None,
+) -> Averager:
+    """Of the accumulators. Without a codec gradients travel as wide as their parameters, not as they are summed."""
+    if compression is None:
+        narrow: dict[torch.dtype, CompressionBase] = {
+            torch.float16: Float16Compression(),
+            torch.bfloat16: BFloat16Compression(),
+        }
+        codecs = [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]
+    else:
+        codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
+    name = f"{settings.run_id}_grad"
+    return Averager(core, training.accumulators, name, _averaging(settings), lock=lock, codecs=codecs)
+
+
+def state_averager(
+    core: PeerCore,
+    training: TrainingState,
+    settings: CollaborationSettings,
+    lock: TensorLock,
+    compression: CompressionBase | None,
+    share: Callable[[], SharedState],
+) -> Averager:
+    """Of the parameters and extra tensors; it gives newcomers what `share` gives."""
+    chosen = choose_codecs(compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
+    codecs = [for_parameters(codec) for codec in chosen]
+    name = f"{settings.run_id}_state"
+    return Averager(core, training.state_tensors, name, _averaging(settings), lock=lock, codecs=codecs, state=share)
+
+
+def _averaging(settings: CollaborationSettings) -> AveragerSettings:
+    return msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
 
 
 class Rounds:
@@ -30,7 +85,7 @@ class Rounds:
 
     def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
         self._env, self._look, self._news = env, look, news
-        self._failed = 0
+        self._failed: dict[str, int] = {}
 
     async def run(
         self,
@@ -69,15 +124,15 @@ class Rounds:
                 if averager.looking and hopeless(view):
                     return None
             result = round_.result()
-            self._failed = 0
+            self._failed[averager.prefix] = 0
             return result
         except SchemaMismatch as error:
             self._warn(str(error))
             await asyncio.sleep(1.0)
         except RoundFailed as error:
-            self._failed += 1
-            if self._failed % _TOLD_AFTER == 0:
-                self._warn(f"{self._failed} rounds in a row have failed, the last one because: {error}")
+            failed = self._failed[averager.prefix] = self._failed.get(averager.prefix, 0) + 1
+            if failed % _TOLD_AFTER == 0:
+                self._warn(f"{failed} rounds of {averager.prefix} in a row have failed, the last one because: {error}")
             await asyncio.sleep(0.05 + 0.1 * self._env.rng.random())
         finally:
             round_.cancel()

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.compression import CompressionBase, TensorRole, choose_codecs
+from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs
 from shoal.errors import StateUnavailable
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -27,12 +27,17 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None, codec
     """
     values, tensors = training.export()
     fixed = len(training.describe())
+    kept = choose_codecs(codec, tensors[fixed:], TensorRole.OPTIMIZER, first_key=fixed)
     return SharedState(
         metadata={"state": list(name), "end_epoch": end_epoch, "training": values},
         tensors=tensors,
         codecs=[
             *choose_codecs(codec, tensors[:fixed], TensorRole.PARAMETER),
-            *choose_codecs(codec, tensors[fixed:], TensorRole.OPTIMIZER, first_key=fixed),
+            # Single numbers are counts of steps and learning rates: rounded, they would be others.
+            *(
+                each if tensor.numel() > 1 else NoCompression()
+                for each, tensor in zip(kept, tensors[fixed:], strict=True)
+            ),
         ],
         epoch=name.epoch,
         may_be_infinite=_extra(training),

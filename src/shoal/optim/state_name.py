@@ -30,7 +30,7 @@ class StateName(NamedTuple):
         epoch: swarm steps that went into them.
         digest: SHA-256, names their history.
         samples: that went into them; and one for each averaging of states, so that the averaged state is the better
-            one.
+            one, and for each optimizer step that was taken before the run.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
@@ -38,9 +38,19 @@ class StateName(NamedTuple):
     samples: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 
     @classmethod
-    def genesis(cls, fingerprint: bytes) -> StateName:
-        """Before any step; `fingerprint` is that of all parameters."""
-        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), 0)
+    def genesis(cls, fingerprint: bytes, steps: int = 0) -> StateName:
+        """Before any step of the swarm.
+
+        Args:
+            fingerprint: of all parameters, and of what the optimizer keeps.
+            steps: that the optimizer has taken before: who resumes has the better state than who begins.
+        """
+        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), steps)
+
+    def after_loading(self, fingerprint: bytes) -> StateName:
+        """After a checkpoint was loaded that was saved under this name; `fingerprint` is that of what is there now."""
+        digest = hashlib.sha256(b"shoal resumed" + self.digest + fingerprint).digest()
+        return StateName(self.epoch, digest, self.samples)
 
     def after_round(self, result: StepResult) -> StateName:
         """After a swarm step from the average of a round."""

@@ -1,8 +1,9 @@
 """What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
 
-No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators`; what is averaged with the
-swarm is their mean. The step is taken from the swarm's average by the ordinary torch optimizer. Making this object
-changes no parameter and no optimizer state.
+No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators` (in float32 at least: in 16
+bits a sum of hundreds takes nothing more); what is averaged with the swarm is their mean. A batch whose gradients are
+not finite, or too large to be summed, is left out. The step is taken from the swarm's average by the ordinary torch
+optimizer. Making this object changes no parameter and no optimizer state.
 
 The shared state is everything that another peer needs to go on from here: parameters, extra tensors, the tensors of the
 optimizer, and plain values for the rest.
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils import get_total_norm
 
+from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.state_name import MAX_EPOCH
+from shoal.wire import encode
 
 __all__ = ["TrainingState"]
 
@@ -40,9 +43,14 @@ class TrainingState:
 
     Attributes:
         samples: accumulated since the last step.
+        left_out: batches whose gradients could not be summed, so far.
+        left_out_for: which trained parameter's gradient it was, the last time.
         epoch: swarm steps that went into the parameters.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
+        trained: the parameters that require a gradient.
+        state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
+            extra tensors that are not finite from the beginning (masks).
         accumulators: one for each parameter, on the CPU or its device: sum of gradient x samples / unit.
     """
 
@@ -63,15 +71,21 @@ class TrainingState:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not trained:
             raise ConfigError("params holds no parameter that requires a gradient")
-        self._trained = trained
+        self.trained = trained
+        self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self.accumulators = [
-            torch.zeros_like(parameter, memory_format=torch.contiguous_format) for parameter in trained
+            torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device) for parameter in trained
         ]
-        for accumulator in self.accumulators:
-            accumulator.requires_grad_(False)
-        self.samples = 0
+        # What is infinite when the run begins (a mask) stays what it is: it has no mean.
+        fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
+        self.state_tensors = tuple(
+            tensor
+            for index, tensor in enumerate(self.describe(), -len(self.parameters))
+            if tensor.dtype.is_floating_point and index not in fixed
+        )
+        self.samples = self.left_out = self.left_out_for = 0
         self.epoch = 0
-        self._scheduled = 0
+        self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
         if scheduler is not None and hasattr(scheduler, "state_dict"):
@@ -85,24 +99,47 @@ class TrainingState:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
         Returns:
-            False if they were not wanted: the swarm's average for this epoch is here already.
+            Whether they count: not if the swarm's average for this epoch is here already, or if they cannot be summed.
+
+        Raises:
+            ConfigError: other parameters are to be trained than when the run began.
         """
+        self._check_parameters()
         if self._has_average:
             return False
-        pairs = [(a, p.grad) for a, p in zip(self.accumulators, self._trained, strict=True) if p.grad is not None]
+        given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
+        accumulators = [self.accumulators[index] for index in given]
         with torch.no_grad():
-            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self._trained):
+            gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
+            if (bad := _not_summable(gradients, batch_size)) is not None:
+                self.left_out, self.left_out_for = self.left_out + 1, given[bad]
+                return False
+            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self.trained):
                 self._clear()
-            accumulators, gradients = [pair[0] for pair in pairs], [pair[1].detach() for pair in pairs]
             share = batch_size / self._unit
             if self._stale:
                 for accumulator, gradient in zip(accumulators, gradients, strict=True):
-                    torch.mul(gradient, share, out=accumulator)
-            elif pairs:
+                    accumulator.copy_(gradient).mul_(share)
+            elif given:
                 torch._foreach_add_(accumulators, gradients, alpha=share)
         self._stale = False
         self.samples += batch_size
         return True
+
+    def _check_parameters(self) -> None:
+        number = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if number != len(self.parameters):
+            raise ConfigError(
+                f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
+                "shoal.Optimizer to train others"
+            )
+        for parameter in self._frozen:
+            if parameter.requires_grad:
+                index = next(i for i, each in enumerate(self.parameters) if each is parameter)
+                raise ConfigError(
+                    f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
+                    "it before, or make a new shoal.Optimizer"
+                )
 
     def _clear(self) -> None:
         torch._foreach_zero_(self.accumulators)
@@ -115,13 +152,10 @@ class TrainingState:
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
     def unfit(self) -> int | None:
-        """Which trained parameter's accumulator holds what is not finite; None if all are well."""
-        for index, accumulator in enumerate(self.accumulators if not self._stale else ()):
-            if accumulator.numel():
-                low, high = torch.aminmax(accumulator)  # NaN goes through
-                if not (math.isfinite(low) and math.isfinite(high)):
-                    return index
-        return None
+        """Which trained parameter's accumulator cannot be averaged; None if all can. Stricter than a round is."""
+        if self._stale:
+            return None
+        return _beyond(self.accumulators, [LARGEST[each.dtype] / (2 * self._unit) for each in self.accumulators])
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
@@ -144,39 +178,42 @@ class TrainingState:
         Whatever it raises, it is over: the average is forgotten, and the epoch counted.
         """
         assert self._has_average
-        own = [parameter.grad for parameter in self._trained]
+        own = [parameter.grad for parameter in self.parameters]
         try:
-            for parameter, average in zip(self._trained, self.accumulators, strict=True):
-                parameter.grad = average
+            for parameter in self._frozen:
+                parameter.grad = None
+            for parameter, average in zip(self.trained, self.accumulators, strict=True):
+                parameter.grad = _as_gradient(average, parameter.dtype)
             self.optimizer.step()
         finally:
-            for parameter, gradient in zip(self._trained, own, strict=True):
+            for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
             self.epoch += 1
             self.discard()
-        self._follow_schedule()
+        self._move_schedule(self._scheduled + 1)
 
-    def _follow_schedule(self) -> None:
+    @property
+    def _scheduled(self) -> int:
+        """Where the schedule stands: by its own count, which the user may have loaded."""
+        count = getattr(self.scheduler, "last_epoch", None)
+        return max(0, count) if isinstance(count, int) else self._steps_of_schedule
+
+    def _move_schedule(self, to: int) -> None:
         if self.scheduler is None or self.schedule_error is not None:
             return
         with warnings.catch_warnings():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            while self._scheduled < self.epoch:
+            for count in range(self._scheduled, to):
                 try:
                     self.scheduler.step()
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
                     what = f"{type(error).__name__}: {error}"
-                    self.schedule_error = f"the schedule goes no further than epoch {self._scheduled}: {what}"
+                    self.schedule_error = f"the schedule goes no further than {count} steps: {what}"
                     return
-                self._scheduled += 1
+                self._steps_of_schedule += 1
 
     # ---------------------------------------------------------------------------------------------------- the state
-
-    @property
-    def state_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What state averaging averages: parameters and extra tensors of floating point."""
-        return tuple(t for t in (*self.parameters, *self.extra_tensors) if t.dtype.is_floating_point)
 
     def summary(self) -> str:
         """Of the shapes and dtypes of parameters and extra tensors, and which of them are trained: one line."""
@@ -186,11 +223,21 @@ class TrainingState:
         return f"{len(tensors)} with {sum(each.numel() for each in tensors)} elements, {digest}"
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over the bytes of all parameters and extra tensors, in order."""
+        """SHA-256 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
         digest = hashlib.sha256()
-        for tensor in (*self.parameters, *self.extra_tensors):
-            digest.update(view_bytes(tensor.detach().to("cpu").contiguous()))
+        values, tensors = self.export()
+        if self.optimizer.state:
+            digest.update(encode([values["optimizer"], values["scheduled"]]))
+        else:
+            tensors = tensors[: values["fixed"]]  # rates that are tensors are settings
+        for tensor in tensors:
+            digest.update(view_bytes(tensor.to("cpu").contiguous()))
         return digest.digest()
+
+    def steps_before(self) -> int:
+        """How many steps the optimizer has taken, as its statistics say."""
+        counts = [entry["step"] for entry in self.optimizer.state.values() if "step" in entry]
+        return int(max(counts, default=bool(self.optimizer.state)))
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
@@ -199,6 +246,7 @@ class TrainingState:
         values = _take_out(self.optimizer.state_dict(), tensors)
         return {
             "epoch": self.epoch,
+            "scheduled": self._scheduled,
             "fixed": len(self.parameters) + len(self.extra_tensors),
             "optimizer": values,
         }, tensors
@@ -215,9 +263,10 @@ class TrainingState:
         """
         own = self.describe()
         try:
-            epoch, fixed = values["epoch"], values["fixed"]
-            if not isinstance(epoch, int) or not 0 <= epoch <= MAX_EPOCH:
-                raise ValueError(f"an epoch of {epoch!r:.80}")
+            epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
+            for what, count in (("an epoch", epoch), ("a schedule after a number of steps", scheduled)):
+                if not isinstance(count, int) or not 0 <= count <= MAX_EPOCH:
+                    raise ValueError(f"{what} of {count!r:.80}")
             if fixed != len(own) or len(tensors) < fixed:
                 raise ValueError(f"{fixed} parameters and extra tensors where there are {len(own)} here")
             for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
@@ -236,18 +285,23 @@ class TrainingState:
         with torch.no_grad():
             for mine, theirs in zip(own, tensors, strict=False):
                 mine.copy_(theirs)
+        self.resume(epoch, scheduled)
+
+    def resume(self, epoch: int, scheduled: int) -> None:
+        """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now."""
         self.epoch = epoch
-        # Schedulers compute from their own count: bring it to the epoch, then keep the downloaded learning rates.
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        if epoch < self._scheduled and self.scheduler is not None and self._first_schedule is not None:
+        # Schedulers compute from their own count: bring it there, then keep the rates.
+        groups = self.optimizer.param_groups
+        rates = [float(group["lr"]) for group in groups]
+        if self.scheduler is not None and self._first_schedule is not None and scheduled < self._scheduled:
             # A client that ran ahead alone goes back: its schedule begins anew.
             self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
-            self._scheduled = 0
-            for group in self.optimizer.param_groups:
-                group["lr"] = group.get("initial_lr", group["lr"])
-        self._follow_schedule()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            self._steps_of_schedule = 0
+            for group in groups:
+                _set_rate(group, group.get("initial_lr", group["lr"]))
+        self._move_schedule(scheduled)
+        for group, rate in zip(groups, rates, strict=True):
+            _set_rate(group, rate)
         self.discard()
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
@@ -280,10 +334,57 @@ class TrainingState:
                     group[name] = tuple(group[name])
         indices = [index for group in own for index in group["params"]]
         for index, entry in state["state"].items():
-            shape = self.parameters[indices.index(index)].shape
+            parameter = self.parameters[indices.index(index)]
+            kept = self.optimizer.state.get(parameter, {})
             for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.dim() and value.shape != shape:
+                if isinstance(value, torch.Tensor) and value.dim() and not _fits(value, parameter, kept.get(name)):
                     raise ValueError(f"statistic {name!r} of parameter {index} has shape {tuple(value.shape)}")
+
+
+def _set_rate(group: dict[str, Any], rate: Any) -> None:
+    """A rate that is a tensor stays the one it is, as schedules leave it: a captured graph reads it."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(float(rate))
+    else:
+        group["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
+
+
+def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Of a sum of its gradients. What is no floating point is refused later, by its own dtype."""
+    return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype
+
+
+def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if average.dtype is dtype:
+        return average
+    largest = torch.finfo(dtype).max
+    return average.clamp(-largest, largest).to(dtype)
+
+
+def _not_summable(gradients: Sequence[torch.Tensor], batch_size: int) -> int | None:
+    values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
+    return _beyond(values, [LARGEST[sum_dtype(each.dtype)] / (2 * batch_size) for each in values])
+
+
+def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
+    """The first tensor with a value that is NaN, or larger than its limit; None if there is none."""
+    if not tensors or float(get_total_norm(tensors)) <= min(limits):  # takes half as long, and one wait for the device
+        return None
+    for index, (tensor, limit) in enumerate(zip(tensors, limits, strict=True)):
+        if tensor.numel():
+            low, high = torch.aminmax(tensor)  # NaN goes through
+            if not (-limit <= float(low) and float(high) <= limit):
+                return index
+    return None
+
+
+def _fits(statistic: torch.Tensor, parameter: torch.Tensor, kept: Any) -> bool:
+    """Whether it has the shape of what is kept here; else that of its parameter, or of a row or column (Adafactor)."""
+    if isinstance(kept, torch.Tensor):
+        return statistic.shape == kept.shape
+    shape = tuple(parameter.shape)
+    rows_and_columns = [(*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]), shape[:-1], (*shape[:-2], *shape[-1:])]
+    return tuple(statistic.shape) in [shape, *(rows_and_columns if len(shape) > 1 else ())]
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -321,14 +422,14 @@ def make_optimizer(
     """The torch optimizer that is meant: a given one, or one made from `params`.
 
     Raises:
-        ConfigError: neither, or both.
+        ConfigError: neither, or both; or one that cannot step from an average of gradients.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
             raise ConfigError(
                 "give params with an optimizer class or function, or an optimizer that has them; not both"
             )
-        return optimizer
+        return _checked(optimizer)
     if not callable(optimizer):
         raise ConfigError(
             f"optimizer must be a torch optimizer, or a function of params, got {type(optimizer).__name__}"
@@ -338,7 +439,21 @@ def make_optimizer(
     made = optimizer(list(params))
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
-    return made
+    return _checked(made)
+
+
+def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer is an LBFGS, which computes the loss several times in a step: the swarm has one average of "
+            "gradients for it; use another one"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
+            "with or without sparse=True in the embedding"
+        )
+    return optimizer
 
 
 def make_scheduler(
@@ -347,10 +462,15 @@ def make_scheduler(
     """The scheduler that is meant: a given one, or one made for `optimizer`.
 
     Raises:
-        ConfigError: it has no `step`.
+        ConfigError: it has no `step`, or needs more than that.
     """
-    if scheduler is not None and not hasattr(scheduler, "step") and callable(scheduler):
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, and each peer has its own: use "
+            "a schedule of epochs"
+        )
     return scheduler

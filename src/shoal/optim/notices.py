@@ -1,0 +1,76 @@
+"""What the user of an optimizer is told when something goes on that stops nothing, and is not as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shoal.events import EventBus, LocalValuesRejected, Warned
+from shoal.optim.training_state import TrainingState
+from shoal.peer import PeerID
+
+__all__ = ["Notices"]
+
+_DOWNLOADS_TOLD = 4
+"""A newcomer may need some to catch up; who never does is told why."""
+
+
+class Notices:
+    """The notices of one run; each counts for itself what was told.
+
+    Args:
+        events: where they go.
+        run_id: names the run.
+    """
+
+    def __init__(self, events: EventBus, run_id: str) -> None:
+        self._events, self._run_id = events, run_id
+        self._left_out = self._downloads_in_a_row = 0
+        self._schedule_told = False
+
+    def warn(self, message: str) -> None:
+        """Tell this."""
+        self._events.emit(Warned(where="optimizer", message=message))
+
+    def absent(self, given_up: Iterable[tuple[PeerID, int]]) -> None:
+        """These are waited for no more, after so many rounds that they have missed."""
+        for peer, missed in given_up:
+            self.warn(
+                f"{peer.short()} says that it is at our state, and came to none of the last {missed} rounds: they wait "
+                "for it no more; look whether others can reach it, and at its clock"
+            )
+
+    def rejected(self, tensor: int, reason: str) -> None:
+        """Gradients of this trained parameter were not taken."""
+        self._events.emit(LocalValuesRejected(prefix=self._run_id, tensor=tensor, reason=reason))
+
+    def accumulated(self, training: TrainingState) -> None:
+        """Look whether batches were left out: an event each time, a warning for the first, the tenth, ..."""
+        before, self._left_out = self._left_out, training.left_out
+        if self._left_out == before:
+            return
+        reason = "gradients that are not finite, or too large to be summed: their batch is left out"
+        self.rejected(training.left_out_for, reason)
+        if not before or len(str(before)) < len(str(self._left_out)):
+            what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
+            self.warn(f"{what} left out, for gradients that are not finite, or too large to be summed")
+
+    def stepped(self, training: TrainingState) -> None:
+        """The swarm's step was taken whole. Look whether the schedule was moved, too."""
+        self._downloads_in_a_row = 0
+        if training.schedule_error is not None and not self._schedule_told:
+            self._schedule_told = True
+            self.warn(f"{training.schedule_error}; the learning rates stay as they are")
+
+    def interrupted(self) -> None:
+        """A step was not taken to its end."""
+        self.warn("the step was interrupted: another peer's state will be downloaded, if one has taken it whole")
+
+    def downloaded(self, duration_s: float) -> None:
+        """A state was taken over. Look whether that is all that is ever done here."""
+        self._downloads_in_a_row += 1
+        if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
+            self.warn(
+                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
+                "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
+                "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
+            )

@@ -1,0 +1,122 @@
+"""Checkpoints of the collaborative optimizer, as a user saves and loads them."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+
+TARGET = 4
+
+
+@pytest.fixture
+def dht() -> Iterator[shoal.DHT]:
+    """A network of one."""
+    with shoal.DHT(start=True) as started:
+        yield started
+
+
+def begin(dht: shoal.DHT, model: torch.nn.Module, run_id: str) -> tuple[shoal.Optimizer, Any]:
+    """A run with a schedule."""
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
+    swarm = shoal.Optimizer(
+        dht=dht,
+        run_id=run_id,
+        target_batch_size=TARGET,
+        batch_size_per_step=TARGET,
+        optimizer=inner,
+        scheduler=schedule,
+    )
+    return swarm, schedule
+
+
+def train(swarm: shoal.Optimizer, model: torch.nn.Linear, epoch: int) -> None:
+    """Until there; the same batch each time."""
+    while swarm.local_epoch < epoch:
+        swarm.zero_grad()
+        model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+        swarm.step()
+
+
+@pytest.mark.parametrize("own_schedule", ["not loaded", "before", "after"])
+def test_a_run_goes_on_from_its_checkpoint(dht: shoal.DHT, own_schedule: str) -> None:
+    """Epoch, schedule and statistics: what comes is what would have come without a break, whatever is loaded first."""
+    torch.manual_seed(0)
+    model, resumed = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    swarm, schedule = begin(dht, model, "first")
+    train(swarm, model, 3)
+    saved = io.BytesIO()
+    torch.save([model.state_dict(), swarm.state_dict(), schedule.state_dict()], saved)
+    train(swarm, model, 5)
+    swarm.shutdown()
+
+    saved.seek(0)
+    weights, optimizer, count = torch.load(saved, weights_only=True)
+    resumed.load_state_dict(weights)
+    again, schedule = begin(dht, resumed, "second")
+    if own_schedule == "before":
+        schedule.load_state_dict(count)
+    again.load_state_dict(optimizer)
+    if own_schedule == "after":
+        schedule.load_state_dict(count)
+    assert again.local_epoch == 3
+    assert again.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
+    train(again, resumed, 5)
+    assert again.param_groups[0]["lr"] == pytest.approx(0.1 / 32)
+    for ours, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    again.shutdown()
+
+
+def test_a_checkpoint_of_plain_torch_is_better_than_a_beginning(dht: shoal.DHT) -> None:
+    """It has no epoch, but its optimizer has taken steps; and it can be loaded by plain torch again."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(5):
+        model(torch.ones(4, 3)).square().mean().backward()
+        plain.step()
+    swarm, _ = begin(dht, model, "run")
+    before = swarm.collaboration.state
+    swarm.load_state_dict(plain.state_dict())
+    after = swarm.collaboration.state
+    assert (after.epoch, after.samples) == (0, 5)
+    assert after.key > before.key
+    plain.load_state_dict(swarm.state_dict())
+    for wrong in ({}, {"epoch": 3}, {"epoch": -1, "digest": "00" * 32, "samples": 0, "scheduled": 0}):
+        with pytest.raises(shoal.errors.ConfigError, match=r"state_dict\['shoal'\] is not what"):
+            swarm.load_state_dict({**plain.state_dict(), "shoal": wrong})
+    swarm.shutdown()
+
+
+def test_one_thread_steps_at_a_time(dht: shoal.DHT) -> None:
+    """A second one is told so, and the first one goes on."""
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    said: list[BaseException] = []
+
+    def second() -> None:
+        try:
+            swarm.step()
+        except shoal.errors.LocalError as error:
+            said.append(error)
+
+    def closure() -> float:
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        loss = model(torch.ones(4, 3)).square().mean()
+        loss.backward()
+        return float(loss.detach())
+
+    assert swarm.step(closure) is not None
+    assert "another step() is running" in str(said[0])
+    assert swarm.local_epoch == 1
+    swarm.shutdown()

@@ -12,9 +12,10 @@ import torch
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import Float16Compression, NoCompression
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
+from shoal.optim.training_state import TrainingState
 from shoal.state import Manifest, TensorSpec
 from shoal.wire import decode_plain, encode
 

@@ -15,9 +15,10 @@ from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
+from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.state_name import StateName
-from shoal.optim.training_state import TrainingState, make_optimizer, make_scheduler
+from shoal.optim.training_state import TrainingState
 from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S

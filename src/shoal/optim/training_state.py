@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,11 @@ from torch.nn.utils import get_total_norm
 from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.inner import Scheduler
 from shoal.optim.state_name import MAX_EPOCH
 from shoal.wire import encode
 
 __all__ = ["TrainingState"]
-
-Scheduler = Any
-"""A torch learning-rate scheduler: any object with `step()`."""
 
 
 class TrainingState:
@@ -413,64 +411,3 @@ def _put_back(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if kind == "l":
         return [_put_back(inner, tensors) for inner in item]
     return item
-
-
-def make_optimizer(
-    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
-) -> torch.optim.Optimizer:
-    """The torch optimizer that is meant: a given one, or one made from `params`.
-
-    Raises:
-        ConfigError: neither, or both; or one that cannot step from an average of gradients.
-    """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if params is not None:
-            raise ConfigError(
-                "give params with an optimizer class or function, or an optimizer that has them; not both"
-            )
-        return _checked(optimizer)
-    if not callable(optimizer):
-        raise ConfigError(
-            f"optimizer must be a torch optimizer, or a function of params, got {type(optimizer).__name__}"
-        )
-    if params is None:
-        raise ConfigError("params is missing: optimizer is a function that makes the optimizer from them")
-    made = optimizer(list(params))
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
-    return _checked(made)
-
-
-def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "optimizer is an LBFGS, which computes the loss several times in a step: the swarm has one average of "
-            "gradients for it; use another one"
-        )
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        raise ConfigError(
-            "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
-            "with or without sparse=True in the embedding"
-        )
-    return optimizer
-
-
-def make_scheduler(
-    optimizer: torch.optim.Optimizer, scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
-) -> Scheduler | None:
-    """The scheduler that is meant: a given one, or one made for `optimizer`.
-
-    Raises:
-        ConfigError: it has no `step`, or needs more than that.
-    """
-    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
-        scheduler = scheduler(optimizer)
-    if scheduler is not None and not hasattr(scheduler, "step"):
-        raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
-    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, and each peer has its own: use "
-            "a schedule of epochs"
-        )
-    return scheduler

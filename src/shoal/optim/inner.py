@@ -1,0 +1,76 @@
+"""The torch optimizer and the schedule that a run is about: given ones, or made here; what cannot work is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from shoal.errors import ConfigError
+
+__all__ = ["Scheduler", "make_optimizer", "make_scheduler"]
+
+Scheduler = Any
+"""A torch learning-rate scheduler: any object with `step()`."""
+
+
+def make_optimizer(
+    params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
+) -> torch.optim.Optimizer:
+    """The torch optimizer that is meant: a given one, or one made from `params`.
+
+    Raises:
+        ConfigError: neither, or both; or one that cannot step from an average of gradients.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        if params is not None:
+            raise ConfigError(
+                "give params with an optimizer class or function, or an optimizer that has them; not both"
+            )
+        return _checked(optimizer)
+    if not callable(optimizer):
+        raise ConfigError(
+            f"optimizer must be a torch optimizer, or a function of params, got {type(optimizer).__name__}"
+        )
+    if params is None:
+        raise ConfigError("params is missing: optimizer is a function that makes the optimizer from them")
+    made = optimizer(list(params))
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer(params) gave a {type(made).__name__}, not a torch optimizer")
+    return _checked(made)
+
+
+def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer is an LBFGS, which computes the loss several times in a step: the swarm has one average of "
+            "gradients for it; use another one"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ConfigError(
+            "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
+            "with or without sparse=True in the embedding"
+        )
+    return optimizer
+
+
+def make_scheduler(
+    optimizer: torch.optim.Optimizer, scheduler: Scheduler | Callable[[torch.optim.Optimizer], Scheduler] | None
+) -> Scheduler | None:
+    """The scheduler that is meant: a given one, or one made for `optimizer`.
+
+    Raises:
+        ConfigError: it has no `step`, or needs more than that.
+    """
+    if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
+        scheduler = scheduler(optimizer)
+    if scheduler is not None and not hasattr(scheduler, "step"):
+        raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, and each peer has its own: use "
+            "a schedule of epochs"
+        )
+    return scheduler

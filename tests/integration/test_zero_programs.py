@@ -226,3 +226,37 @@ def test_a_graph_from_before_a_step(pool: Ranks, stage: int, dtype: torch.dtype 
     for first, second in pool.play(2, programs.old_graph, stage, dtype):
         assert first == ""
         assert "modified by an inplace operation" in second
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_layer_that_comes_again_on_one_rank_behind_its_bucket(pool: Ranks, stage: int) -> None:
+    """With reentrant activation checkpoints: nobody waits for a second reduction that others do not start."""
+    assert max(pool.play(2, programs.unlike_checkpoints, stage)) < 1e-6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_collectives_of_a_program_in_its_backward_pass(pool: Ranks, stage: int) -> None:
+    """A rank that waits for buckets goes on, since another may wait for it there."""
+    for distance, alike in pool.play(2, programs.collective_in_backward, stage):
+        assert distance > 0
+        assert alike
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_call_of_shard_that_failed_is_called_again(pool: Ranks, stage: int) -> None:
+    """It leaves the model's values as they were, and nothing that a second call would find twice."""
+    for said, kept, alike in pool.play(2, programs.shared_again, stage):
+        assert "ConfigError: rank 1 gave something else than rank 0: 'group 0 lr=1.1'" in said
+        assert kept
+        assert alike
+
+
+def test_reentrant_checkpoints_within_each_other_in_stage_3(pool: Ranks) -> None:
+    """FSDP2 does not reduce what they leave: told, with what to do."""
+    assert all("use use_reentrant=False" in said for said in pool.play(2, programs.nested_checkpoints))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_layer_that_some_micro_batches_do_not_use(pool: Ranks, stage: int) -> None:
+    """In bfloat16, whose sums are float32: what has waited and what has come are reduced at once."""
+    assert max(pool.play(2, programs.used_in_the_last_micro_batch, stage)) < 0.02

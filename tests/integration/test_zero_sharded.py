@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.zero.laws import ENGINES
 from tests.integration import zero_cases as cases
 from tests.integration import zero_sharded as programs
 from tests.integration.ranks import Ranks, ranks
@@ -86,6 +87,21 @@ def test_gradients_that_wait_are_not_changed_in_place(pool: Ranks) -> None:
     for said in pool.play(2, programs.changed_without_sync):
         assert "LocalError: the gradient of" in said
         assert "within no_sync() is whole" in said
+
+
+def test_layers_in_several_lists_and_a_parameter_without_values(pool: Ranks, tmp_path: Path) -> None:
+    """In stage 3 a layer is one unit, wherever it is found."""
+    for apart, loaded in pool.play(2, programs.shared_layers, str(tmp_path / "saved")):
+        assert apart < 1e-6
+        assert loaded
+
+
+def test_stage_2_of_fsdp2_gathers_in_each_micro_batch(pool: Ranks) -> None:
+    """It lets go of the parameters behind each backward pass, as the law says."""
+    (law,) = (each for each in ENGINES if (each.name, each.stage) == ("FSDP2", 2))
+    once, thrice = (pool.play(2, programs.gathered_in_stage_2, count)[0] for count in (1, 3))
+    assert once > 0
+    assert thrice == once * law.gathered(3) / law.gathered(1)
 
 
 def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:

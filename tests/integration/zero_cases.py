@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
-from shoal.zero import checkpoint, flat
+from shoal.zero import checkpoint, flat, fsdp
 from shoal.zero.collectives import Collectives, Run, Traffic
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.tiles import Plan, Tile
@@ -387,6 +387,36 @@ def bad_shared_memory() -> None:
     """Two parameters over the same values."""
     model = Odd()
     model.twin = torch.nn.Parameter(model.frozen.weight.data[:3])
+    shoal.zero.shard(model, _sgd, stage=2)
+
+
+def bad_view() -> None:
+    """A parameter that is the other's rows."""
+    model = Odd()
+    model.twin = torch.nn.Parameter(model.frozen.weight.data[:3])
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_empty() -> None:
+    """A parameter without values."""
+    model = Odd()
+    model.empty = torch.nn.Parameter(torch.empty(0, 3))
+    shoal.zero.shard(model, _sgd, stage=3)
+
+
+def bad_old_torch() -> None:
+    """One without what stage 3 needs."""
+    before, fsdp._NEEDED = fsdp._NEEDED, ("set_what_nobody_has",)  # type: ignore[assignment]
+    try:
+        shoal.zero.shard(Odd(), _sgd, stage=3)
+    finally:
+        fsdp._NEEDED = before
+
+
+def bad_sparse_buffer() -> None:
+    """Which cannot be sent."""
+    model = Odd()
+    model.register_buffer("mask", torch.eye(3).to_sparse())
     shoal.zero.shard(model, _sgd, stage=2)
 
 

@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal.zero
 from shoal.errors import LocalError
-from shoal.zero import buckets, collectives
+from shoal.zero import buckets, collectives, reduction
 from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer
-from tests.integration.zero_cases import Odd, loss_of, make
+from tests.integration.zero_cases import Odd, Parts, loss_of, make
 
 State = dict[str, torch.Tensor]
 
@@ -605,3 +605,145 @@ def old_graph(stage: int, dtype: torch.dtype | None) -> tuple[str, str]:
     first = said(lambda: torch.autograd.backward(loss, retain_graph=True))
     optimizer.step()
     return first, said(lambda: torch.autograd.backward(loss))
+
+
+class Twice(torch.nn.Module):
+    """A layer that comes twice, in reentrant activation checkpoints, and one that a rank may leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layer, self.other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, *, both: bool, reentrant: bool) -> torch.Tensor:
+        """Shape (batch, 8)."""
+        for _ in range(2):
+            hidden = (
+                checkpoint(self.layer, hidden.tanh(), use_reentrant=True) if reentrant else self.layer(hidden.tanh())
+            )
+        found: torch.Tensor = self.other(hidden) if both else hidden
+        return found
+
+
+def unlike_checkpoints(stage: int) -> float:
+    """How far weights are from those of one process, if a bucket is complete early on one rank, and late on the other.
+
+    So the layer's second gradient comes behind it, or in time.
+    """
+    model, alone = Twice(), Twice()
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+
+    def loss(each: Twice, rank: int, *, reentrant: bool) -> torch.Tensor:
+        inputs = torch.full((2, 8), 0.3 + rank, requires_grad=True)
+        made: torch.Tensor = each(inputs, both=rank == 1, reentrant=reentrant)
+        return made.square().sum()
+
+    for _ in range(2):
+        torch.autograd.backward(loss(model, dist.get_rank(), reentrant=True))
+        torch.autograd.backward(loss(alone, 0, reentrant=False) / 2 + loss(alone, 1, reentrant=False) / 2)
+        for each in (optimizer, plain):
+            each.step()
+            each.zero_grad()
+    return moved(model, alone.state_dict())
+
+
+class Summed(torch.autograd.Function):
+    """The same, whose gradient is summed over the ranks: as in a loss over the batches of all."""
+
+    @staticmethod
+    def forward(_: object, hidden: torch.Tensor) -> torch.Tensor:
+        """The same."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(_: object, *gradients: torch.Tensor) -> torch.Tensor:
+        """With an all-reduce."""
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+class Meets(torch.nn.Module):
+    """Many layers, a collective behind them in the backward pass, and a layer at the end that one rank leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(8))
+        self.last = torch.nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor, *, whole: bool) -> torch.Tensor:
+        """Shape (batch, 8)."""
+        hidden = Summed.apply(self.layers[0](hidden))  # type: ignore[no-untyped-call]
+        for layer in self.layers[1:]:
+            hidden = layer(hidden).tanh()
+        found: torch.Tensor = self.last(hidden) if whole else hidden
+        return found
+
+
+def collective_in_backward(stage: int) -> tuple[float, bool]:
+    """How far the layer went that one rank left out; whether all ranks have the same weights."""
+    before, reduction.PATIENCE_S = reduction.PATIENCE_S, 0.1
+    try:
+        with small_buckets(300):
+            model, optimizer = shoal.zero.shard(Meets(), lambda each: torch.optim.SGD(each, lr=0.1), stage=stage)
+    finally:
+        reduction.PATIENCE_S = before
+    start = shoal.zero.full_state_dict(model)
+    for _ in range(2):
+        torch.autograd.backward(model(torch.ones(2, 8), whole=dist.get_rank() == 1).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = shoal.zero.full_state_dict(model)
+    states: list[State] = [{}] * dist.get_world_size()
+    dist.all_gather_object(states, found)
+    return float((found["last.weight"] - start["last.weight"]).abs().max()), all(same(each, found) for each in states)
+
+
+def shared_again(stage: int) -> tuple[str, bool, bool]:
+    """What a factory's error is; whether the model is as before; and whether training goes on after a second call."""
+    model = Odd()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    words = said(
+        lambda: shoal.zero.shard(
+            model,
+            lambda each: torch.optim.SGD(each, lr=0.1 + dist.get_rank()),
+            stage=stage,
+            dtype=torch.bfloat16,
+        )
+    )
+    kept = same(shoal.zero.full_state_dict(model), before)
+    _, optimizer = shoal.zero.shard(model, make("sgd", model), stage=stage, dtype=torch.bfloat16)
+    _, wanted = fresh = sharded(stage, "sgd", torch.bfloat16)
+    for each, stepped in ((model, optimizer), (fresh[0], wanted)):
+        backward(each)
+        stepped.step()
+    return words, kept, same(shoal.zero.full_state_dict(model), shoal.zero.full_state_dict(fresh[0]))
+
+
+def nested_checkpoints() -> str:
+    """What a step of stage 3 says after a pass with reentrant checkpoints within each other."""
+    model, optimizer = shoal.zero.shard(Segments(), lambda each: torch.optim.SGD(each, lr=0.1), stage=3)
+    torch.autograd.backward(model(torch.ones(3, 8, requires_grad=True), reentrant=True).sum())
+    return said(optimizer.step)
+
+
+def used_in_the_last_micro_batch(stage: int) -> float:
+    """How far weights are from those of one process, if a layer has a gradient of one of two micro-batches alone."""
+    model, alone = Parts(), Parts()
+    alone.load_state_dict(model.state_dict())
+    model, optimizer = shoal.zero.shard(
+        model, lambda each: torch.optim.SGD(each, lr=0.1), stage=stage, dtype=torch.bfloat16
+    )
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    start = shoal.zero.full_state_dict(model)
+    alone.load_state_dict(start)
+    for last in (False, True):
+        with nullcontext() if last else optimizer.no_sync():
+            torch.autograd.backward(model(torch.ones(2, 5), first=last).sum())
+        torch.autograd.backward(alone(torch.ones(2, 5), first=last).sum())
+    for each in (optimizer, plain):
+        each.step()
+    assert moved(model, start) > 0.1
+    return moved(model, alone.state_dict())

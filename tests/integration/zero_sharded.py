@@ -189,6 +189,57 @@ def changed_without_sync() -> str:
     return said(lambda: backward(model, 1))
 
 
+class Lists(torch.nn.Module):
+    """A layer in two lists, one in a layer of another list, and a frozen parameter without values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        one, inner, *more = (torch.nn.Linear(4, 4) for _ in range(4))
+        self.first = torch.nn.ModuleList([one, torch.nn.Sequential(inner, torch.nn.Tanh()), more[0]])
+        self.second = torch.nn.ModuleList([more[1], inner, one])
+        self.empty = torch.nn.Parameter(torch.empty(0, 3), requires_grad=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 4)."""
+        for layer in [*self.first, *self.second]:
+            hidden = layer(hidden).tanh()
+        return hidden + self.empty.sum()
+
+
+def shared_layers(path: str) -> tuple[float, bool]:
+    """How far weights are from those of one process; whether a checkpoint brings them back."""
+    model, alone = Lists(), Lists()
+    model, optimizer = shoal.zero.shard(model, lambda each: torch.optim.AdamW(each, lr=0.1), stage=3)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for _ in range(2):
+        for each, stepped in ((model, optimizer), (alone, plain)):
+            torch.autograd.backward(each(torch.ones(2, 4)).square().sum())
+            stepped.step()
+            stepped.zero_grad()
+    apart = max(
+        float((value - alone.state_dict()[name]).abs().max())
+        for name, value in shoal.zero.full_state_dict(model).items()
+        if value.numel()
+    )
+    shoal.zero.save(path, model, optimizer)
+    wanted = shoal.zero.full_state_dict(model)
+    torch.autograd.backward(model(torch.ones(2, 4)).sum())
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    shoal.zero.load(path, model, optimizer)
+    return apart, same(shoal.zero.full_state_dict(model), wanted)
+
+
+def gathered_in_stage_2(micro_batches: int) -> int:
+    """Bytes of parameters that FSDP2 gathers in a step, each micro-batch reduced."""
+    model, optimizer = _sharded_by_user(2)
+    for micro in range(micro_batches):
+        backward(model, 0, micro)
+    optimizer.step()
+    return optimizer.traffic().gathered
+
+
 class Skipping(torch.nn.Module):
     """Leaves a layer out."""
 

@@ -41,6 +41,7 @@ def test_the_numbers_of_the_paper() -> None:
         ("shoal.zero", 2, "nccl", 4, 5),
         ("FSDP2", 2, "nccl", 1, 2),
         ("FSDP2", 2, "gloo", 1, 3),
+        ("FSDP2", 2, "nccl", 4, 8),
         ("shoal.zero", 3, "gloo", 1, 3),
         ("shoal.zero", 3, "nccl", 4, 12),
         ("FSDP2", 3, "nccl", 1, 3),

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from shoal.zero.copies import wide_dtype
-from shoal.zero.fsdp import is_sharded
+from shoal.zero.fsdp import is_sharded, missing
 from shoal.zero.names import named_parameters
 
 __all__ = ["problems"]
@@ -41,21 +41,28 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
                 "dtype cannot be given for a model that fully_shard was applied to: give fully_shard a "
                 "MixedPrecisionPolicy instead"
             )
-        yield from _sparse(model)
-    elif stage == 3:
-        for name, parameter in named_parameters(model):
-            if parameter.ndim == 0:
-                yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
-        yield from _sparse(model)
-        yield from _of_dtypes(model, dtype)
     else:
         yield from _overlaps(named_parameters(model))
+    if stage == 3 or is_sharded(model):
+        yield from _for_fsdp2(model, dtype)
 
 
-def _sparse(model: torch.nn.Module) -> Iterator[str]:
+def _for_fsdp2(model: torch.nn.Module, dtype: object) -> Iterator[str]:
+    if lacks := missing():
+        yield (
+            f"stage 3 needs torch 2.13 or later, and this is {torch.__version__}, whose FSDPModule has no "
+            f"{lacks[-1]}: install that (pip install 'torch>=2.13'), or use stage 1 or 2"
+        )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             yield f"{name} has sparse gradients, which FSDP2 cannot reduce: give it sparse=False, or use stage 1 or 2"
+    if not is_sharded(model):
+        for name, parameter in named_parameters(model):
+            if parameter.ndim == 0:
+                yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
+            if parameter.requires_grad and not parameter.numel():
+                yield f"{name} has no values, which FSDP2 cannot reduce: freeze it, or use stage 1 or 2"
+        yield from _of_dtypes(model, dtype)
 
 
 def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:

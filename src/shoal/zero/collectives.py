@@ -13,6 +13,7 @@ Every byte that is sent is counted. When a rank is gone, or silent for the group
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +27,8 @@ from shoal.zero.watch import Watch
 __all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"]
 
 
+_TOLD = 4
+"""So many numbers are told at once, whatever they are, that none can be taken for two."""
 _COMMON = 0
 """The tag of what is told among all models of a group; their own are above it."""
 
@@ -101,21 +104,53 @@ class Pending:
         watch: names the rank that is at fault when they fail.
         turn: what they are to `watch`.
         then: called when all have ended.
+        first: waits for what must have ended before.
     """
 
     def __init__(
-        self, works: Sequence[dist.Work], watch: Watch, turn: str, then: Callable[[], None] | None = None
+        self,
+        works: Sequence[dist.Work],
+        watch: Watch,
+        turn: str,
+        then: Callable[[], None] | None = None,
+        first: Callable[[], object] | None = None,
     ) -> None:
-        self._works, self._watch, self._turn, self._then = works, watch, turn, then
+        self._works, self._watch, self._turn, self._then, self._first = works, watch, turn, then, first
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
 
     def wait(self) -> None:
         """Wait until they are done. Raises `RankLost` that names a rank which is gone."""
-        with self._watch.named(self._turn):
-            for work in self._works:
-                work.wait()
+        if self._thread is None:
+            self._wait()
+        else:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
         if self._then is not None:
             self._then()
             self._then = None
+
+    def done_within(self, seconds: float) -> bool:
+        """Whether `wait` would have nothing to wait for, after so long at most.
+
+        What goes by gloo can be waited for, but not asked: so a thread does the former.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._wait, daemon=True)
+            self._thread.start()
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _wait(self) -> None:
+        try:
+            if self._first is not None:
+                self._first()
+            with self._watch.named(self._turn):
+                for work in self._works:
+                    work.wait()
+        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+            self._error = error
 
 
 class Collectives:
@@ -140,13 +175,19 @@ class Collectives:
         self.rank, self.ranks, self.tagged = group.rank(), group.size(), _is_gloo(group, device)
         self.traffic, self.scratch = Traffic(), Scratch()
 
-    def reduce_scatter(self, runs: Sequence[Run], finish: Callable[[int, Sequence[torch.Tensor]], None]) -> Pending:
+    def reduce_scatter(
+        self,
+        runs: Sequence[Run],
+        finish: Callable[[int, Sequence[torch.Tensor]], None],
+        first: Callable[[], object] | None = None,
+    ) -> Pending:
         """Send each run to its owner; what others have for ours is given to `finish`.
 
         Args:
             runs: they must not change until it is done. All ranks agree on owners and sizes.
             finish: called by `Pending.wait` for each run of ours, with its index and what each rank has for it, our own
                 piece among them, in the order of the ranks; theirs may be written over, and are gone when it returns.
+            first: waits for what must have ended before.
         """
         operations: list[dist.P2POp] = []
         ours: list[tuple[int, list[torch.Tensor]]] = []
@@ -169,7 +210,7 @@ class Collectives:
             for room in rooms:
                 self.scratch.give(room)
 
-        return self._start("a reduce-scatter", operations, finish_all)
+        return self._start("a reduce-scatter", operations, finish_all, first)
 
     def all_gather(self, runs: Sequence[Run]) -> Pending:
         """Send our runs to every other rank, and receive theirs in place."""
@@ -179,12 +220,15 @@ class Collectives:
     def tell(self, *numbers: int) -> Callable[[], list[list[int]]]:
         """Tell all ranks what this one is about to do, whichever model they are at; not counted as traffic.
 
+        Args:
+            numbers: three at most.
+
         Returns:
             A function that waits for the numbers of each rank. It raises `LocalError` if one is at another model: on
             that one, too, if it tells something.
         """
-        table = torch.empty(self.ranks, 1 + len(numbers), dtype=torch.int64, device=self.device)
-        table[self.rank] = torch.tensor([self.model, *numbers])
+        table = torch.zeros(self.ranks, _TOLD, dtype=torch.int64, device=self.device)
+        table[self.rank, : 1 + len(numbers)] = torch.tensor([self.model, *numbers])
         runs = [Run(rank, row) for rank, row in enumerate(table)]
         pending = self._start("to tell what is next", self._gathering(runs, _COMMON))
 
@@ -198,7 +242,7 @@ class Collectives:
                         "models that are sharded each for itself must be run, and their backward passes, in the same "
                         "order on all ranks. Shard one module that holds them all. Start anew"
                     )
-            return [row for _, *row in rows]
+            return [row[: len(numbers)] for _, *row in rows]
 
         return hear
 
@@ -221,11 +265,17 @@ class Collectives:
     def _receive(self, data: torch.Tensor, rank: int, tag: int) -> dist.P2POp:
         return dist.P2POp(dist.irecv, data, group=self.group, tag=tag, group_peer=rank)
 
-    def _start(self, doing: str, operations: list[dist.P2POp], then: Callable[[], None] | None = None) -> Pending:
+    def _start(
+        self,
+        doing: str,
+        operations: list[dist.P2POp],
+        then: Callable[[], None] | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> Pending:
         turn = self.watch.turn(f"{doing} of {sum(each.tensor.nbytes for each in operations):,} bytes")
         with self.watch.named(turn):
             works = dist.batch_isend_irecv(operations) if operations else []
-        return Pending(works, self.watch, turn, then)
+        return Pending(works, self.watch, turn, then, first)
 
 
 def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

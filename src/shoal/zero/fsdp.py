@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO" (2020), section 5.3; `torch.distributed.fsdp.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -28,7 +29,19 @@ from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, local
 from shoal.zero.unsharded import Unsharded
 
-__all__ = ["FsdpEngine", "is_sharded", "partition", "units"]
+__all__ = ["FsdpEngine", "is_sharded", "missing", "partition", "units"]
+
+_NEEDED = (
+    "set_custom_all_gather",
+    "set_custom_reduce_scatter",
+    "set_force_sum_reduction_for_comms",
+    "set_reduce_scatter_unused_params",  # the latest: torch 2.13
+)
+
+
+def missing() -> list[str]:
+    """What this version of torch lacks for stage 3."""
+    return [name for name in _NEEDED if not hasattr(FSDPModule, name)]
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -39,35 +52,35 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """What is gathered and freed together, beside the model as a whole: the layers of its outermost `ModuleList`s.
 
-    A layer that shares a parameter with something outside of it is left to the whole.
+    A layer that shares a parameter, or a module, with something outside of it is left to the whole.
     """
-    uses: dict[int, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            uses[id(parameter)] = uses.get(id(parameter), 0) + 1
-    found: list[torch.nn.Module] = []
+    uses, places = _uses(model), Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    found: dict[int, torch.nn.Module] = {}  # a layer may be in several lists
 
     def visit(module: torch.nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, torch.nn.ModuleList) and _is_alone(child, uses):
-                found.append(child)
+            if isinstance(module, torch.nn.ModuleList) and _is_alone(child, uses, places[id(child)]):
+                found[id(child)] = child
             else:
                 visit(child)
 
     visit(model)
-    return found
+    return list(found.values())
 
 
-def _is_alone(module: torch.nn.Module, uses: dict[int, int]) -> bool:
+def _uses(module: torch.nn.Module) -> Counter[int]:
+    """In how many places of a module each of its parameters is."""
+    parts = (part for _, part in module.named_modules(remove_duplicate=False))
+    return Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
+
+
+def _is_alone(module: torch.nn.Module, uses: Counter[int], places: int) -> bool:
     """Whether it has parameters, and nothing outside has one of them; it must be called as a module, too."""
-    inside: dict[int, int] = {}
-    for part in module.modules():
-        for parameter in part.parameters(recurse=False):
-            inside[id(parameter)] = inside.get(id(parameter), 0) + 1
+    inside = _uses(module)
     return (
         bool(inside)
         and not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
-        and all(uses[key] == count for key, count in inside.items())
+        and all(uses[key] == places * count for key, count in inside.items())
     )
 
 
@@ -180,11 +193,15 @@ class FsdpEngine:
         """The shards' gradients, averaged over the ranks.
 
         Raises:
-            LocalError: the last backward pass was within `no_sync`, or others have changed gradients.
+            LocalError: the last backward pass was within `no_sync`, or others have changed gradients, or FSDP2 has not
+                reduced all of them.
         """
         if self._unsharded.waiting():
             raise LocalError(
                 "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
+                if self._unsharded.meant_to_wait
+                else "gradients were not reduced: stage 3 does not carry reentrant activation checkpoints within each "
+                "other: use use_reentrant=False"
             )
         return [each.to_local() for each in self._unsharded.reduced().values()]
 

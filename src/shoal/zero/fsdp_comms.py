@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from shoal.errors import LocalError
 from shoal.zero.collectives import Collectives, Run, sum_in_order
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+else:
+    AllGather = ReduceScatter = object  # older versions of torch have none; stages 1 and 2 do without
 
 __all__ = ["Meeting", "NarrowReduceScatter", "OwnAllGather", "OwnReduceScatter"]
 

@@ -134,8 +134,8 @@ ENGINES = (
     Engine("ZeroRedundancyOptimizer", 1, gathers=2, reduces=1, own_scatter=True),
     Engine("DeepSpeed", 1, gathers=1, reduces=1),
     Engine("shoal.zero", 2, gathers=1, reduces_each=1, own_scatter=True),
-    # With reshard_after_forward=False.
-    Engine("FSDP2", 2, gathers=1, reduces_each=1),
+    # With reshard_after_forward=False: it lets go of the parameters behind each backward pass.
+    Engine("FSDP2", 2, gathers_each=1, reduces_each=1),
     Engine("DeepSpeed", 2, gathers=1, reduces_each=1),
     Engine("shoal.zero", 3, gathers_each=2, reduces_each=1, own_scatter=True),
     Engine("FSDP2", 3, gathers_each=2, reduces_each=1),

@@ -33,6 +33,8 @@ from shoal.zero.tiles import Tile
 
 __all__ = ["Reduction"]
 
+PATIENCE_S = 5.0
+"""How long a backward pass waits for buckets that are on their way, the first time; afterwards it does not."""
 _IN_FLIGHT = 2
 """So many buckets are sent at once: what is received for them is the only memory that a reduction takes."""
 
@@ -76,8 +78,11 @@ class Reduction:
         self._passes: dict[str, int] = {}  # since they were cleared, in which they were reduced
         self._syncing = True
         self._task = -1  # autograd's number of the present pass
+        self._asked = -1  # that to whose end we are called
         self._running = False  # a backward pass that reduces
-        self._hear: Callable[[], object] | None = None  # whether other ranks reduce this model, too
+        self._hear: Callable[[], object] | None = None  # waits until all are known to be at this model
+        self._late = False  # whether a gradient came when its bucket was sent
+        self._patience_s = PATIENCE_S
         self._fault: LocalError | None = None
         self._launched = 0
         self._flying: deque[_Flight] = deque()
@@ -120,21 +125,48 @@ class Reduction:
         if not self._syncing:
             self._hold(name)
             return
-        if self._running and any(bucket.sent for bucket in self._holders[name]):
-            self._end()  # it comes once more: that pass broke off, or consists of several
+        if self._asked != self._task:
+            self._asked = self._task
+            self._call_at_the_end()
         if not self._running:
             self.check()
-            self._running, self._launched = True, 0
+            self._running = True
+            # Told in the order in which models come, whatever the order in which their buckets are complete.
             self._hear = self._collectives.tell() if self._collectives.tagged else None
-            for bucket in self._buckets:
-                bucket.missing, bucket.sent = set(bucket.parameters), False
-            self._call_at_the_end()
+            self._begin()
+        if any(bucket.sent for bucket in self._holders[name]):
+            self._hold(name)  # it comes once more: this pass consists of several, or the last one broke off
+            self._late = True
+            return
         for bucket in self._holders[name]:
             bucket.missing.discard(name)
         # In the same order on all ranks, whatever the order in which gradients come.
         with self._unless_lost():
-            while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            while self._is_complete(self._launched) and self._has_room():
                 self._launch()
+
+    def _begin(self) -> None:
+        """Nothing of a pass was sent yet."""
+        self._launched, self._late = 0, False
+        for bucket in self._buckets:
+            bucket.missing, bucket.sent = set(bucket.parameters), False
+
+    def _is_complete(self, number: int) -> bool:
+        """Whether there is such a bucket, and all its gradients are there."""
+        return number < len(self._buckets) and not self._buckets[number].missing
+
+    def _has_room(self) -> bool:
+        """Whether another bucket may be sent in the middle of a pass.
+
+        A rank that waits here keeps others waiting which are at a collective of the program's own in their backward
+        pass, and may have no gradients for us before that: then we are better patient at the end.
+        """
+        while len(self._flying) >= _IN_FLIGHT:
+            if not self._flying[0].pending.done_within(self._patience_s):
+                self._patience_s = 0.0
+                return False
+            self._land()
+        return True
 
     def _call_at_the_end(self, *_: object) -> None:
         """Have `_ended` called when autograd is through with the present graph."""
@@ -143,10 +175,12 @@ class Reduction:
     def _ended(self) -> None:
         """A graph is at its end: either the backward pass is, or a part of it (reentrant activation checkpointing)."""
         around = torch._C._current_autograd_node()  # noqa: SLF001 (there is no other way to ask)
-        following = [node for node, _ in around.next_functions if node is not None] if around is not None else []
-        if not following:
+        if around is None:
             self._end()
             return
+        following = [node for node, _ in around.next_functions if node is not None]
+        if not following:
+            return  # the next graph's end, or the step, is ours
 
         def once(*_: object) -> None:
             handle.remove()
@@ -162,7 +196,8 @@ class Reduction:
         for bucket in self._holders[name]:
             if bucket.local is None:
                 dtype = wide_dtype(bucket.flat.dtype)
-                stays = self._stage == 1 and dtype == bucket.flat.dtype and not self._occupied(bucket)
+                free = not (self._running and bucket.sent) and not self._occupied(bucket)
+                stays = self._stage == 1 and dtype == bucket.flat.dtype and free
                 bucket.local = self._staying(bucket).zero_() if stays else torch.zeros_like(bucket.flat, dtype=dtype)
             bucket.place(bucket.local, name).add_(bucket.values(gradient, name))
         self._stand_ins.put(name)
@@ -206,15 +241,15 @@ class Reduction:
             gradients[: sums.numel()].copy_(sums)
         bucket.local = None
         pending = self._collectives.reduce_scatter(
-            bucket.pieces(gradients), lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces)
+            bucket.pieces(gradients),
+            lambda index, pieces: self._add(bucket, gradients, bucket.runs[index][1], pieces),
+            self._hear,
         )
+        self._hear = None
         self._flying.append(_Flight(pending, lent))
 
     def _land(self) -> None:
         """Wait for the bucket that was sent first."""
-        if self._hear is not None:
-            hear, self._hear = self._hear, None
-            hear()
         pending, lent = self._flying.popleft()
         pending.wait()
         if lent is not None:
@@ -239,13 +274,19 @@ class Reduction:
 
     def _end(self) -> None:
         """The pass is over: reduce what got no gradient in it, and wait for everything."""
+        if not self._running:
+            return
         with self._unless_lost():
-            while self._running and self._launched < len(self._buckets):
-                self._launch()
-            while self._flying:
-                self._land()
-        if self._running:
-            self._seal()
+            while True:
+                while self._launched < len(self._buckets):
+                    self._launch()
+                hear = self._collectives.tell(self._late)
+                while self._flying:
+                    self._land()
+                if not any(late for (late,) in hear()):
+                    break
+                self._begin()  # all of it again, on all ranks
+        self._seal()
         self._running = False
 
     def _seal(self) -> None:

@@ -27,6 +27,10 @@ __all__ = ["shard"]
 
 ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
 _sharded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_partitioned: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.dtype | None, torch.dtype | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""Models of stage 3: the dtype that was given, and that in which gradients are sent."""
 _models = itertools.count(1)
 _WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
 """Optimizers that need more than a value and its own statistics; some are of other packages."""
@@ -76,7 +80,9 @@ def shard(
         The same model, and its optimizer.
 
     Raises:
-        ConfigError: an argument is wrong, on any rank, or ranks differ in what they give: raised on all ranks.
+        ConfigError: an argument is wrong, on any rank, or ranks differ in what they give: raised on all ranks. The
+            model is as it was then, but for values of rank 0; in stage 3 it may be partitioned already: call this again
+            with the same stage and dtype.
         RankLost: a rank is gone.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -89,7 +95,12 @@ def shard(
     watch = Watch(found)
     agreement = Agreement(found, watch)
     with agreement.together():
-        for problem in problems(model, optimizer_factory, stage, dtype):
+        again = isinstance(model, torch.nn.Module) and model in _partitioned  # by a call that failed later
+        if again and (stage, dtype) != (3, _partitioned[model][0]):
+            raise ConfigError(
+                "model is partitioned by an earlier shard() that failed: give the same stage and dtype as in that one"
+            )
+        for problem in problems(model, optimizer_factory, stage, None if again else dtype):
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
@@ -99,9 +110,19 @@ def shard(
     collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
         _take_over(model, collectives)
+    carrier: Carrier | None = None
     with agreement.together():
-        inner, carrier, listed = _carry(model, optimizer_factory, stage, dtype, collectives)
+        if stage == 3 or is_sharded(model):
+            if stage == 3 and not is_sharded(model):
+                _partitioned[model] = dtype, partition(model, found, collectives.device, dtype)
+            carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
+        parameters = dict(named_parameters(model))
+        inner = _build(optimizer_factory, parameters, cuts=carrier is None)
+        listed = _names(inner, parameters)
     agreement.alike(_groups(inner, listed), "optimizer")
+    if carrier is None:  # the model is as it was until here
+        with agreement.together():
+            carrier = _cut(model, inner, parameters, stage, dtype, collectives)
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
     _sharded.add(model)
     return model, optimizer
@@ -146,35 +167,22 @@ def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
             overwrite(tensor.detach(), whole)
 
 
-def _carry(
+def _cut(
     model: torch.nn.Module,
-    factory: OptimizerFactory,
+    inner: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
     stage: int,
     dtype: torch.dtype | None,
     collectives: Collectives,
-) -> tuple[torch.optim.Optimizer, Carrier, list[list[str]]]:
-    """Partition; returns the optimizer of what this rank keeps, and the names of what the user's has in each group."""
-    sharded = is_sharded(model)
-    if stage == 3 or sharded:
-        sent = None if sharded else partition(model, collectives.group, collectives.device, dtype)
-        carrier = FsdpEngine(model, stage, collectives, sent)
-        parameters = dict(named_parameters(model))
-        inner = _build(factory, parameters)
-        return inner, carrier, _names(inner, parameters)
-    parameters = dict(named_parameters(model))
-    inner = _build(factory, parameters)
-    if whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}:
-        raise ConfigError(
-            f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
-            "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
-        )
+) -> FlatEngine:
+    """Stages 1 and 2: cut what is trained into tiles, and give the optimizer those of this rank."""
+    names = _names(inner, parameters)
     listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
     trained = {name: each for name, each in parameters.items() if id(each) in listed}
     wide = {} if dtype is None else _narrow(model, dtype)
     engine = FlatEngine(model, trained, stage, collectives, wide)
-    names = _names(inner, parameters)
     _swap(inner, names, parameters, engine)
-    return inner, engine, names
+    return engine
 
 
 def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -200,8 +208,10 @@ class _Cast:
         return value.to(self._dtype) if isinstance(value, torch.Tensor) and value.dtype == torch.float32 else value
 
 
-def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """Call the factory, and look at what it built. Raises `ConfigError`."""
+def _build(
+    factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter], *, cuts: bool
+) -> torch.optim.Optimizer:
+    """Call the factory, and look at what it built, for stages that cut parameters or not. Raises `ConfigError`."""
     inner = factory([each for each in parameters.values() if each.requires_grad])
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_factory must return a torch optimizer, got {type(inner).__name__}")
@@ -210,6 +220,11 @@ def _build(factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Paramete
         raise ConfigError(
             "optimizer_factory built an optimizer of other tensors than the model's parameters, or of those from "
             "before sharding: build it of the parameters that it is called with"
+        )
+    if cuts and (whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}):
+        raise ConfigError(
+            f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
+            "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
         )
     return inner
 

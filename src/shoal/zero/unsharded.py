@@ -53,10 +53,12 @@ class Unsharded:
         self._marks: dict[str, _Mark] = {}  # of those whose whole gradient waits
         self._task = -1
         self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long
+        self._together: list[list[str]] = []  # what FSDP2 reduces at once
         names = {id(shard): name for name, shard in shards.items()}
         for unit in units:
             unit.unshard()
             for group in unit._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001
+                self._together.append([names[id(managed.sharded_param)] for managed in group.fsdp_params])
                 for managed in group.fsdp_params:
                     self._watch(names[id(managed.sharded_param)], managed, group)
             unit.reshard()
@@ -81,6 +83,7 @@ class Unsharded:
         if gradients[0] is not None and self._task != (task := present_pass()):
             self._task = task
             self._look()
+            self._widen()
 
     def _arrived(self, name: str, group: Any, _: torch.Tensor) -> None:
         """A whole parameter has a gradient of this pass."""
@@ -88,10 +91,28 @@ class Unsharded:
         if group._orig_dtype is None:  # noqa: SLF001 (all of the unit was frozen when FSDP2 looked at dtypes)
             group._init_mp_dtypes()  # noqa: SLF001
         if not group.reduce_grads:
-            shard = self._shards[name]
-            if shard.grad is None:
-                shard.grad = torch.zeros_like(shard, requires_grad=False)
-            self._marks[name] = _Mark(shard.grad, shard.grad._version)  # noqa: SLF001 (counts changes)
+            self._mark(name)
+
+    def _mark(self, name: str) -> None:
+        """The whole gradient waits."""
+        shard = self._shards[name]
+        if shard.grad is None:
+            shard.grad = torch.zeros_like(shard, requires_grad=False)
+        self._marks[name] = _Mark(shard.grad, shard.grad._version)  # noqa: SLF001 (counts changes)
+
+    def _widen(self) -> None:
+        """What is reduced at once must have one dtype: if some of it waits in float32, all of it does."""
+        for names in self._together:
+            trained = [name for name in names if self.parameters[name].requires_grad]
+            waiting = [self._managed[name].unsharded_accumulated_grad for name in trained]
+            wide = next((each.dtype for each in waiting if each is not None), None)
+            for name, gradient in zip(trained, waiting, strict=True):
+                if wide is not None and gradient is None:
+                    whole = self.parameters[name]
+                    self._managed[name].unsharded_accumulated_grad = torch.zeros(
+                        whole.shape, dtype=wide, device=whole.device
+                    )
+                    self._mark(name)
 
     def _count(self, name: str, shard: torch.Tensor) -> None:
         """A shard has more of a gradient."""
@@ -143,6 +164,11 @@ class Unsharded:
             for gradient in (whole.grad, self._managed[name].unsharded_accumulated_grad)
         ]
         return [each for each in every if each is not None]
+
+    @property
+    def meant_to_wait(self) -> bool:
+        """Whether some of them are of a pass that was to reduce nothing."""
+        return bool(self._marks)
 
     def reduced(self) -> dict[str, DTensor]:
         """The gradients of shards, by the names of those that have one."""

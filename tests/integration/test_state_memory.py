@@ -23,9 +23,9 @@ from shoal.compression import codec_by_name
 from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.rpc import Endpoint
-from shoal.state import Donor, SharedState, StateDonor, download_state
+from shoal.state import Donor, SharedState, ShareLimits, StateDonor, download_state
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Contact
+from shoal.wire import Contact, GetManifest, ManifestPending
 
 NUMEL, CODEC, DONORS = int(sys.argv[1]) // 4, codec_by_name(sys.argv[2]), sys.argv[3:]
 
@@ -44,7 +44,8 @@ async def main(pool):
         async def hold():
             yield SharedState("state", tensors, [codec_by_name("none"), CODEC])
 
-        StateDonor(endpoint, endpoint.env, "run", hold, lambda: 0)
+        # So slow that none of them can be done before another one has begun.
+        StateDonor(endpoint, endpoint.env, "run", hold, lambda: 0, limits=ShareLimits(upload_bytes_per_s=50e6))
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
     print(endpoint.contact.addresses[0], flush=True)
@@ -53,6 +54,9 @@ async def main(pool):
     else:
         contacts = [Contact(a.peer_id, (a,)) for a in map(Address.parse, DONORS)]
         donors = [Donor(contact) for contact in contacts]
+        for contact in contacts:  # their copies are made, each in its own time
+            while isinstance(await endpoint.call(contact, GetManifest("run"), timeout_s=60), ManifestPending):
+                pass
         state = await download_state(endpoint, endpoint.env, "run", donors, timeout_s=60)
         peak = memory("VmHWM")
         assert torch.equal(state.tensors[1], torch.arange(NUMEL) % 2048 * 1.0)

@@ -98,7 +98,7 @@ async def download_state(
 
     Args:
         endpoint: reaches the donors.
-        env: chance (order of equal donors), executor (hashing), events.
+        env: chance (order of equal donors), executor (memory, last checks), events.
         prefix: which state.
         donors: whom to ask.
         timeout_s: longest time in all, seconds.

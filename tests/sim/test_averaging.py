@@ -14,8 +14,10 @@ from shoal.averager import Averager
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
 from shoal.events import Event, GroupFormed, PeerDropped, RoundAborted
+from shoal.transport.base import Transport
 from tests.codecs import CODECS
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
+from tests.sim.rpc_kit import CountingTransport
 
 
 def _values(peer: int, *, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -311,6 +313,38 @@ def test_a_failed_round_names_its_id_and_who_is_to_blame(victim: str) -> None:
         await trial.close()
 
     sim.run(main, seed=13)
+
+
+@pytest.mark.parametrize("bits", ["", "0"])
+def test_whom_a_peer_met_it_need_not_dial_for_the_next_group(bits: str) -> None:
+    """Whoever leads it. With group bits it will meet others, and no connection is made that nobody may ever use."""
+
+    async def main() -> None:
+        counted: list[CountingTransport] = []
+
+        def counting(host: sim.SimHost) -> Transport:
+            counted.append(CountingTransport(host.transport))
+            return counted[-1]
+
+        trial = Trial(transport_of=counting)
+        names = [f"p{peer}" for peer in range(4)]
+        for name in names:
+            await trial.add(name, [torch.zeros(100)], target_group_size=4, group_bits=bits)
+        dials = []
+        for number in range(6):
+            steps = []
+            for name in names[number % 4 :] + names[: number % 4]:
+                trial.swarm.peer(name).group_bits = bits
+                steps.append(asyncio.ensure_future(trial.step(name)))
+                await sim.sleep(0.05)
+            await asyncio.gather(*steps)
+            await sim.sleep(1.0)
+            dials.append(sum(len(each.dials) for each in counted))
+        assert (dials[1] == dials[-1]) == (not bits)
+        await trial.close()
+        assert not trial.warnings
+
+    sim.run(main, seed=17)
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.07, 0.1])

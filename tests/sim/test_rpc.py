@@ -538,6 +538,74 @@ def test_bulk_data_goes_on_the_connection_that_has_carried_it_before(run: Run) -
 
 
 @everywhere
+def test_a_small_stream_takes_the_connection_that_was_dialed_ahead_for_it(run: Run) -> None:
+    """Also one that is still being dialed. Nothing is dialed twice, nor for a peer that we have no link with."""
+
+    async def scenario(net: Net) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve_stream(OpenPipe, _mirror)
+        b.endpoint.serve_stream(OpenBulk, _mirror)
+        b.endpoint.serve(Say, echo)
+
+        async def use(opening: OpenBulk | OpenPipe) -> None:
+            await _talk(await a.endpoint.open(b.contact, opening, timeout_s=5.0), [10])
+
+        a.endpoint.dial_ahead(b.peer_id)
+        assert a.transport.dials == []
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        a.endpoint.dial_ahead(b.peer_id)
+        a.endpoint.dial_ahead(b.peer_id)
+        await use(OpenPipe())
+        assert len(a.transport.dials) == 1 + 1
+        a.endpoint.dial_ahead(b.peer_id)  # one waits already
+        await use(OpenBulk())
+        assert len(a.transport.dials) == 2
+        a.endpoint.dial_ahead(b.peer_id)  # that one is for bulk data now
+        ahead = a.endpoint._open.peers[b.peer_id].ahead
+        assert ahead is not None
+        await asyncio.wait([ahead])
+        assert len(a.transport.dials) == 3
+        await use(OpenPipe())
+        assert len(a.transport.dials) == 3
+
+    run(scenario)
+
+
+@everywhere
+def test_a_dial_ahead_that_fails_costs_nothing(run: Run) -> None:
+    """It is no error here, the next stream dials again; and one that comes after the link was lost is dropped."""
+
+    async def scenario(net: Net) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        a.endpoint.serve(Say, echo)
+        b.endpoint.serve_stream(OpenPipe, _mirror)
+        await b.endpoint.call(a.contact, Say("x"), timeout_s=5.0)
+
+        async def dialed_ahead(addresses: tuple[Address, ...]) -> BaseException | None:
+            a.endpoint._dialer.learn(Contact(b.peer_id, addresses), by_itself=True)
+            a.endpoint.dial_ahead(b.peer_id)
+            ahead = a.endpoint._open.peers[b.peer_id].ahead
+            assert ahead is not None
+            await asyncio.wait([ahead])
+            return ahead.exception()
+
+        assert isinstance(await dialed_ahead(moved(b.contact)), PeerUnreachable)
+        assert await dialed_ahead(b.contact.addresses) is None
+        await _talk(await a.endpoint.open(b.contact, OpenPipe(), timeout_s=5.0), [10])
+        assert len(a.transport.dials) == 2
+        state = a.endpoint._open.peers[b.peer_id]
+        state.idle.clear()
+        a.endpoint.dial_ahead(b.peer_id)
+        [link] = state.links
+        link.abort()
+        assert state.ahead is not None
+        await asyncio.wait([state.ahead])
+        assert b.peer_id not in a.endpoint._open.peers
+
+    run(scenario)
+
+
+@everywhere
 def test_a_stream_that_did_not_end_in_order_takes_its_connection_with_it(run: Run) -> None:
     """After an abort of either side the next stream gets a new connection, and works."""
 

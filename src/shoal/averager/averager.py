@@ -218,6 +218,7 @@ class Averager:
                 duration_s=loop.time() - formed,
             )
         )
+        self._dial_ahead(group)
         self._finder.bits.averaged(round_id=group.round_id, place=group.my_index, size=len(group.members))
         return StepResult(
             gathered={member.contact.peer: self._unpack(member) for member in group.members},
@@ -225,6 +226,13 @@ class Averager:
             round_id=group.round_id,
             duration_s=loop.time() - formed,
         )
+
+    def _dial_ahead(self, group: Group) -> None:
+        """Any of those whom we met may be asked for the next group. With group bits that will be others."""
+        asked = () if group.leads else group.controls
+        for peer in group.peers:
+            if not self.group_bits and peer not in (self.core.peer_id, *asked):
+                self.core.endpoint.dial_ahead(peer)
 
     async def _run_round(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
         self._between_rounds.clear()

@@ -17,17 +17,19 @@ class PeerState:
     Attributes:
         links: call links.
         dialing: the dial of a link that is under way.
-        streams: connections of streams that we opened.
+        ahead: the dial of a connection for the next small stream that is under way.
+        streams: connections of streams that are open, whoever opened them.
         inbound: how many streams it has open to us.
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
         accepted: connections for the streams that it opens, also while they wait for the next one.
     """
 
-    __slots__ = ("accepted", "dialing", "idle", "inbound", "links", "streams")
+    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "links", "streams")
 
     def __init__(self) -> None:
         self.links: list[CallLink] = []
         self.dialing: asyncio.Task[CallLink] | None = None
+        self.ahead: asyncio.Task[Connection] | None = None
         self.streams: set[Connection] = set()
         self.inbound = 0
         self.idle: dict[Connection, bool] = {}
@@ -55,7 +57,7 @@ class PeerState:
     @property
     def empty(self) -> bool:
         """Whether nothing is open, nor about to be."""
-        return not (self.links or self.dialing or self.streams or self.idle or self.accepted)
+        return not (self.links or self.dialing or self.ahead or self.streams or self.idle or self.accepted)
 
 
 class Connections:

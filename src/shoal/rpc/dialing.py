@@ -158,7 +158,7 @@ class Dialer:
             if not connection.closed:
                 return connection
             self._open.drop(connection)
-        dialing = self._spawn(self._dial(peer))
+        dialing, state.ahead = state.ahead or self._spawn(self._dial(peer)), None
         try:
             connection = await self._result(dialing)
         except asyncio.CancelledError:
@@ -173,6 +173,23 @@ class Dialer:
             self._open.drop(connection)
             raise
         return connection
+
+    def dial_ahead(self, peer: PeerID) -> None:
+        """Have a connection wait for the next small stream with a peer that there is a call link with; never waits."""
+        state = self._open.peers.get(peer)
+        if state is None or state.link is None or state.ahead is not None or not self.contact(peer).addresses:
+            return
+        if len(state.idle) >= self._limits.idle_streams or not all(state.idle.values()):
+            return
+
+        def came(dialed: asyncio.Task[Connection]) -> None:
+            if state.ahead is dialed:  # else a stream took it
+                state.ahead = None
+                self._keep(dialed)
+                self._open.forget(peer)
+
+        state.ahead = self._spawn(self._dial(peer))
+        state.ahead.add_done_callback(came)
 
     def _keep(self, dialed: asyncio.Task[Connection]) -> None:
         if not dialed.cancelled() and dialed.exception() is None:

@@ -196,6 +196,11 @@ class Endpoint:
         """Whether there is a call link, or an address to dial."""
         return self.connected(peer) or bool(self._dialer.contact(peer).addresses)
 
+    def dial_ahead(self, peer: PeerID) -> None:
+        """Have a connection ready for the next small stream with a connected peer; in the background, never fails."""
+        if not self._closed:
+            self._dialer.dial_ahead(peer)
+
     # --------------------------------------------------------------------------------------------- calls and streams
 
     async def call(self, to: Contact | PeerID, request: Request[R], *, timeout_s: float) -> R:

@@ -7,14 +7,13 @@ engine on the same data, one engine after another in ``--turns`` turns, each tim
 - ``ZeroRedundancyOptimizer``, ``FSDP2-2``, ``FSDP2-3``: PyTorch's for stages 1, 2 (``reshard_after_forward=False``), 3;
 - ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`.
 
-Printed for each: seconds per step, the median of all turns with the range; bytes that a rank sends in a step, counted
-at the loopback device of a network namespace of its own (headers included), in units of the parameters' bytes, and what
-the law says; what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond
+Printed for each: seconds per step, the median of all turns with the range; bytes that a rank gives TCP to send in a step,
+in units of the parameters' bytes, what the law says, and what the loopback device of a network namespace of its own has
+carried for it (headers, and what TCP sent again, included); what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond
 that of before the model was made; and whether the weights after all steps are DDP's to the bit. ``x best`` is time and
 peak over those of the best of PyTorch's engines that sends as many bytes, and of the best that has the same stage.
 
-Namespaces need the right to make them (root). Without, bytes are those of the whole machine's loopback device, and it
-says so.
+Namespaces need the right to make them (root). Without, the device is the whole machine's, and it says so.
 """
 
 from __future__ import annotations
@@ -92,6 +91,7 @@ def summary(name: str, ranks: int, turns: Sequence[list[dict[str, Any]]], weight
         "seconds": spread(second for rank in everyone for second in rank["seconds"]),
         "turns": medians,
         "sent": statistics.median(rank["sent"] for rank in everyone) / nbytes,
+        "on_device": statistics.median(rank["on_device"] for rank in everyone) / nbytes,
         "law": law(name, ranks, nbytes) / nbytes,
         "held": {key: max(rank["held"][key] for rank in turns[-1]) / nbytes for key in first["held"]},
         "peak": statistics.median(max(rank["peak"] for rank in turn) for turn in turns),
@@ -134,6 +134,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
         "engine",
         "sent",
         "law",
+        "device",
         "params",
         "grads",
         "state",
@@ -151,6 +152,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
                 each["engine"],
                 f"{each['sent']:.3f}",
                 f"{each['law']:.3f}",
+                f"{each['on_device']:.3f}",
                 *(f"{held[key]:.2f}" for key in ("parameters", "gradients", "state")),
                 f"{seconds['median']:.2f} ({seconds['min']:.2f} to {seconds['max']:.2f})",
                 ratios(each, "time"),
@@ -197,7 +199,7 @@ def main() -> int:
     args = parse()
     prefix = own_namespace()
     if not prefix:
-        print("no namespace could be made: bytes are those of the whole machine's loopback device")
+        print("no namespace could be made: what the device sent is that of the whole machine's loopback device")
     everything = []
     for ranks in (int(text) for text in args.ranks.split(",")):
         results = measure(ranks, args, prefix)

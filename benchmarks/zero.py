@@ -7,11 +7,12 @@ engine on the same data, one engine after another in ``--turns`` turns, each tim
 - ``ZeroRedundancyOptimizer``, ``FSDP2-2``, ``FSDP2-3``: PyTorch's for stages 1, 2 (``reshard_after_forward=False``), 3;
 - ``shoal-1``, ``shoal-2``, ``shoal-3``: `shoal.zero.shard`.
 
-Printed for each: seconds per step, the median of all turns with the range; bytes that a rank gives TCP to send in a step,
-in units of the parameters' bytes, what the law says, and what the loopback device of a network namespace of its own has
-carried for it (headers, and what TCP sent again, included); what a rank holds between backward pass and step (unique storages); the peak of resident memory beyond
-that of before the model was made; and whether the weights after all steps are DDP's to the bit. ``x best`` is time and
-peak over those of the best of PyTorch's engines that sends as many bytes, and of the best that has the same stage.
+Printed for each: seconds per step, the median of all turns with the range; bytes that a rank gives TCP to send in a
+step, in units of the parameters' bytes, what the law says, and what the loopback device of a network namespace of its
+own has carried for it (headers, and what TCP sent again, included); what a rank holds between backward pass and step
+(unique storages); the peak of resident memory beyond that of before the model was made; and whether the weights after
+all steps are DDP's to the bit. ``x best`` is time and peak over those of the best of PyTorch's engines that sends as
+many bytes, and of the best that has the same stage.
 
 Namespaces need the right to make them (root). Without, the device is the whole machine's, and it says so.
 """

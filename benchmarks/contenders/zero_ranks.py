@@ -1,8 +1,8 @@
 """The ranks of one engine of `benchmarks.zero`: trains a small GPT, prints what each rank measured as JSON.
 
-Bytes are counted twice: what each rank gave its TCP sockets, which the kernel tells of each; and what the loopback device
-has sent, with headers and what TCP thought lost and sent again. Nothing else may use that device: run it in a network
-namespace of its own.
+Bytes are counted twice: what each rank gave its TCP sockets, which the kernel tells of each; and what the loopback
+device has sent, with headers and what TCP thought lost and sent again. Nothing else may use that device: run it in a
+network namespace of its own.
 """
 
 from __future__ import annotations

@@ -37,6 +37,9 @@ from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
 
+_DIALED_AHEAD = 32
+"""In larger groups each member would hold more descriptors for it than it is worth: two for each other one."""
+
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
 
@@ -229,9 +232,11 @@ class Averager:
 
     def _dial_ahead(self, group: Group) -> None:
         """Any of those whom we met may be asked for the next group. With group bits that will be others."""
+        if self.group_bits or len(group.members) > _DIALED_AHEAD:
+            return
         asked = () if group.leads else group.controls
         for peer in group.peers:
-            if not self.group_bits and peer not in (self.core.peer_id, *asked):
+            if peer != self.core.peer_id and peer not in asked:
                 self.core.endpoint.dial_ahead(peer)
 
     async def _run_round(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import sys
@@ -46,6 +47,55 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
         thread.join(LONG_S)
     assert had == ["b", "c", "d", "a"]
     assert lock.holder == ""
+
+
+def tells_slowly(lock: TensorLock, done: threading.Event) -> None:
+    """Whoever tells the second in line that it is the first goes on only when that one is done, or waits for it."""
+    turn = lock._line[1]
+    tell = turn._tell
+
+    def slowly() -> None:
+        tell()
+        done.wait(0.2)
+
+    turn._tell = slowly
+
+
+def test_a_thread_that_is_told_has_the_lock_though_the_other_has_not_gone_on() -> None:
+    """The threads may change between any two steps of the one that leaves."""
+    lock, done, had = TensorLock(), threading.Event(), []
+
+    def work() -> None:
+        with lock.holding("b", LONG_S) as has_come:
+            had.append(has_come)
+            done.set()
+
+    thread = threading.Thread(target=work)
+    with lock.holding("a"):
+        thread.start()
+        in_line(lock, 2)
+        tells_slowly(lock, done)
+    thread.join(LONG_S)
+    assert had == [True]
+
+
+def test_a_coroutine_that_is_told_has_the_lock_though_the_thread_has_not_gone_on() -> None:
+    """Rounds failed for it: "no access to the tensors in time", which shoal itself held."""
+    lock, done = TensorLock(), threading.Event()
+
+    async def work() -> bool:
+        async with lock.held(LONG_S) as has_come:
+            done.set()
+            return has_come
+
+    had: list[bool] = []
+    thread = threading.Thread(target=lambda: had.append(asyncio.run(work())))
+    with lock.holding("a"):
+        thread.start()
+        in_line(lock, 2)
+        tells_slowly(lock, done)
+    thread.join(LONG_S)
+    assert had == [True]
 
 
 def test_who_gives_up_leaves_the_line() -> None:

@@ -22,19 +22,18 @@ class _Turn:
     Attributes:
         holder: who stands there, in words.
         thread: which thread that is; None: the loop.
-        has_come: whether it is the first, and was told.
     """
 
-    __slots__ = ("_tell", "has_come", "holder", "thread")
+    __slots__ = ("_tell", "_told", "holder", "thread")
 
     def __init__(self, holder: str, thread: int | None, tell: Callable[[], object]) -> None:
         self.holder, self.thread, self._tell = holder, thread, tell
-        self.has_come = False
+        self._told = False
 
     def come(self) -> None:
-        if not self.has_come:
+        if not self._told:
             self._tell()
-            self.has_come = True
+            self._told = True
 
 
 class TensorLock:
@@ -75,7 +74,7 @@ class TensorLock:
         try:
             self._join(turn)
             first.wait(timeout_s)
-            yield turn.has_come
+            yield self._has_come(turn)
         finally:
             try:
                 self._leave(turn)
@@ -98,13 +97,17 @@ class TensorLock:
         turn = _Turn("shoal itself", None, tell)
         try:
             self._join(turn)
-            if not turn.has_come:
+            if not self._has_come(turn):
                 with suppress(TimeoutError):
                     async with asyncio.timeout(timeout_s):
                         await first.wait()
-            yield turn.has_come
+            yield self._has_come(turn)
         finally:
             self._leave(turn)
+
+    def _has_come(self, turn: _Turn) -> bool:
+        with self._guard:  # who is being told may be here before whoever tells it has gone on
+            return self._line[:1] == [turn]
 
     def _join(self, turn: _Turn) -> None:
         with self._guard:

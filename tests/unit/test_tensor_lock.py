@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
@@ -49,51 +50,42 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
     assert lock.holder == ""
 
 
-def tells_slowly(lock: TensorLock, done: threading.Event) -> None:
-    """Whoever tells the second in line that it is the first goes on only when that one is done, or waits for it."""
-    turn = lock._line[1]
-    tell = turn._tell
-
-    def slowly() -> None:
-        tell()
-        done.wait(0.2)
-
-    turn._tell = slowly
+def in_a_thread(lock: TensorLock, done: threading.Event) -> bool:
+    """Have it; whether it came."""
+    with lock.holding("b", LONG_S) as has_come:
+        done.set()
+        return has_come
 
 
-def test_a_thread_that_is_told_has_the_lock_though_the_other_has_not_gone_on() -> None:
-    """The threads may change between any two steps of the one that leaves."""
-    lock, done, had = TensorLock(), threading.Event(), []
-
-    def work() -> None:
-        with lock.holding("b", LONG_S) as has_come:
-            had.append(has_come)
-            done.set()
-
-    thread = threading.Thread(target=work)
-    with lock.holding("a"):
-        thread.start()
-        in_line(lock, 2)
-        tells_slowly(lock, done)
-    thread.join(LONG_S)
-    assert had == [True]
-
-
-def test_a_coroutine_that_is_told_has_the_lock_though_the_thread_has_not_gone_on() -> None:
-    """Rounds failed for it: "no access to the tensors in time", which shoal itself held."""
-    lock, done = TensorLock(), threading.Event()
+def in_a_loop(lock: TensorLock, done: threading.Event) -> bool:
+    """The same from a coroutine."""
 
     async def work() -> bool:
         async with lock.held(LONG_S) as has_come:
             done.set()
             return has_come
 
-    had: list[bool] = []
-    thread = threading.Thread(target=lambda: had.append(asyncio.run(work())))
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("have", [in_a_thread, in_a_loop])
+def test_who_is_told_has_the_lock_though_the_other_has_not_gone_on(
+    have: Callable[[TensorLock, threading.Event], bool],
+) -> None:
+    """Threads may change between any two steps of the one that leaves; rounds failed for a lock that they had."""
+    lock, done, had = TensorLock(), threading.Event(), []
+    thread = threading.Thread(target=lambda: had.append(have(lock, done)))
     with lock.holding("a"):
         thread.start()
         in_line(lock, 2)
-        tells_slowly(lock, done)
+        turn = lock._line[1]
+        tell = turn._tell
+
+        def slowly() -> None:
+            tell()
+            done.wait(0.2)  # goes on only when the other is done, or waits for us
+
+        turn._tell = slowly
     thread.join(LONG_S)
     assert had == [True]
 

@@ -50,14 +50,18 @@ def _act(backward: object) -> str:
     return "reduces" if backward else "gathers"
 
 
-class OwnReduceScatter(ReduceScatter):
+class _Allocating:
+    """Memory for what is exchanged: new."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class OwnReduceScatter(_Allocating, ReduceScatter):
     """Each rank's part goes to that rank only, in `dtype`, and is added up in float32."""
 
     def __init__(self, meeting: Meeting, dtype: torch.dtype | None) -> None:
         self._meeting, self._dtype = meeting, dtype
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -77,14 +81,11 @@ class OwnReduceScatter(ReduceScatter):
         ).wait()
 
 
-class NarrowReduceScatter(ReduceScatter):
+class NarrowReduceScatter(_Allocating, ReduceScatter):
     """The backend's own, in fewer bits than each rank adds up in."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -99,14 +100,11 @@ class NarrowReduceScatter(ReduceScatter):
         output_tensor.copy_(found)
 
 
-class OwnAllGather(AllGather):
+class OwnAllGather(_Allocating, AllGather):
     """Each rank sends its part to every other one; received in place."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

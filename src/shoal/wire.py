@@ -36,10 +36,10 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The version spoken by this code."""
 
-PROTOCOL_VERSIONS = (1, 1)
+PROTOCOL_VERSIONS = (2, 2)
 """The lowest and the highest version that this code can speak; negotiated when a connection is made."""
 
 R = TypeVar("R")

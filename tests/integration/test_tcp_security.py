@@ -26,7 +26,7 @@ from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
 from shoal.transport.connection import TcpConnection
 from shoal.transport.tcp import TcpLimits, TcpTransport
-from tests.integration.wire_peers import Greeting, Wire, dial, serve, signed
+from tests.integration.wire_peers import VERSION, Greeting, Wire, dial, serve, signed
 
 SERVER, CLIENT, OTHER = (Identity.from_seed(letter * 32) for letter in (b"s", b"c", b"o"))
 NONCE = b"n" * 32
@@ -74,7 +74,9 @@ async def connection_end(connection: Connection) -> None:
 
 
 @contextlib.asynccontextmanager
-async def stage(*, limits: TcpLimits | None = None, versions: tuple[int, int] = (1, 1)) -> AsyncIterator[Stage]:
+async def stage(
+    *, limits: TcpLimits | None = None, versions: tuple[int, int] = (VERSION, VERSION)
+) -> AsyncIterator[Stage]:
     """Start both; close both."""
     actors = Stage(TcpTransport(SERVER, limits=limits, protocol_versions=versions), TcpTransport(CLIENT))
     try:
@@ -137,13 +139,13 @@ def test_the_server_proves_itself_as_described() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", 1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
             kind, version, nonce, signature, key, clear = await wire.receive()
             assert not clear
-            assert (kind, version, len(nonce), len(key)) == ("proof", 1, 32, 32)
+            assert (kind, version, len(nonce), len(key)) == ("proof", VERSION, 32, 32)
             from shoal.identity import verify
 
-            message = signed(b"server", 1, wire.certificate, CLIENT.peer_id, SERVER.peer_id, NONCE + nonce)
+            message = signed(b"server", VERSION, wire.certificate, CLIENT.peer_id, SERVER.peer_id, NONCE + nonce)
             assert verify(SERVER.peer_id, b"transport", message, signature)
 
     play(scenario)
@@ -214,7 +216,7 @@ def test_a_replayed_server_proof_is_refused() -> None:
     async def scenario() -> None:
         async with stage() as actors:
             async with dial(actors.address) as wire:
-                await wire.send("hello", 1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+                await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
                 recorded = await wire.receive_raw()
 
             async def replay(victim: Wire, _: bytes) -> None:
@@ -235,8 +237,8 @@ def test_a_server_that_answers_with_another_key_is_refused() -> None:
     async def scenario() -> None:
         async def lie(victim: Wire, certificate: bytes) -> None:
             hello = await victim.receive()
-            message = signed(b"server", 1, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
-            await victim.send("proof", 1, NONCE, OTHER.sign(b"transport", message), NONCE)
+            message = signed(b"server", VERSION, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
+            await victim.send("proof", VERSION, NONCE, OTHER.sign(b"transport", message), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(lie, SERVER.peer_id) as address:
@@ -252,8 +254,8 @@ def test_a_reflected_proof_is_refused() -> None:
     async def scenario() -> None:
         async def reflect(victim: Wire, certificate: bytes) -> None:
             hello = await victim.receive()
-            message = signed(b"client", 1, certificate, CLIENT.peer_id, CLIENT.peer_id, hello[5] + NONCE)
-            await victim.send("proof", 1, NONCE, CLIENT.sign(b"transport", message), NONCE)
+            message = signed(b"client", VERSION, certificate, CLIENT.peer_id, CLIENT.peer_id, hello[5] + NONCE)
+            await victim.send("proof", VERSION, NONCE, CLIENT.sign(b"transport", message), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(reflect, CLIENT.peer_id) as address:
@@ -306,7 +308,7 @@ def test_nothing_passes_before_the_proof() -> None:
 
     async def scenario() -> None:
         async with stage() as actors, dial(actors.address) as wire:
-            await wire.send("hello", 1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+            await wire.send("hello", VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
             await wire.send("welcome")
             assert (await wire.receive())[0] == "proof"
             assert await wire.at_end()
@@ -353,8 +355,8 @@ def test_a_server_cannot_talk_a_client_out_of_encryption() -> None:
     async def scenario() -> None:
         async def lie(victim: Wire, certificate: bytes) -> None:
             hello = await victim.receive()
-            message = signed(b"server", 1, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
-            await victim.send("proof", 1, NONCE, SERVER.sign(b"transport", message), NONCE, True)
+            message = signed(b"server", VERSION, certificate, CLIENT.peer_id, SERVER.peer_id, hello[5] + NONCE)
+            await victim.send("proof", VERSION, NONCE, SERVER.sign(b"transport", message), NONCE, True)
             await victim.at_end()
 
         async with stage() as actors, serve(lie, SERVER.peer_id) as address:
@@ -407,7 +409,7 @@ def test_a_later_hello_with_more_fields_is_understood() -> None:
             kind, reason, *versions = await wire.receive()
             assert kind == "refusal"
             assert "7 to 9" in reason
-            assert versions == [1, 1]
+            assert versions == [VERSION, VERSION]
 
     play(scenario)
 
@@ -418,7 +420,7 @@ def test_a_version_that_was_not_offered_is_not_taken() -> None:
     async def scenario() -> None:
         async def choose(victim: Wire, _: bytes) -> None:
             await victim.receive()
-            await victim.send("proof", 2, NONCE, bytes(64), NONCE)
+            await victim.send("proof", VERSION + 1, NONCE, bytes(64), NONCE)
             await victim.at_end()
 
         async with stage() as actors, serve(choose, SERVER.peer_id) as address:
@@ -460,7 +462,7 @@ def test_random_bytes_harm_nobody() -> None:
 REFUSAL_NO_TEXT = b"\x94\xa7refusal\xa2\xff\xfe\x01\x01"
 """A refusal whose reason is not UTF-8."""
 
-HELLO = (1, 1, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
+HELLO = (VERSION, VERSION, CLIENT.peer_id.raw, SERVER.peer_id.raw, NONCE)
 
 
 @pytest.mark.parametrize(

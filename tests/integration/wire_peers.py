@@ -19,6 +19,9 @@ from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.transport.certificate import client_context, server_context
 
+VERSION = 2
+"""Of the protocol that these peers speak."""
+
 
 def signed(role: bytes, version: int, certificate: bytes, client: PeerID, server: PeerID, nonces: bytes) -> bytes:
     """The message that a proof of identity signs."""
@@ -124,7 +127,7 @@ class Greeting(NamedTuple):
     identity: Identity
     claimed: PeerID
     wanted: PeerID
-    versions: tuple[int, int] = (1, 1)
+    versions: tuple[int, int] = (VERSION, VERSION)
     context: bytes = b"transport"
     certificate: bytes = b""
     key: bytes = b"k" * 32

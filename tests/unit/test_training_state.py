@@ -13,6 +13,7 @@ from shoal.allreduce.vector import Vector, describe
 from shoal.compression import Float16Compression, NoCompression
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.options import options_of
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -443,3 +444,32 @@ def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)
     with pytest.raises(ConfigError, match="is a ReduceLROnPlateau, which needs a measurement"):
         make_scheduler(optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau)
+
+
+def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it() -> None:
+    """Torch skips it; a gradient of zeros would be decayed. Who joins with none, and gets one meanwhile, is in."""
+    used, unused, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
+    training = TrainingState(torch.optim.AdamW([used, unused, late], lr=0.1, weight_decay=0.5), unit=1)
+    used.grad = torch.ones(2)
+    assert training.accumulate(1)
+    assert training.absent() == b"\x06"
+    late.grad = torch.ones(2)
+    assert training.accumulate(1)
+    training.use_own_mean()
+    training.step(absent=[1, 2])
+    assert torch.equal(unused.detach(), torch.ones(2))
+    assert unused not in training.optimizer.state
+    assert not torch.equal(late.detach(), torch.ones(2))
+    assert training.absent() == b"\x07"
+
+
+def test_a_step_is_taken_with_the_options_of_the_round() -> None:
+    """Whatever the groups were set to meanwhile."""
+    training, parameters = state((2,))
+    agreed = options_of(training.optimizer.param_groups)
+    training.optimizer.param_groups[0]["lr"] = 100.0
+    accumulate(training, parameters, 1.0, 1)
+    training.use_own_mean()
+    training.step(agreed)
+    assert torch.equal(parameters[0].detach(), torch.full((2,), -1.0))
+    assert training.optimizer.param_groups[0]["lr"] == 1.0

@@ -36,9 +36,11 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
+from shoal.optim.agreement import Said, agree
 from shoal.optim.attendance import Attendance
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
+from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.rate import RateMeter
 from shoal.optim.rounds import Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
@@ -279,9 +281,11 @@ class Collaboration:
             await self._step_alone()
             return
         alone, name = {self.core.peer_id}, self.state
+        said = self._said()
         result = await self._rounds.run(
             self._gradients,
             tag=name.group_tag,
+            gather=said,
             hopeless=lambda view: view.behind or view.together == alone,
             expected=lambda: self._attendance.awaited(self.view().together, self._now()),
             prepare=lambda: self.training.contribution() if self.state == name else (0.0, 0.0),
@@ -296,7 +300,24 @@ class Collaboration:
         self._notices.absent(self._attendance.formed(members, self._now()))
         if self.state == name:
             self._shared = True
-            self._ready(self.training.step, name.after_round(result), len(result.outcome.members))
+            await self._take_step_of(result, said)
+
+    def _said(self) -> Said:
+        return Said(options_of(self.training.optimizer.param_groups), self.training.absent())
+
+    async def _take_step_of(self, result: StepResult, said: Said) -> None:
+        """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
+        agreement = agree(result.gathered)
+        if agreement.options is not None:
+            if (why := misfit(said.options, agreement.options)) is not None:
+                self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
+                async with self.lock.held():
+                    self.training.discard()
+                self._move(Phase.COLLECTING)
+                return
+            self._notices.took_over(differences(said.options, agreement.options))
+        step = partial(self.training.step, agreement.options, agreement.absent)
+        self._ready(step, self.state.after_round(result, agreement.digest), len(result.outcome.members))
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it

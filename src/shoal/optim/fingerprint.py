@@ -9,12 +9,10 @@ import torch
 
 import shoal
 from shoal.compression import CompressionBase
+from shoal.optim.options import HOW
 from shoal.optim.training_state import TrainingState
 
 __all__ = ["run_settings"]
-
-_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options of torch optimizers that say how a step is computed, not what it is."""
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
 """Schedules change these in the groups, and a peer that resumes has others: what the optimizer was made with counts."""
@@ -68,7 +66,7 @@ def _groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in _HOW and value is not None}
+    return {name: value for name, value in values.items() if name not in HOW and value is not None}
 
 
 def _text(value: object) -> str:

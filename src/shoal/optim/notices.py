@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shoal.events import EventBus, LocalValuesRejected, Warned
+from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 
@@ -12,6 +13,8 @@ __all__ = ["Notices"]
 
 _DOWNLOADS_TOLD = 4
 """A newcomer may need some to catch up; who never does is told why."""
+
+_OPTIONS_SHOWN = 4
 
 
 class Notices:
@@ -26,6 +29,7 @@ class Notices:
         self._events, self._run_id = events, run_id
         self._left_out = self._downloads_in_a_row = 0
         self._schedule_told = False
+        self._options_told: set[tuple[str, int]] = set()
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -53,6 +57,20 @@ class Notices:
         if not before or len(str(before)) < len(str(self._left_out)):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
             self.warn(f"{what} left out, for gradients that are not finite, or too large to be summed")
+
+    def took_over(self, differences: Iterable[Difference]) -> None:
+        """These options were others here than in the round, whose step is taken with its own. Once for each."""
+        new = [each for each in differences if (each.name, each.group) not in self._options_told]
+        if not new:
+            return
+        self._options_told.update((each.name, each.group) for each in new)
+        named = [f"{each.name} of parameter group {each.group}, {each.mine} here, is {each.theirs}" for each in new]
+        more = f" (and {len(named) - _OPTIONS_SHOWN} more)" if len(named) > _OPTIONS_SHOWN else ""
+        self.warn(
+            f"the swarm's step is taken with the options of most peers: {'; '.join(named[:_OPTIONS_SHOWN])}{more}. "
+            "They are set here, too. To train with others set them on most peers; rates that change belong into "
+            "shoal.Optimizer(scheduler=...), the same on all"
+        )
 
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken whole. Look whether the schedule was moved, too."""

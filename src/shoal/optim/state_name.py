@@ -52,9 +52,9 @@ class StateName(NamedTuple):
         digest = hashlib.sha256(b"shoal resumed" + self.digest + fingerprint).digest()
         return StateName(self.epoch, digest, self.samples)
 
-    def after_round(self, result: StepResult) -> StateName:
-        """After a swarm step from the average of a round."""
-        return self._after_step(_history(result), int(result.outcome.weight))
+    def after_round(self, result: StepResult, agreement: bytes) -> StateName:
+        """After a swarm step from the average of a round; `agreement` is the digest of how it is taken."""
+        return self._after_step(_history(result) + agreement, int(result.outcome.weight))
 
     def after_step_alone(self, chance: bytes, peer: bytes, samples: int) -> StateName:
         """After a step that a peer took alone; 16 random bytes tell it from every other."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import Scheduler
+from shoal.optim.options import Options, apply
 from shoal.optim.state_name import MAX_EPOCH
 from shoal.wire import encode
 
@@ -89,6 +90,7 @@ class TrainingState:
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._has_average = False
+        self._given = [False] * len(trained)
         self._stale = False  # what the accumulators hold is over: the next gradients take its place
 
     # ---------------------------------------------------------------------------------------------------- gradients
@@ -121,6 +123,8 @@ class TrainingState:
             elif given:
                 torch._foreach_add_(accumulators, gradients, alpha=share)
         self._stale = False
+        for index in given:
+            self._given[index] = True
         self.samples += batch_size
         return True
 
@@ -142,6 +146,11 @@ class TrainingState:
     def _clear(self) -> None:
         torch._foreach_zero_(self.accumulators)
         self._stale = False
+
+    def absent(self) -> bytes:
+        """Of which trained parameters there is no gradient since the last step: bits, the lowest first."""
+        mask = sum(1 << index for index, given in enumerate(list(self._given)) if not given)
+        return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
     def contribution(self) -> tuple[float, float]:
         """Weight of this peer's mean gradient, and the factor that makes it from the sum."""
@@ -169,19 +178,33 @@ class TrainingState:
     def discard(self) -> None:
         """Forget what was accumulated."""
         self.samples, self._has_average, self._stale = 0, False, True
+        self._given = [False] * len(self.trained)
 
-    def step(self) -> None:
+    def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
         Whatever it raises, it is over: the average is forgotten, and the epoch counted.
+
+        Args:
+            options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
+            absent: the trained parameters that nobody had a gradient of: they stay as torch leaves those without one.
+                None: those without one here.
         """
         assert self._has_average
+        if absent is None:
+            absent = [index for index, given in enumerate(self._given) if not given]
         own = [parameter.grad for parameter in self.parameters]
         try:
             for parameter in self._frozen:
                 parameter.grad = None
             for parameter, average in zip(self.trained, self.accumulators, strict=True):
                 parameter.grad = _as_gradient(average, parameter.dtype)
+            for index in absent:
+                # A gradient that came after its peer had joined the round is in the average.
+                if index < len(self.trained) and not self.accumulators[index].count_nonzero():
+                    self.trained[index].grad = None
+            if options is not None:
+                apply(self.optimizer.param_groups, options)
             self.optimizer.step()
         finally:
             for parameter, gradient in zip(self.parameters, own, strict=True):

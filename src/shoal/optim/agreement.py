@@ -1,0 +1,78 @@
+"""What the members of a gradient round tell each other when they join, and what follows for the step of all of them.
+
+Every member gets what every other one said, with the group. So each concludes the same from it, alone: with which
+options the step is taken, and which parameters nobody had a gradient of. Pure functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from shoal.optim.options import Options, agreed
+from shoal.peer import PeerID
+
+__all__ = ["Agreement", "Said", "agree"]
+
+
+class Said(msgspec.Struct, frozen=True, array_like=True):
+    """What a member says when it joins a gradient round.
+
+    Attributes:
+        options: of its parameter groups.
+        absent: a bit for each trained parameter (that of parameter i is `1 << i % 8` in byte `i // 8`): no batch since
+            the last step has given it a gradient. Shorter if the rest has.
+    """
+
+    options: Options
+    absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """How the step of a round is taken.
+
+    Attributes:
+        options: by all members; None if nobody has said any.
+        absent: the trained parameters that no member had a gradient of.
+        digest: of both; part of the name of the state after the step.
+    """
+
+    options: Options | None
+    absent: frozenset[int]
+    digest: bytes
+
+
+def agree(gathered: Mapping[PeerID, Any]) -> Agreement:
+    """What follows from what the members said: the same for all of them.
+
+    Args:
+        gathered: plain values by member, as `StepResult.gathered`. One that is not as it should be does not count.
+    """
+    said = [_read(gathered[peer]) for peer in sorted(gathered)]
+    options = agreed([each.options for each in said if each is not None])
+    absent = _in_all([each.absent if each is not None else b"" for each in said])
+    own = options.digest if options is not None else b""
+    return Agreement(options, _members(absent), hashlib.sha256(own + absent).digest())
+
+
+def _read(plain: Any) -> Said | None:
+    try:
+        said = msgspec.convert(plain, Said)
+    except msgspec.ValidationError:
+        return None
+    return said if said.options.problem() is None else None
+
+
+def _in_all(masks: list[bytes]) -> bytes:
+    size = min(map(len, masks), default=0)
+    common = (1 << 8 * size) - 1
+    for mask in masks:
+        common &= int.from_bytes(mask[:size], "little")
+    return common.to_bytes(size, "little").rstrip(b"\0")
+
+
+def _members(mask: bytes) -> frozenset[int]:
+    return frozenset(8 * place + bit for place, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1)

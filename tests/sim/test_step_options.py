@@ -1,0 +1,89 @@
+"""Trainers that change the options of their optimizers: every step is taken with the same ones by all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.events import EpochAdvanced, Warned
+from tests.sim.optimizer_kit import Run, Trainer
+
+
+async def train(
+    change: Callable[[Trainer], None], names: list[str], epochs: int, steps: list[dict[str, Any]]
+) -> list[str]:
+    """Train with `change` after each local batch; notes the parameters after each epoch. Returns what was warned."""
+    run = Run(target=24)
+    told: list[str] = []
+
+    def note(name: str, event: Any) -> None:
+        trainer = run.swarm.peer(name)
+        if isinstance(event, EpochAdvanced):
+            entry = trainer.parameters[0].detach().clone(), event.digest
+            while len(steps) < event.epoch:
+                steps.append({})
+            steps[event.epoch - 1][name] = entry
+        elif isinstance(event, Warned):
+            told.append(f"{name}: {event.message}")
+
+    for name in names:
+        trainer = await run.add(name)
+        trainer.collaboration.training.scheduler = None
+        trainer.collaboration.core.env.events.subscribe(partial(note, name))
+    await sim.sleep(3.0)
+
+    async def loop(name: str, duration_s: float) -> None:
+        trainer = run.swarm.peer(name)
+        while trainer.collaboration.epoch < epochs:
+            await trainer.take_batch(4, duration_s=duration_s)
+            change(trainer)
+
+    await asyncio.gather(*(run.swarm.run_on(n, loop, n, 0.1 * (2 + i)) for i, n in enumerate(names)))
+    assert not any(run.swarm.peer(name).downloads for name in names)
+    await run.close()
+    return told
+
+
+def equal(steps: list[dict[str, Any]], names: list[str]) -> bool:
+    """Whether all took every step, with the same parameters and name after it."""
+    return all(
+        set(step) == set(names)
+        and all(torch.equal(step[n][0], step[names[0]][0]) and step[n][1] == step[names[0]][1] for n in names)
+        for step in steps
+    )
+
+
+def by_local_steps(trainer: Trainer) -> None:
+    """A schedule of the trainer's own, stepped after each batch, as HF's Trainer does it."""
+    for group in trainer.collaboration.training.optimizer.param_groups:
+        group["lr"] = 0.05 * min(1.0, trainer.batches_done / 40)
+
+
+def by_hand(trainer: Trainer) -> None:
+    """One peer's rate set to something else, once."""
+    if trainer.index == 0 and trainer.batches_done == 7:
+        trainer.collaboration.training.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def other_lambdas(trainer: Trainer) -> None:
+    """Schedules of epochs, with other functions."""
+    rate = (0.9 if trainer.index == 1 else 0.8) ** trainer.collaboration.epoch
+    trainer.collaboration.training.optimizer.param_groups[0]["lr"] = 0.05 * rate
+
+
+@pytest.mark.parametrize("change", [by_local_steps, by_hand, other_lambdas])
+def test_learning_rates_that_differ_under_one_state_name(change: Callable[[Trainer], None]) -> None:
+    """All take every step with the same options; who had others is told once, and nobody forks or downloads."""
+    steps: list[dict[str, Any]] = []
+    names = ["p0", "p1", "p2"]
+    told = sim.run(lambda: train(change, names, 15, steps), seed=3)
+    assert equal(steps, names)
+    assert len(told) == len({each.split(":")[0] for each in told})
+    assert 1 <= len(told) <= 3
+    assert "lr of parameter group 0" in told[0]

@@ -1,0 +1,148 @@
+"""The options of a step: what peers propose, which set a round takes, and that it is applied exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from shoal.errors import ConfigError
+from shoal.optim.agreement import Said, agree
+from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
+from shoal.peer import PeerID
+from shoal.wire import decode_plain, encode
+
+
+def groups(*options: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups of AdamW with these options."""
+    made = [{"params": [torch.nn.Parameter(torch.zeros(2))], **each} for each in options]
+    return torch.optim.AdamW(made).param_groups
+
+
+def peer(number: int) -> PeerID:
+    """Some peer; a lower number is a lower id."""
+    return PeerID(bytes([number]) + bytes(31))
+
+
+def told(options: Options) -> Any:
+    """As the others get it."""
+    return decode_plain(encode(Said(options)))
+
+
+def test_what_is_proposed_is_all_but_how_a_step_is_computed() -> None:
+    """Options of computing and what schedules keep for themselves are each peer's own; objects cannot be told."""
+    (group,) = groups({"lr": torch.tensor(0.5), "betas": (np.float32(0.5), 0.75), "fused": False})
+    group.update(initial_lr=7.0, note=object(), wide=torch.zeros(3), limit=float("inf"), tag="x", count=np.int64(3))
+    found = options_of([group])
+    assert found.values == {
+        "lr": [0.5],
+        "betas": [[0.5, 0.75]],
+        "eps": [1e-8],
+        "weight_decay": [0.01],
+        "amsgrad": [False],
+        "maximize": [False],
+        "decoupled_weight_decay": [True],
+        "tag": ["x"],
+        "count": [3],
+    }
+    assert Said(found) == msgspec.convert(told(found), Said)
+
+
+def test_options_of_groups_are_told_apart() -> None:
+    """What is the same in all groups is told once."""
+    found = options_of(groups({"lr": 0.1}, {"lr": 0.2}))
+    assert found.values["lr"] == [0.1, 0.2]
+    assert found.values["eps"] == [1e-8]
+    assert differences(options_of(groups({"lr": 0.1}, {"lr": 0.3})), found) == [Difference("lr", 1, 0.3, 0.2)]
+
+
+def test_rounding_is_no_difference_and_the_step_is_taken_with_the_same_bits() -> None:
+    """Another build of Python or numpy computes a rate that is a hair off: it counts for the same set."""
+    one, hair, other = (options_of(groups({"lr": lr})) for lr in (0.1, 0.1 * (1 + 1e-9), 0.3))
+    assert agreed([other, hair, one]) == hair
+    assert not differences(one, hair)
+    mine = groups({"lr": 0.1})
+    apply(mine, hair)
+    assert mine[0]["lr"] == 0.1 * (1 + 1e-9)
+
+
+def test_most_members_decide_and_the_lowest_peer_where_as_many_have_others() -> None:
+    """The same for all members, whatever the order in which they stand; and the same in the next round."""
+    one, other = (options_of(groups({"lr": lr})) for lr in (0.1, 0.3))
+    gathered = {peer(3): told(one), peer(2): told(other), peer(1): told(one)}
+    assert agree(gathered).options == one
+    tie = {peer(2): told(one), peer(1): told(other)}
+    assert agree(tie).options == agree(dict(reversed(tie.items()))).options == other
+    assert agree(tie).digest != agree(gathered).digest
+
+
+def test_options_keep_their_form() -> None:
+    """A rate that is a tensor stays the same tensor, betas stay a tuple, None and bool are what they are."""
+    mine = groups({"lr": torch.tensor(0.5), "betas": (0.9, 0.99)})
+    rate = mine[0]["lr"]
+    apply(mine, options_of(groups({"lr": 0.25, "betas": (0.8, 0.99), "amsgrad": True})))
+    assert mine[0]["lr"] is rate
+    assert float(rate) == 0.25
+    assert mine[0]["betas"] == (0.8, 0.99)
+    assert isinstance(mine[0]["betas"], tuple)
+    assert mine[0]["amsgrad"] is True
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1, momentum=0).param_groups
+    sgd[0]["trust"] = None
+    theirs = options_of(sgd)
+    assert theirs.values["trust"] == [None]
+    assert not differences(options_of(sgd), theirs)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        7,
+        [],
+        [[1, {"lr": []}]],
+        [[1, {"lr": [float("nan")]}]],
+        [[1, {"lr": [float("inf")]}]],
+        [[1, {"betas": [[0.5, float("nan")]]}]],
+        [[3, {"lr": [0.1, 0.2]}]],
+        [[0, {"lr": [0.1]}]],
+        [[1 << 20, {"lr": [0.1]}]],
+        [[1, {"lr": [{"deep": 1}]}]],
+        [[1, {"lr": [[0.1] * 17]}]],
+        [[1, {"l" * 200: [0.1]}]],
+    ],
+)
+def test_what_is_not_options_does_not_count(bad: Any) -> None:
+    """From the network anything may come."""
+    good = options_of(groups({"lr": 0.1}))
+    assert agree({peer(1): bad, peer(2): told(good)}).options == good
+    assert agree({peer(1): bad}).options is None
+
+
+def test_options_that_cannot_be_taken_over_are_named() -> None:
+    """A text where a number is would break the optimizer in the middle of a step."""
+    mine = options_of(groups({"lr": 0.1}))
+    assert misfit(mine, mine) is None
+    assert misfit(mine, Options(1, {"lr": ["boom"]})) == "lr of 'boom', which is 0.1 here"
+    assert misfit(mine, Options(1, {"betas": [[0.1]]})) is not None
+    assert misfit(mine, Options(1, {"lr": [None]})) is not None
+    assert misfit(mine, Options(2, {"lr": [0.1]})) == "2 parameter groups, and there are 1 here"
+
+
+def test_more_options_than_can_be_told_are_refused() -> None:
+    """What is told to join a round is bounded."""
+    with pytest.raises(ConfigError, match="parameter groups take"):
+        options_of(groups(*({"lr": 0.1 + i * 1e-3} for i in range(5000))))
+
+
+@pytest.mark.parametrize(
+    ("masks", "absent"),
+    [((b"\x05", b"\x04"), {2}), ((b"\x05", b""), set()), ((b"\x00\x01", b"\xff\xff\x01"), {8}), ((b"\x01",), {0})],
+)
+def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes, ...], absent: set[int]) -> None:
+    """Who has none counts as zero if another one has one."""
+    options = options_of(groups({"lr": 0.1}))
+    gathered = {peer(i): decode_plain(encode(Said(options, mask))) for i, mask in enumerate(masks)}
+    assert agree(gathered).absent == absent

@@ -68,6 +68,13 @@ def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
         assert kept
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_sharded_optimizer_is_refused_by_the_swarm_when_it_is_made(pool: Ranks, stage: int) -> None:
+    """`shoal.Optimizer` shares whole models: it says so before it does anything, not in the middle of a run."""
+    for found in pool.play(2, programs.given_to_the_swarm, stage):
+        assert found.startswith("ConfigError: optimizer is sharded (ShardedOptimizer)")
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_parameter_that_would_not_be_trained_is_named(pool: Ranks, stage: int) -> None:
     """Replaced, new or unfrozen after sharding: the step says so, instead of leaving it as it is."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+import shoal
 import shoal.zero
 from shoal.errors import LocalError
 from shoal.zero import buckets, collectives, reduction
@@ -31,6 +32,16 @@ def said(function: Callable[[], object]) -> str:
     except (LocalError, RuntimeError, ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def given_to_the_swarm(stage: int) -> str:
+    """What `shoal.Optimizer` says of a sharded optimizer."""
+    _, optimizer = sharded(stage)
+    return said(
+        lambda: shoal.Optimizer(
+            dht=shoal.DHT.__new__(shoal.DHT), run_id="any", target_batch_size=1, optimizer=optimizer
+        )
+    )
 
 
 def backward(model: torch.nn.Module, step: int = 0, micro: int = 0, factor: float = 1.0) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,6 +14,12 @@ __all__ = ["Scheduler", "make_optimizer", "make_scheduler"]
 
 Scheduler = Any
 """A torch learning-rate scheduler: any object with `step()`."""
+_SHARDED = (
+    ("shoal.zero.optimizer", "ShardedOptimizer"),
+    ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
+    ("torch.distributed.tensor", "DTensor"),
+)
+"""What holds one rank's part of a model. Who uses one has imported its module; to import them all takes a second."""
 
 
 def make_optimizer(
@@ -53,6 +60,14 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
             "with or without sparse=True in the embedding"
         )
+    listed = [each for group in optimizer.param_groups for each in group["params"]]
+    for module, name in _SHARDED:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and any(isinstance(each, kind) for each in (optimizer, *listed)):
+            raise ConfigError(
+                f"optimizer is sharded ({name}): this rank steps a part of the model only, and a peer shares a whole "
+                "one with the swarm. Give the swarm an optimizer of the whole model"
+            )
     return optimizer
 
 

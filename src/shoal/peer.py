@@ -12,7 +12,7 @@ import binascii
 import ipaddress
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -60,6 +60,17 @@ class PeerID:
     def to_bytes(self) -> bytes:
         """The 32 bytes of the public key."""
         return self.raw
+
+    def to_base58(self) -> str:
+        """The printed form, as `str`: under this name for programs written for hivemind, though in base32."""
+        return str(self)
+
+    to_string = pretty = to_base58
+
+    @classmethod
+    def from_base58(cls, text: str) -> PeerID:
+        """As `parse`: reads what `to_base58` gave."""
+        return cls.parse(text)
 
     def short(self) -> str:
         """The first 8 characters: enough for a log line, not for a decision."""
@@ -142,6 +153,10 @@ class Address:
             raise ConfigError(f"host {host!r} in address {text!r} is {address.kind}, not {kind}")
         return address
 
+    def __getitem__(self, protocol: str) -> str:
+        """The text behind a protocol's name, as in `address["p2p"]`; KeyError for a name that is not in the address."""
+        return {self.kind: self.host, "tcp": str(self.port), "p2p": str(self.peer_id)}[protocol]
+
     def __str__(self) -> str:
         return f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/{self.peer_id}"
 
@@ -191,31 +206,52 @@ class Invite:
         return cls(tuple(Address.parse(address) for address in addresses), run_id)
 
 
-def parse_peers(peers: str | Address | Invite | Iterable[str | Address | Invite]) -> tuple[Address, ...]:
+def parse_peers(peers: object, *, skipped: Callable[[str], None] = lambda _: None) -> tuple[Address, ...]:
     """Read `initial_peers`: addresses and invites, as text or objects, in one sequence.
 
+    Lists of addresses often hold what only other software can use (`/udp/…/quic`): one that cannot be used is skipped.
+
     Args:
-        peers: an iterable of addresses or invites; a single one counts as a sequence of one.
+        peers: an iterable of addresses or invites; a single one counts as a sequence of one; None for nobody.
+        skipped: told why each one that is left out cannot be used.
 
     Returns:
         All addresses in the order given, each once.
 
     Raises:
-        ConfigError: one of them is neither an address nor an invite.
+        ConfigError: there are some, and none of them can be used; or one of them is not even text.
     """
+    if peers is None:
+        return ()
     if not isinstance(peers, str | Address | Invite | Iterable):
         raise ConfigError(f"initial_peers must be a list of addresses or invites, got {type(peers).__name__}")
-    items: Sequence[object] = [peers] if isinstance(peers, str | Address | Invite) else list(peers)
     found: dict[Address, None] = {}
-    for item in items:
-        if isinstance(item, Address):
-            found[item] = None
-        elif isinstance(item, Invite):
-            found.update(dict.fromkeys(item.addresses))
-        elif isinstance(item, str) and item.strip().startswith(_INVITE_SCHEME):
-            found.update(dict.fromkeys(Invite.parse(item).addresses))
-        elif isinstance(item, str):
-            found[Address.parse(item)] = None
-        else:
-            raise ConfigError(f"initial_peers must hold addresses or invites, got {type(item).__name__}")
+    errors: list[ConfigError] = []
+    for item in [peers] if isinstance(peers, str | Address | Invite) else peers:
+        try:
+            found.update(dict.fromkeys(_addresses(item)))
+        except ConfigError as error:
+            errors.append(error)
+        except TypeError:
+            raise ConfigError(f"initial_peers must hold addresses or invites, got {type(item).__name__}") from None
+    if errors and not found:
+        raise (
+            errors[0]
+            if len(errors) == 1
+            else ConfigError(f"none of the {len(errors)} initial_peers can be used; the first one: {errors[0]}")
+        )
+    for useless in errors:
+        skipped(str(useless))
     return tuple(found)
+
+
+def _addresses(item: object) -> Sequence[Address]:
+    """What one of the initial peers names; TypeError for what is none."""
+    if isinstance(item, Address):
+        return [item]
+    if isinstance(item, Invite):
+        return item.addresses
+    text = str(item).strip()
+    if not isinstance(item, str) and not text.startswith("/"):  # an address of another library is its text
+        raise TypeError
+    return Invite.parse(text).addresses if text.startswith(_INVITE_SCHEME) else [Address.parse(text)]

@@ -39,6 +39,11 @@ class TestPeerID:
         assert PeerID.parse(text).to_bytes() == raw
         assert text.startswith(peer.short())
         assert text in repr(peer)
+        assert PeerID.from_base58(text) == peer
+
+    def test_has_the_text_methods_of_hivemind(self) -> None:
+        """Under all their names the one text that `str` gives."""
+        assert {PEER.to_base58(), PEER.to_string(), PEER.pretty()} == {str(PEER)}
 
     def test_is_a_value(self) -> None:
         """Equal bytes are equal, hash alike, and sort by bytes."""
@@ -84,6 +89,13 @@ class TestAddress:
         assert str(HERE) == f"/ip4/192.0.2.7/tcp/4000/p2p/{PEER}"
         assert str(THERE) == f"/ip6/2001:db8::1/tcp/65535/p2p/{OTHER}"
         assert str(Address("peer.example.org", 1, PEER)) == f"/dns/peer.example.org/tcp/1/p2p/{PEER}"
+
+    def test_its_pieces_are_had_by_name(self) -> None:
+        """As from hivemind's addresses; all are text."""
+        assert (HERE["ip4"], HERE["tcp"], HERE["p2p"]) == ("192.0.2.7", "4000", str(PEER))
+        assert THERE["ip6"] == "2001:db8::1"
+        with pytest.raises(KeyError):
+            HERE["udp"]
 
     @pytest.mark.parametrize(
         ("text", "named"),
@@ -212,7 +224,7 @@ class TestParsePeers:
         assert parse_peers([str(HERE), invite, third, str(invite)]) == (HERE, THERE, third)
         assert parse_peers(iter([THERE])) == (THERE,)
 
-    @pytest.mark.parametrize("nothing", [[], (), iter(())])
+    @pytest.mark.parametrize("nothing", [None, [], (), iter(())])
     def test_nothing_is_nobody(self, nothing: Any) -> None:
         """The first peer of a swarm."""
         assert parse_peers(nothing) == ()
@@ -224,7 +236,38 @@ class TestParsePeers:
         assert parse_peers(str(HERE)) == (HERE,)
         assert parse_peers(str(Invite((HERE, THERE)))) == (HERE, THERE)
 
-    @pytest.mark.parametrize("wrong", ["", "nobody", ["nobody"], [b"bytes"], [None], [HERE, 5], 5, None])
+    @pytest.mark.parametrize(
+        "useless",
+        [
+            f"/ip4/192.0.2.7/udp/4000/quic/p2p/{PEER}",
+            f"/ip4/192.0.2.7/udp/4000/quic-v1/p2p/{PEER}",
+            f"{HERE}/p2p-circuit/p2p/{OTHER}",
+            "/ip4/192.0.2.7/tcp/4000/p2p/QmdaK4LUeQaKhqSFPRu9N7MvXUEWDxWwtCvPrS444tCgd1",
+            str(Invite((HERE,)))[:-1],
+        ],
+    )
+    def test_one_quic_address_among_initial_peers_fails_the_whole_list(self, useless: str) -> None:
+        """Not any more: what cannot be used is skipped, and said; with nothing else it is an error."""
+        skipped: list[str] = []
+        assert parse_peers([useless, str(THERE)], skipped=skipped.append) == (THERE,)
+        assert len(skipped) == 1
+        with pytest.raises(ConfigError) as caught:
+            parse_peers([useless])
+        assert str(caught.value) == skipped[0]
+        with pytest.raises(ConfigError, match="none of the 2 initial_peers can be used; the first one: "):
+            parse_peers([useless, useless], skipped=skipped.append)
+        assert len(skipped) == 1
+
+    def test_takes_address_objects_of_other_libraries(self) -> None:
+        """Such as those of `multiaddr`: the address is their text."""
+
+        class Multiaddr:
+            def __str__(self) -> str:
+                return str(HERE)
+
+        assert parse_peers([Multiaddr()]) == (HERE,)
+
+    @pytest.mark.parametrize("wrong", ["", "nobody", ["nobody"], [b"bytes"], [None], [HERE, 5], 5])
     def test_refuses_anything_else(self, wrong: Any) -> None:
         """With a `ConfigError`."""
         with pytest.raises(ConfigError):

@@ -12,14 +12,15 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from shoal.core import PeerCore
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout
-from shoal.events import EventBus
+from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
+from shoal.runtime.hivemind import DhtOptions, check_options
 from shoal.runtime.running import Closer, RunningPeer
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
@@ -28,15 +29,18 @@ __all__ = ["DHT"]
 
 T = TypeVar("T")
 
+_LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+
 
 class DHT:
     """This peer: its identity, its listening socket, its place in the network. The first object to make.
 
     Args:
-        initial_peers: addresses or invites (text or objects) of peers to join; none begins a new network.
+        initial_peers: addresses or invites (text or objects) of peers to join; None, or none, begins a new network.
+            Those that cannot be used (QUIC, relays) are skipped with a warning, as long as there are others.
         start: connect now; else at `run_in_background`.
         host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
-            other machines connect.
+            other machines connect. None: `/ip4/127.0.0.1/tcp/0`.
         announce_maddrs: what to tell others in place of where we listen, in the same form, for a forwarded port or a
             public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
@@ -53,6 +57,8 @@ class DHT:
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
         startup_timeout: seconds that joining may take.
+        options: arguments of hivemind 1.1.12 that change nothing here, such as `num_workers=4` and `use_ipfs=False`;
+            docs/migrating.md lists them.
 
     Attributes:
         client_mode: whether this peer only dials.
@@ -65,11 +71,11 @@ class DHT:
 
     def __init__(  # noqa: PLR0913 (documented names that users of hivemind know)
         self,
-        initial_peers: str | Address | Invite | Iterable[str | Address | Invite] = (),
+        initial_peers: str | Address | Invite | Iterable[object] | None = None,
         *,
         start: bool = False,
-        host_maddrs: str | Sequence[str] = "/ip4/127.0.0.1/tcp/0",
-        announce_maddrs: str | Sequence[str] = (),
+        host_maddrs: str | Sequence[object] | None = None,
+        announce_maddrs: str | Sequence[object] | None = None,
         identity_path: str | os.PathLike[str] | None = None,
         client_mode: bool = False,
         encrypt: bool = True,
@@ -80,15 +86,17 @@ class DHT:
         daemon: bool = True,
         shutdown_timeout: float = 3.0,
         startup_timeout: float = 15.0,
+        **options: Unpack[DhtOptions],
     ) -> None:
+        check_options(options)
         _check_seconds("shutdown_timeout", shutdown_timeout)
         _check_seconds("startup_timeout", startup_timeout)
-        self._initial_peers = parse_peers(initial_peers)
-        self._listen = _one_place(host_maddrs, "host_maddrs")
-        self._announce = _one_place(announce_maddrs, "announce_maddrs") if announce_maddrs else (None, 0)
+        self.events = EventBus()
+        self._initial_peers = parse_peers(initial_peers, skipped=lambda why: self._skip("initial_peers", why))
+        self._listen = self._one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs")
+        self._announce = self._one_place(announce_maddrs, "announce_maddrs") if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
         self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
-        self.events = EventBus()
         self._validators = tuple(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
@@ -98,6 +106,20 @@ class DHT:
         self._shut_down = False
         if start:
             self.run_in_background(await_ready=await_ready)
+
+    def _skip(self, argument: str, why: str) -> None:
+        self.events.emit(Warned(where=argument, message=f"one address is skipped: {why}"))
+
+    def _one_place(self, maddrs: str | Sequence[object], argument: str) -> tuple[str, int]:
+        """Host and port of the one TCP address that `maddrs` holds; the same place by UDP (QUIC) is skipped."""
+        texts = [maddrs] if isinstance(maddrs, str) else [str(each) for each in maddrs]
+        places = [text for text in texts if "/udp/" not in text] or texts
+        for text in texts:
+            if text not in places:
+                self._skip(argument, f"shoal speaks TCP only, not {text}")
+        if len(places) != 1:
+            raise ConfigError(f"{argument} must be one address, got {len(places)}")
+        return _place(places[0], argument)
 
     # -------------------------------------------------------------------------------------------------- life and death
 
@@ -405,18 +427,14 @@ def _checked_limit(limit: object) -> float | None:
     return float(limit)
 
 
-def _one_place(maddrs: str | Sequence[str], argument: str) -> tuple[str, int]:
-    """Host and port of the one address that `maddrs` holds."""
-    texts = [maddrs] if isinstance(maddrs, str) else list(maddrs)
-    if len(texts) != 1:
-        raise ConfigError(f"{argument} must be one address, got {len(texts)}")
-    pieces = str(texts[0]).split("/")
+def _place(text: str, argument: str) -> tuple[str, int]:
+    pieces = text.split("/")
     if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
         kind, host, port = pieces[1], pieces[2], int(pieces[4])
         if port <= 65535 and host and _kind(host) == kind:
             return host, port
     raise ConfigError(
-        f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {texts[0]!r}"
+        f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {text!r}"
     )
 
 

@@ -1,0 +1,113 @@
+"""Arguments of hivemind 1.1.12's `DHT` that have no counterpart here, so that programs written for it run as they are.
+
+Most only tune what shoal does in its own way, or does without: they change nothing and are taken with any value. The
+others ask for something only with some values: those are refused, with what to use in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+from shoal.errors import ConfigError
+
+__all__ = ["DhtOptions", "check_options"]
+
+
+class DhtOptions(TypedDict, total=False):
+    """What `DHT` takes and does not use; of hivemind's `DHT`, `DHTNode.create` and `P2P.create`."""
+
+    p2p: object
+    num_workers: int
+    node_id: object
+    bucket_size: int
+    depth_modulo: int
+    parallel_rpc: int | None
+    wait_timeout: float
+    refresh_timeout: float | None
+    bootstrap_timeout: float | None
+    cache_locally: bool
+    cache_nearest: int
+    cache_size: int | None
+    cache_refresh_before_expiry: float
+    cache_on_store: bool
+    reuse_get_requests: bool
+    chunk_size: int
+    blacklist_time: float
+    backoff_rate: float
+    record_validator: object
+    authorizer: object
+    ensure_bootstrap_success: bool
+    strict: bool
+    auto_nat: bool
+    conn_manager: bool
+    dht_mode: str
+    force_reachability: str | None
+    idle_timeout: float
+    nat_port_map: bool
+    relay_hop_limit: int
+    tls: bool
+    use_auto_relay: bool
+    use_ipfs: bool
+    use_relay: bool
+    persistent_conn_max_msg_size: int
+    quic: bool | None
+    use_relay_hop: bool | None
+    use_relay_discovery: bool | None
+    check_if_identity_free: bool
+    no_listen: bool
+    trusted_relays: Sequence[object] | None
+
+
+def _nothing(value: object) -> bool:
+    return value is None or value in ((), [])
+
+
+def _false(value: object) -> bool:
+    return not value
+
+
+def _true(value: object) -> bool:
+    return bool(value)
+
+
+_RELAYS = "no peer relays for others here: forward a port and give announce_maddrs, or set client_mode=True"
+
+_ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
+    "p2p": (_nothing, "there is no daemon to share: several averagers can share one DHT"),
+    "node_id": (_nothing, "a node's place follows from its identity: give identity_path"),
+    "bootstrap_timeout": (_nothing, "give startup_timeout"),
+    "cache_locally": (_true, "get(key, latest=True) asks the others each time"),
+    "record_validator": (_nothing, "give record_validators"),
+    "authorizer": (_nothing, "there is none: who may join is not restricted yet"),
+    "ensure_bootstrap_success": (
+        _true,
+        "a peer that reaches nobody would be alone: leave initial_peers out to begin alone",
+    ),
+    "dht_mode": (lambda value: value in ("server", "auto"), "set client_mode=True for a peer that only dials"),
+    "force_reachability": (
+        _nothing,
+        "give announce_maddrs if others can reach this peer, set client_mode=True if they cannot",
+    ),
+    "tls": (_true, "encrypt=False turns encryption off"),
+    "use_auto_relay": (_false, _RELAYS),
+    "use_ipfs": (_false, "there is no public network to join by: give initial_peers"),
+    "no_listen": (_false, "set client_mode=True"),
+    "trusted_relays": (_nothing, _RELAYS),
+}
+
+
+def check_options(options: DhtOptions) -> None:
+    """Raise for what shoal cannot do.
+
+    Raises:
+        ConfigError: an option asks for something that does not exist here; says what does.
+        TypeError: hivemind has no such argument, either.
+    """
+    for name, value in options.items():
+        if name not in DhtOptions.__annotations__:
+            raise TypeError(f"DHT() got an unexpected keyword argument {name!r}")
+        if name in _ASKING:
+            asks_for_nothing, instead = _ASKING[name]
+            if not asks_for_nothing(value):
+                raise ConfigError(f"{name}={value!r:.80} has no counterpart in shoal: {instead}")

@@ -10,9 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import shoal
-from shoal.averager import AveragerSettings, StepPlan
+from shoal.averager import AveragerSettings, StepPlan, choose_timeouts
+from shoal.averager.timeouts import TIMEOUTS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
 from shoal.runtime.arguments import choose_codecs
@@ -74,6 +77,7 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
         ({"sender_timeout_s": 9.0, "reducer_timeout_s": 9.0}, "sender_timeout=9 must be less than reducer_timeout=9"),
         ({"sender_timeout_s": 9.0, "allreduce_timeout_s": 8.0}, "less than allreduce_timeout=8: lower sender_timeout"),
         ({"sender_timeout_s": 0.5}, "sender_timeout must be at least 1 second"),
+        ({"allreduce_timeout_s": 1.0}, "allreduce_timeout must be more than 1 second, got 1.0"),
         ({"averaging_alpha": 0.0}, "averaging_alpha must be above 0"),
         ({"averaging_alpha": 1.5}, "averaging_alpha must be above 0 and at most 1, got 1.5"),
         ({"averaging_alpha": "1"}, "averaging_alpha must be"),
@@ -106,6 +110,48 @@ def test_what_does_not_fit_is_refused_with_what_to_change(changes: dict[str, Any
     with pytest.raises(ConfigError) as caught:
         msgspec.structs.replace(AveragerSettings(), **changes).check()
     assert message in str(caught.value)
+
+
+SOME = st.none() | st.sampled_from([1, 1.5, 2, 3, 6, 15, 60, 120, 1799]) | st.floats(0.001, 4000)
+
+
+@given(st.fixed_dictionaries({}, optional=dict.fromkeys(TIMEOUTS, SOME)))
+def test_timeouts_follow_from_those_that_were_given(limits: dict[str, float | None]) -> None:
+    """What was given stays, and all fit each other; or an error names only what was given, by the user's names."""
+    names = {name: f"users_{name}" for name in TIMEOUTS}
+    try:
+        chosen = choose_timeouts(limits, names=names)
+    except ConfigError as error:
+        named = set(re.findall(r"users_(\w+)", str(error)))
+        assert named
+        assert named <= {name for name, value in limits.items() if value is not None}
+        return
+    msgspec.structs.replace(AveragerSettings(), **chosen).check()
+    for name, value in limits.items():
+        assert value is None or chosen[f"{name}_s"] == value
+
+
+@pytest.mark.parametrize(
+    ("limits", "follow"),
+    [
+        ({}, {"averaging_expiration": 15, "request_timeout": 3, "sender_timeout": 5, "allreduce_timeout": 120}),
+        ({"averaging_expiration": 2}, {"request_timeout": 1}),
+        ({"averaging_expiration": 0.2}, {"request_timeout": 0.1}),
+        ({"request_timeout": 20}, {"averaging_expiration": 40}),
+        ({"allreduce_timeout": 6}, {"sender_timeout": 2}),
+        ({"allreduce_timeout": 2}, {"sender_timeout": 1}),
+        ({"reducer_timeout": 6}, {"sender_timeout": 3}),
+        ({"next_chunk_timeout": 200}, {"sender_timeout": 200, "allreduce_timeout": 800}),
+        ({"next_chunk_timeout": 200, "allreduce_timeout": 60}, {"sender_timeout": 20}),
+        ({"next_chunk_timeout": 2}, {"sender_timeout": 2, "allreduce_timeout": 120}),
+    ],
+)
+def test_averaging_timeout_5_fails_with_an_error_that_names_sender_timeout(
+    limits: dict[str, float], follow: dict[str, float]
+) -> None:
+    """Not any more: the others follow from what was given."""
+    chosen = choose_timeouts(limits)
+    assert {name: chosen[f"{name}_s"] for name in follow} == follow
 
 
 def test_tensor_infos_decide_the_codec() -> None:

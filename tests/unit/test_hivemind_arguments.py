@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import shoal
-from shoal.errors import ConfigError
+from shoal.compression import NoCompression
+from shoal.errors import ConfigError, LocalError
 from shoal.runtime.hivemind import DhtOptions
 
 DHT = {
@@ -73,6 +75,50 @@ P2P = {
 }
 """Of `P2P.create`, which the node hands its own to."""
 
+AVERAGER: dict[str, Any] = {
+    "target_group_size": None,
+    "min_group_size": 2,
+    "initial_group_bits": "",
+    "min_matchmaking_time": 5.0,
+    "request_timeout": 3.0,
+    "averaging_alpha": 1.0,
+    "part_size_bytes": 524288,
+    "allreduce_timeout": None,
+    "next_chunk_timeout": None,
+    "sender_timeout": None,
+    "reducer_timeout": None,
+    "compression": NoCompression(),
+    "state_compression": NoCompression(),
+    "tensor_infos": None,
+    "bandwidth": None,
+    "min_vector_size": 0,
+    "auxiliary": False,
+    "allow_state_sharing": None,
+    "declare_state_period": 30,
+    "client_mode": None,
+    "daemon": True,
+    "shutdown_timeout": 5,
+}
+"""Of `DecentralizedAverager`; its tensors, `dht`, `start` and `prefix` have none."""
+
+OPTIMIZER: dict[str, Any] = {
+    "batch_size_per_step": None,
+    "scheduler": None,
+    "matchmaking_time": 15.0,
+    "averaging_timeout": 60.0,
+    "allreduce_timeout": None,
+    "load_state_timeout": 600.0,
+    "average_state_every": 1,
+    "client_mode": None,
+    "grad_compression": NoCompression(),
+    "state_averaging_compression": NoCompression(),
+    "load_state_compression": NoCompression(),
+    "extra_tensors": (),
+    "shutdown_timeout": 5,
+    "verbose": False,
+}
+"""Of `Optimizer`, as far as it is here."""
+
 ALL_OF_DHT: dict[str, Any] = DHT | NODE | P2P
 
 
@@ -82,6 +128,79 @@ def test_every_default_of_a_dht_is_taken() -> None:
         shoal.DHT(start=False, **{name: value})
     shoal.DHT(start=False, **ALL_OF_DHT)
     assert DhtOptions.__annotations__.keys() < ALL_OF_DHT.keys()
+
+
+def averager(**given: Any) -> shoal.DecentralizedAverager:
+    """One that is not started."""
+    dht = shoal.DHT(start=False)
+    return shoal.DecentralizedAverager([torch.zeros(3)], dht, start=False, prefix="test", **given)
+
+
+def optimizer(**given: Any) -> shoal.Optimizer:
+    """One whose DHT is not started: `LocalError`, once all arguments were found good."""
+    arguments: dict[str, Any] = {"params": [torch.nn.Parameter(torch.zeros(3))], "optimizer": torch.optim.Adam, **given}
+    return shoal.Optimizer(dht=shoal.DHT(start=False), run_id="run", target_batch_size=8, **arguments)
+
+
+def test_every_default_of_an_averager_is_taken() -> None:
+    """Alone, and all at once."""
+    for name, value in AVERAGER.items():
+        averager(**{name: value})
+    averager(**AVERAGER)
+
+
+def test_every_default_of_an_optimizer_is_taken() -> None:
+    """Alone, and all at once; and None where hivemind allows it."""
+    nothing = {"matchmaking_time": None, "averaging_timeout": None}
+    for given in ({}, OPTIMIZER, nothing, *({name: value} for name, value in OPTIMIZER.items())):
+        with pytest.raises(LocalError, match="this DHT was not started"):
+            optimizer(**given)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"averaging_timeout": 5},
+        {"averaging_timeout": 2},
+        {"allreduce_timeout": 4.0},
+        {"matchmaking_time": 0.5},
+        {"matchmaking_time": 2},
+        {"sender_timeout": 90.0},
+    ],
+)
+def test_averaging_timeout_5_fails_with_an_error_that_names_sender_timeout(given: dict[str, float]) -> None:
+    """Not any more, nor do others that ask for something of those that were not given."""
+    with pytest.raises(LocalError, match="this DHT was not started"):
+        optimizer(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"averaging_timeout": 5, "sender_timeout": 6}, "sender_timeout=6 must be less than averaging_timeout=5"),
+        ({"allreduce_timeout": 5, "sender_timeout": 6}, "sender_timeout=6 must be less than allreduce_timeout=5"),
+        ({"averaging_timeout": 1}, "averaging_timeout must be more than 1 second, got 1"),
+        ({"matchmaking_time": 2000}, "matchmaking_time must be at most 1800 seconds, got 2000"),
+        ({"matchmaking_time": 0}, "matchmaking_time must be a number of seconds above 0, got 0"),
+        ({"matchmaking_time": "long"}, "matchmaking_time must be a number of seconds above 0, got 'long'"),
+        ({"averaging_timeout": "long"}, "averaging_timeout must be a number of seconds above 0, got 'long'"),
+    ],
+)
+def test_errors_about_time_limits_name_what_was_given(given: dict[str, Any], message: str) -> None:
+    """By the optimizer's names, not those of the averagers within."""
+    with pytest.raises(ConfigError) as caught:
+        optimizer(**given)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "given", [{"min_matchmaking_time": 2}, {"averaging_expiration": 1}, {"next_chunk_timeout": 200}]
+)
+def test_min_matchmaking_time_2_fails_for_request_timeout(given: dict[str, Any]) -> None:
+    """Not any more: nobody has given it."""
+    averager(**given)
+    with pytest.raises(ConfigError, match="request_timeout=3 must be less than min_matchmaking_time=2: lower"):
+        averager(min_matchmaking_time=2, request_timeout=3)
 
 
 @pytest.mark.parametrize("given", [{"host_maddrs": None}, {"use_ipfs": False}, {"num_workers": 4}, {"num_workers": 16}])

@@ -1,8 +1,9 @@
 """The async core of an averager: matchmaking, then the all-reduce, then the commit; and the state that it shares.
 
-`Averager` is the core; `settings` its numbers, `plan` what one step is to do, `lock` that of the tensors, `sharing` the
-state for newcomers, `group_finder` how a step comes to a group, `directory` how groups and donors find each other in
-the DHT. The synchronous class that users hold is `shoal.DecentralizedAverager`, in `shoal.runtime`.
+`Averager` is the core; `settings` its numbers, `timeouts` how those follow from each other, `plan` what one step is to
+do, `lock` that of the tensors, `sharing` the state for newcomers, `group_finder` how a step comes to a group,
+`directory` how groups and donors find each other in the DHT. The synchronous class that users hold is
+`shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 
 from shoal.averager.averager import Averager
@@ -11,6 +12,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import AveragerSettings, check_group_bits
 from shoal.averager.sharing import StateSharing
+from shoal.averager.timeouts import choose_timeouts
 
 __all__ = [
     "Averager",
@@ -22,5 +24,6 @@ __all__ = [
     "StepResult",
     "TensorLock",
     "check_group_bits",
+    "choose_timeouts",
     "find_donors",
 ]

@@ -11,30 +11,15 @@ from collections.abc import Mapping
 import msgspec
 
 from shoal.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
+from shoal.averager.timeouts import TIMEOUTS, check_timeouts
 from shoal.errors import ConfigError
 
 __all__ = ["MAX_GROUP", "AveragerSettings", "check_group_bits"]
 
 MAX_GROUP = 256
 _MAX_BITS = 64
-_MAX_AVERAGING_EXPIRATION_S = 1800.0
-"""A search declares itself until its window ends, and the DHT keeps a record for an hour; clocks differ."""
-
 _MAX_DECLARE_STATE_PERIOD_S = 1800.0
 """A declaration holds for two periods, and the DHT keeps a record for an hour."""
-
-_MIN_NEXT_CHUNK_TIMEOUT_S = 2.0
-"""Donors hold a piece of their state for 1.5 s while they average."""
-
-_SECONDS = (
-    "averaging_expiration",
-    "request_timeout",
-    "allreduce_timeout",
-    "sender_timeout",
-    "reducer_timeout",
-    "next_chunk_timeout",
-    "declare_state_period",
-)
 
 
 class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,11 +71,10 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `ConfigError` for the first value that cannot be, or the first two that do not fit each other."""
-        for name in _SECONDS:
-            value = getattr(self, f"{name}_s")
-            if value is None and name == "reducer_timeout":
-                continue
-            _need(_number(value) and 0 < value < math.inf, name, value, "a number of seconds above 0")
+        check_timeouts({name: getattr(self, f"{name}_s") for name in TIMEOUTS})
+        period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
+        _need(_number(period) and 0 < period < math.inf, "declare_state_period", period, "a number of seconds above 0")
+        _need(period <= most, "declare_state_period", period, f"at most {most:g} seconds")
         alpha, part, width, vector = self.averaging_alpha, self.part_size_bytes, self.bandwidth, self.min_vector_size
         _need(_number(alpha) and 0 < alpha <= 1, "averaging_alpha", alpha, "above 0 and at most 1")
         _need(
@@ -110,7 +94,12 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
             _need(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         check_group_bits("initial_group_bits", self.group_bits)
         self._check_sizes()
-        self._check_relations()
+        if self.auxiliary and self.client_mode:
+            raise ConfigError(
+                "auxiliary=True needs a peer that can be dialed, to reduce for others: set client_mode=False"
+            )
+        if self.auxiliary and self.bandwidth == 0:
+            raise ConfigError("auxiliary=True with bandwidth=0 would do nothing at all: give it a bandwidth, or None")
 
     def _check_sizes(self) -> None:
         size, least = self.target_group_size, self.min_group_size
@@ -122,36 +111,11 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 size,
                 f"None (no limit), or a whole number from 2 to {MAX_GROUP}",
             )
-            _relate(least <= size, "min_group_size", least, "at most", "target_group_size", size)
-
-    def _check_relations(self) -> None:
-        window, longest = self.averaging_expiration_s, _MAX_AVERAGING_EXPIRATION_S
-        _need(window <= longest, "averaging_expiration", window, f"at most {longest:g} seconds")
-        _relate(
-            self.request_timeout_s < self.averaging_expiration_s,
-            "request_timeout",
-            self.request_timeout_s,
-            "less than",
-            "averaging_expiration (min_matchmaking_time)",
-            self.averaging_expiration_s,
-        )
-        _need(self.sender_timeout_s >= 1, "sender_timeout", self.sender_timeout_s, "at least 1 second")
-        chunk, least = self.next_chunk_timeout_s, _MIN_NEXT_CHUNK_TIMEOUT_S
-        _need(chunk >= least, "next_chunk_timeout", chunk, f"at least {least:g} seconds")
-        period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
-        _need(period <= most, "declare_state_period", period, f"at most {most:g} seconds")
-        sender = self.sender_timeout_s
-        for name, limit in (
-            ("reducer_timeout", self.reducer_timeout_s),
-            ("allreduce_timeout", self.allreduce_timeout_s),
-        ):
-            _relate(limit is None or sender < limit, "sender_timeout", sender, "less than", name, limit or 0.0)
-        if self.auxiliary and self.client_mode:
-            raise ConfigError(
-                "auxiliary=True needs a peer that can be dialed, to reduce for others: set client_mode=False"
-            )
-        if self.auxiliary and self.bandwidth == 0:
-            raise ConfigError("auxiliary=True with bandwidth=0 would do nothing at all: give it a bandwidth, or None")
+            if least > size:
+                raise ConfigError(
+                    f"min_group_size={least} must be at most target_group_size={size}: "
+                    "lower min_group_size or raise target_group_size"
+                )
 
 
 def check_group_bits(name: str, bits: object) -> str:
@@ -176,8 +140,3 @@ def _whole(value: object) -> bool:
 def _need(holds: bool, name: str, value: object, what: str) -> None:
     if not holds:
         raise ConfigError(f"{name} must be {what}, got {value!r}")
-
-
-def _relate(holds: bool, smaller: str, low: float, how: str, larger: str, high: float) -> None:
-    if not holds:
-        raise ConfigError(f"{smaller}={low:g} must be {how} {larger}={high:g}: lower {smaller} or raise {larger}")

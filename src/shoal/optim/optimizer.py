@@ -9,7 +9,7 @@ from typing import Annotated, Any, Self, TypeVar
 import msgspec
 import torch
 
-from shoal.averager import AveragerSettings, TensorLock
+from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
 from shoal.compression import CompressionBase
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
@@ -26,6 +26,8 @@ from shoal.runtime.thread import GRACE_S
 __all__ = ["Optimizer"]
 
 T = TypeVar("T")
+
+_AVERAGING_TIMEOUT_S = 60.0
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -49,9 +51,10 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
             that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay what they are.
-        matchmaking_time: longest search for a group, seconds. It ends when all live peers of the run are there.
-        averaging_timeout: longest time that one call of `step` waits for the others, seconds. It then returns without
-            a step, and the next call goes on.
+        matchmaking_time: longest search for a group, seconds; None: 15. It ends when all live peers of the run are
+            there.
+        averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
+            returns without a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
         load_state_timeout: longest state download, seconds.
         average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
@@ -63,7 +66,7 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
             beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.
-        sender_timeout: seconds of silence after which a peer is left out of a round.
+        sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
         shutdown_timeout: seconds that `shutdown` may take.
         verbose: kept for compatibility; use the `shoal` logger.
 
@@ -81,8 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer],
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]] | None = None,
         scheduler: Any = None,
-        matchmaking_time: float = 15.0,
-        averaging_timeout: float = 60.0,
+        matchmaking_time: float | None = None,
+        averaging_timeout: float | None = None,
         allreduce_timeout: float | None = None,
         load_state_timeout: float = 600.0,
         average_state_every: int = 10,
@@ -92,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
         load_state_compression: CompressionBase | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
-        sender_timeout: float = 5.0,
+        sender_timeout: float | None = None,
         shutdown_timeout: float = 5.0,
         verbose: bool = False,
     ) -> None:
@@ -105,6 +108,19 @@ class Optimizer(torch.optim.Optimizer):
             _check_count("batch_size_per_step", batch_size_per_step)
         if not isinstance(average_state_every, int) or average_state_every < 0:
             raise ConfigError(f"average_state_every must be a number of epochs from 0, got {average_state_every!r}")
+        timeouts = choose_timeouts(
+            {
+                "averaging_expiration": matchmaking_time,
+                "allreduce_timeout": averaging_timeout if allreduce_timeout is None else allreduce_timeout,
+                "sender_timeout": sender_timeout,
+            },
+            names={
+                "averaging_expiration": "matchmaking_time",
+                "allreduce_timeout": "averaging_timeout" if allreduce_timeout is None else "allreduce_timeout",
+            },
+            round_s=_AVERAGING_TIMEOUT_S,
+        )
+        averaging_timeout = _AVERAGING_TIMEOUT_S if averaging_timeout is None else averaging_timeout
         for name, seconds in (("averaging_timeout", averaging_timeout), ("load_state_timeout", load_state_timeout)):
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
@@ -119,13 +135,11 @@ class Optimizer(torch.optim.Optimizer):
         self._shutdown_timeout = shutdown_timeout
         self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors, unit=target_batch_size)
         self._lock = TensorLock()
-        averager = AveragerSettings(
-            averaging_expiration_s=matchmaking_time,
-            request_timeout_s=min(3.0, matchmaking_time / 2),
-            allreduce_timeout_s=allreduce_timeout or averaging_timeout,
-            sender_timeout_s=sender_timeout,
-            bandwidth=bandwidth,
-            client_mode=client_argument(client_mode, dht_is_client=dht.client_mode),
+        averager = msgspec.structs.replace(
+            AveragerSettings(
+                bandwidth=bandwidth, client_mode=client_argument(client_mode, dht_is_client=dht.client_mode)
+            ),
+            **timeouts,
         )
         averager.check()
         settings = CollaborationSettings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -70,15 +71,16 @@ def client_argument(client_mode: bool | None, *, dht_is_client: bool) -> bool:
     return client_mode
 
 
-def first(*values: T | None) -> T:
-    """The first that was given; the last one always is."""
-    return next(value for value in values if value is not None)
+def first(*values: T | None) -> T | None:
+    """The first that was given."""
+    return next((value for value in values if value is not None), None)
 
 
 def seconds(name: str, value: object, default: float) -> float:
     """A number of seconds, or the default for None; raises `ConfigError` for anything else."""
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 < number < math.inf:
         raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-    return float(value)
+    return number

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Self, overload
 
+import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, StepPlan, check_group_bits
+from shoal.averager import Averager, AveragerSettings, StepPlan, check_group_bits, choose_timeouts
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
@@ -32,7 +33,6 @@ __all__ = ["DecentralizedAverager"]
 
 DEFAULT_STEP_TIMEOUT_S = 300.0
 
-_DEFAULT_EXPIRATION_S = 15.0
 _FRESH_S = 2.0
 """Newcomers get a state that is not older than this, also where it changes without the lock of the tensors."""
 
@@ -54,9 +54,10 @@ class DecentralizedAverager(SharesState):
         initial_group_bits: which of several groups to begin with, as a text of 0 and 1; drawn anew after each round,
             and after a search that found no group.
         averaging_expiration: how long one search for a group lasts; a step begins another until its timeout. None: 15.
+            This and all other time limits that are not given follow from those that are.
         min_matchmaking_time: another name of `averaging_expiration`.
         request_timeout: how long to wait for another peer's answer while looking for a group; less than
-            `averaging_expiration`.
+            `averaging_expiration`. None: 3.
         averaging_alpha: move this fraction of the way to the average, above 0 and at most 1.
         part_size_bytes: the tensors are sent in parts of at most this size.
         allreduce_timeout: longest time of a round once the group is formed; None: 120.
@@ -94,7 +95,7 @@ class DecentralizedAverager(SharesState):
         initial_group_bits: str = "",
         averaging_expiration: float | None = None,
         min_matchmaking_time: float | None = None,
-        request_timeout: float = 3.0,
+        request_timeout: float | None = None,
         averaging_alpha: float = 1.0,
         part_size_bytes: int = 1 << 20,
         allreduce_timeout: float | None = None,
@@ -120,17 +121,20 @@ class DecentralizedAverager(SharesState):
         check_tensors(averaged_tensors)
         self.dht, self.prefix = dht, prefix
         self.client_mode = client_argument(client_mode, dht_is_client=dht.client_mode)
-        self._settings = AveragerSettings(
+        other_name = {} if min_matchmaking_time is None else {"averaging_expiration": "min_matchmaking_time"}
+        timeouts = {
+            "averaging_expiration": first(averaging_expiration, min_matchmaking_time),
+            "request_timeout": request_timeout,
+            "allreduce_timeout": allreduce_timeout,
+            "sender_timeout": sender_timeout,
+            "reducer_timeout": reducer_timeout,
+            "next_chunk_timeout": next_chunk_timeout,
+        }
+        settings = AveragerSettings(
             target_group_size=target_group_size,
             min_group_size=min_group_size,
-            averaging_expiration_s=first(averaging_expiration, min_matchmaking_time, _DEFAULT_EXPIRATION_S),
-            request_timeout_s=request_timeout,
             averaging_alpha=averaging_alpha,
             part_size_bytes=part_size_bytes,
-            allreduce_timeout_s=first(allreduce_timeout, 120.0),
-            sender_timeout_s=first(sender_timeout, next_chunk_timeout, 5.0),
-            reducer_timeout_s=reducer_timeout,
-            next_chunk_timeout_s=first(next_chunk_timeout, 5.0),
             bandwidth=bandwidth,
             min_vector_size=min_vector_size,
             auxiliary=auxiliary,
@@ -139,6 +143,7 @@ class DecentralizedAverager(SharesState):
             declare_state_period_s=declare_state_period,
             fresh_state_s=_FRESH_S,
         )
+        self._settings = msgspec.structs.replace(settings, **choose_timeouts(timeouts, names=other_name))
         self._settings.check()
         if self.client_mode and allow_state_sharing:
             raise ConfigError(

@@ -58,6 +58,34 @@ def test_any_number_of_ranks_goes_on(pool: Ranks, saved: Path, stage: int, count
                 assert torch.equal(state[name], value), name
 
 
+@pytest.fixture(scope="module")
+def matrix(pool: Ranks, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Checkpoints of every stage on 1 to 4 ranks, after four steps with the same data."""
+    folder = tmp_path_factory.mktemp("matrix")
+    for count in (1, 2, 3, 4):
+        pool.play(count, cases.save_in_each_stage, str(folder))
+    return sorted(str(each) for each in folder.iterdir())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("count", [4, 3, 2, 1])
+def test_the_tiles_of_one_saved_piece_share_no_step_counter(
+    pool: Ranks, matrix: list[str], stage: int, count: int
+) -> None:
+    """What any stage saved on 1 to 4 ranks, every stage loads on 1 to 4, and goes on from: weights and counters.
+
+    A piece of stage 3 is cut into several tiles. They counted each other's steps, and trained wrongly without a word.
+    """
+    assert len(matrix) == 12
+    wanted = cases.alone(1, "adamw")[0]
+    for found in pool.play(count, cases.load_each, stage, matrix):
+        for path, (state, counters, shared) in found.items():
+            assert (counters, shared) == ([cases.STEPS], 0), path
+            means_are_exact = count != 3 and not path.endswith("-3")
+            for name, value in wanted.items():
+                assert torch.allclose(state[name], value, rtol=0, atol=0 if means_are_exact else 1e-6), (path, name)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: int) -> None:
     """One file of two state dictionaries, that of the optimizer among them; training goes on as if nothing had been."""

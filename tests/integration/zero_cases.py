@@ -16,7 +16,7 @@ import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.zero import checkpoint, flat, fsdp
 from shoal.zero.collectives import Collectives, Run, Traffic
-from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.optimizer import ShardedOptimizer, local
 from shoal.zero.tiles import Plan, Tile
 from shoal.zero.watch import Watch
 from tests.integration.ranks import die_here
@@ -502,6 +502,36 @@ def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict
         optimizer.step()
         optimizer.zero_grad()
     return shoal.zero.full_state_dict(model), extra
+
+
+def save_in_each_stage(folder: str) -> None:
+    """Four steps on the micro-batches of rank 0, so that the number of ranks does not matter; in every stage."""
+    for stage in (1, 2, 3):
+        model, optimizer = _shard(stage, "adamw")
+        _steps_of_rank_0(model, optimizer, range(4))
+        shoal.zero.save(f"{folder}/stage-{stage}-ranks-{dist.get_world_size()}", model, optimizer)
+
+
+def load_each(stage: int, paths: Sequence[str]) -> dict[str, tuple[dict[str, torch.Tensor], list[int], int]]:
+    """Of each checkpoint: the weights after three more steps, the step counters, and how many share their memory."""
+    model, optimizer = _shard(stage, "adamw")
+    found = {}
+    for path in paths:
+        shoal.zero.load(path, model, optimizer)
+        _steps_of_rank_0(model, optimizer, range(4, 7))
+        state = [optimizer.state[piece.parameter] for piece in optimizer.carrier.pieces()]
+        counters = sorted({int(entry["step"]) for entry in state})
+        places = [here.data_ptr() for entry in state for each in entry.values() if (here := local(each)).numel()]
+        weights = {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
+        found[path] = weights, counters, len(places) - len(set(places))
+    return found
+
+
+def _steps_of_rank_0(model: torch.nn.Module, optimizer: ShardedOptimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        torch.autograd.backward(loss_of(model, step, 0))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def save_narrow(stage: int, path: str) -> None:

@@ -156,7 +156,10 @@ class Saved:
         return torch.cat(parts) if parts else torch.empty(0)
 
     def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
-        """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins."""
+        """The optimizer's of a range; a single value, such as a step counter, is that of where the range begins.
+
+        Each call gives memory of its own: tiles of one saved piece count their steps in place.
+        """
         parts: dict[str, list[torch.Tensor]] = {}
         for piece, file, part in self._overlaps(wanted):
             opened = self._files[file]
@@ -164,7 +167,11 @@ class Saved:
                 there = opened.get_slice(state_key(piece, key))
                 found = there[part] if there.get_shape() else opened.get_tensor(state_key(piece, key))
                 parts.setdefault(key, []).append(found)
-        return {key: torch.cat(found) if found[0].ndim else found[0] for key, found in parts.items()}
+        whole = {key: torch.cat(found) if found[0].ndim else found[0].clone() for key, found in parts.items()}
+        for key, value in whole.items():
+            if value.ndim and len(value) != wanted.stop - wanted.start:
+                raise ConfigError(f"{self._folder} lacks {key!r} of some values of {wanted.name}: it is damaged")
+        return whole
 
     def _overlaps(self, wanted: Piece | Range) -> Iterator[tuple[Range, str, slice]]:
         """The saved pieces that a range needs, the file of each, and what of it."""

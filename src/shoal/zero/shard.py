@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -255,7 +256,7 @@ def _swap(
             state = inner.state.pop(parameters[name], {})  # some keep statistics from the beginning (Adagrad)
             for tile in own.get(name, ()) if state else ():
                 inner.state[engine.own[tile]] = {
-                    key: _share(parameters[name], tile, value) if isinstance(value, torch.Tensor) else value
+                    key: _share(parameters[name], tile, value) if isinstance(value, torch.Tensor) else deepcopy(value)
                     for key, value in state.items()
                 }
 

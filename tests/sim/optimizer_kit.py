@@ -11,6 +11,7 @@ import torch
 
 from shoal import sim
 from shoal.averager import TensorLock
+from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
 from shoal.optim import Collaboration, CollaborationSettings, TrainingState
@@ -72,9 +73,9 @@ def reference(peers: int, epochs: int, batches: int, size: int, dtype: torch.dty
     return [parameter.detach() for parameter in parameters]
 
 
-def make_optimizer(parameters: list[torch.Tensor]) -> tuple[torch.optim.Optimizer, Any]:
+def make_optimizer(parameters: list[torch.Tensor], lr: float = 0.05) -> tuple[torch.optim.Optimizer, Any]:
     """AdamW with a decaying schedule."""
-    optimizer = torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.01)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
 
 
@@ -139,7 +140,10 @@ class Run:
         dtype: torch.dtype = torch.float64,
         network: SimNetwork | None = None,
         averager: Any = SETTINGS,
+        state_compression: CompressionBase | None = None,
+        lr: float = 0.05,
     ) -> None:
+        self.state_compression, self.lr = state_compression, lr
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
         self.dtype = dtype
@@ -169,13 +173,13 @@ class Run:
             clock: Any = host.env.clock
             clock._offset_s += skew_s
             parameters = model(self.dtype, seed)
-            optimizer, scheduler = make_optimizer(parameters)
+            optimizer, scheduler = make_optimizer(parameters, self.lr)
             core = await start_core(host, bootstrap, client_mode=client_mode)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
             training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
-            collaboration = Collaboration(core, training, settings, lock=lock)
+            collaboration = Collaboration(core, training, settings, lock=lock, state_compression=self.state_compression)
             trainer = Trainer(index, parameters, collaboration)
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
             await collaboration.start()

@@ -11,11 +11,22 @@ import torch
 from shoal import sim
 from shoal.allreduce.reference import common_reference
 from shoal.averager import Averager
-from shoal.compression import BlockwiseQuantization, Differences, ErrorFeedback, Uniform8BitQuantization
+from shoal.compression import (
+    BFloat16Compression,
+    BlockwiseQuantization,
+    CompressionBase,
+    Differences,
+    ErrorFeedback,
+    Float16Compression,
+    Uniform8BitQuantization,
+    for_parameters,
+)
 from shoal.errors import RoundFailed
+from shoal.events import RoundFinished
 from shoal.peer import PeerID
 from shoal.wire import Contact, Member
 from tests.sim.averaging_kit import Trial, same_bits
+from tests.sim.optimizer_kit import Run, model
 
 NUMEL = 20_000
 CODECS = [Differences(Uniform8BitQuantization()), Differences(ErrorFeedback(BlockwiseQuantization(bits=4)))]
@@ -92,6 +103,34 @@ def test_a_newcomer_makes_one_round_lossless() -> None:
         await trial.close()
 
     sim.run(main, seed=2)
+
+
+def test_a_newcomer_doubles_the_bytes_of_one_round_in_16_bits() -> None:
+    """Nothing is lost in the round without a common reference, and it takes the bytes of float32."""
+
+    async def main() -> None:
+        trial = Trial(compression=for_parameters(Float16Compression(), torch.float32))
+        generator = torch.Generator().manual_seed(6)
+        values = [[torch.full((NUMEL,), 1.0)] for _ in range(3)]
+        for peer in range(3):
+            await trial.add(f"p{peer}", values[peer], target_group_size=None)
+        names, sizes = ["p0", "p1"], []
+        for number in range(6):
+            if number == 3:
+                names.append("p2")
+                values[2][0].copy_(values[0][0])
+            for name in names:
+                values[int(name[1])][0].add_(torch.randn(NUMEL, generator=generator), alpha=1e-4)
+            wanted = torch.stack([values[int(name[1])][0].double() for name in names]).mean(0)
+            sizes.append((await together(trial, names))[1])
+            assert float((values[0][0].double() - wanted).abs().max()) < 5e-7, "less than a hundredth of the updates"
+        assert same_bits(values)
+        print(f"bytes sent by one of two, of three from the fourth round on: {sizes}")
+        assert sizes[0] / sizes[1] == pytest.approx(2.0, rel=0.05) == sizes[3] / sizes[4]
+        assert max(sizes[1:3]) < 1.15 * 2 * NUMEL
+        await trial.close()
+
+    sim.run(main, seed=6)
 
 
 def test_who_missed_a_round_has_an_older_reference() -> None:
@@ -183,3 +222,41 @@ def test_the_reference_that_all_have() -> None:
     assert common_reference([member(old), member(b"")]) == b""
     assert common_reference([member(b""), member(b"")]) == b""
     assert common_reference([member(old), member(b"", contributes=False)]) == old
+
+
+def trained(codec: CompressionBase | None) -> tuple[list[torch.Tensor], int]:
+    """Two trainers, 30 epochs at lr 1e-5: by how much the parameters moved, and how many rounds averaged them."""
+    epochs, rounds = 30, [0]
+
+    async def main() -> list[torch.Tensor]:
+        run = Run(target=16, dtype=torch.float32, average_state_every=1, state_compression=codec, lr=1e-5)
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+            run.swarm.host(name).env.events.subscribe(note)
+        await sim.sleep(3.0)
+        run.swarm.peer("p0").collaboration.announce_end(epochs)
+        await asyncio.gather(
+            *(run.swarm.run_on(n, run.swarm.peer(n).train, 4, duration_s=0.3, until=lambda: False) for n in names)
+        )
+        assert run.agree(names)
+        parameters = run.swarm.peer("p0").parameters
+        await run.close()
+        start = model(torch.float32)
+        return [(now - then).detach().double() for now, then in zip(parameters, start, strict=True)]
+
+    def note(event: object) -> None:
+        rounds[0] += isinstance(event, RoundFinished) and event.prefix == "run_state"
+
+    return sim.run(main, seed=30), rounds[0]
+
+
+@pytest.mark.parametrize("codec", [Float16Compression(), BFloat16Compression()], ids=lambda codec: codec.name)
+def test_an_optimizer_that_averages_its_state_in_16_bits_takes_small_steps(codec: CompressionBase) -> None:
+    """Within 2% of what the same steps add up to without a codec."""
+    (exact, rounds), (moved, coded) = trained(None), trained(codec)
+    assert rounds > 50 < coded, "both peers average after nearly each epoch"
+    for one, other in zip(exact, moved, strict=True):
+        assert float(one.abs().mean()) > 5e-5
+        print(f"{codec.name}: {float((other - one).norm() / one.norm()):.2%} from the exact sum, {coded} rounds")
+        assert float((other - one).norm() / one.norm()) < 0.02

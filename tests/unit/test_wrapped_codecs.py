@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.compression import (
+    BFloat16Compression,
     BlockwiseQuantization,
     CompressionBase,
     CompressionInfo,
@@ -13,6 +14,7 @@ from shoal.compression import (
     ErrorFeedback,
     Float16Compression,
     NoCompression,
+    Quantile8BitQuantization,
     ScaledFloat16Compression,
     SizeAdaptiveCompression,
     TensorRole,
@@ -57,21 +59,33 @@ def test_feedback_is_of_differences_and_not_the_other_way_round() -> None:
 
 
 @pytest.mark.parametrize(
-    ("codec", "name"),
+    ("codec", "dtype", "name"),
     [
-        (NoCompression(), "none"),
-        (Float16Compression(), "float16"),
-        (ScaledFloat16Compression(), "scaled_float16"),
-        (Uniform8BitQuantization(), "difference:uniform8bit"),
-        (BlockwiseQuantization(block_size=16), "difference:blockwise:8:16"),
-        (ErrorFeedback(BlockwiseQuantization(bits=4)), "difference:feedback:blockwise:4:64"),
-        (Differences(TopKCompression()), "difference:topk:0.01"),
-        (TopKCompression(0.5), "difference:topk:0.5"),
+        (NoCompression(), torch.float32, "none"),
+        (Float16Compression(), torch.float32, "difference:scaled_float16"),
+        (Float16Compression(), torch.float64, "difference:scaled_float16"),
+        (Float16Compression(), torch.float16, "float16"),
+        (Float16Compression(), torch.bfloat16, "difference:scaled_float16"),
+        (BFloat16Compression(), torch.float32, "difference:bfloat16"),
+        (BFloat16Compression(), torch.bfloat16, "bfloat16"),
+        (BFloat16Compression(), torch.float16, "bfloat16"),
+        (ScaledFloat16Compression(), torch.float32, "difference:scaled_float16"),
+        (ScaledFloat16Compression(), torch.bfloat16, "scaled_float16"),
+        (ErrorFeedback(Float16Compression()), torch.float32, "difference:feedback:float16"),
+        (Uniform8BitQuantization(), torch.float32, "difference:uniform8bit"),
+        (Uniform8BitQuantization(), torch.bfloat16, "difference:uniform8bit"),
+        (Quantile8BitQuantization(), torch.float16, "difference:quantile8bit"),
+        (BlockwiseQuantization(block_size=16), torch.float32, "difference:blockwise:8:16"),
+        (ErrorFeedback(BlockwiseQuantization(bits=4)), torch.float32, "difference:feedback:blockwise:4:64"),
+        (Differences(TopKCompression()), torch.float32, "difference:topk:0.01"),
+        (TopKCompression(0.5), torch.float32, "difference:topk:0.5"),
     ],
 )
-def test_parameters_with_less_than_16_bits_are_sent_as_differences(codec: CompressionBase, name: str) -> None:
-    """By the size of the codec, scales included."""
-    assert for_parameters(codec).name == name
+def test_parameters_are_sent_as_differences_unless_the_codec_is_exact(
+    codec: CompressionBase, dtype: torch.dtype, name: str
+) -> None:
+    """16 bits round small updates away too, where the tensor has more."""
+    assert for_parameters(codec, dtype).name == name
 
 
 def test_the_role_of_a_tensor_decides() -> None:
@@ -84,3 +98,12 @@ def test_the_role_of_a_tensor_decides() -> None:
     ]
     codecs = choose_codecs(tensors, Uniform8BitQuantization(), infos)
     assert [codec.name for codec in codecs] == ["difference:uniform8bit", "uniform8bit", "uniform8bit"]
+
+
+def test_a_parameter_of_a_module_needs_no_description() -> None:
+    """Where no infos are given, `nn.Parameter` says what it is, and nothing is known of other tensors."""
+    tensors = [torch.nn.Parameter(torch.zeros(100)), torch.zeros(100)]
+    assert [codec.name for codec in choose_codecs(tensors, Uniform8BitQuantization(), None)] == [
+        "difference:uniform8bit",
+        "uniform8bit",
+    ]

@@ -1,8 +1,9 @@
 """Differences to the last average: so that small updates of parameters survive a coarse codec.
 
-8 bits of a parameter are steps of about a hundredth of its size, and an update is smaller: sent by itself it would be
-rounded away, or drowned. `Differences` says that what is encoded in a round of averaging is the difference to the last
-average that was committed, which all members of the group hold bit by bit (`shoal.allreduce.reference`; decision 0011).
+8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth, and an update is
+smaller: sent by itself it would be rounded away, or drowned. `Differences` says that what is encoded in a round of
+averaging is the difference to the last average that was committed, which all members of the group hold bit by bit
+(`shoal.allreduce.reference`; decisions 0011 and 0014).
 If they do not, the round is lossless. Where nothing is averaged, as in downloads of a state, it is the codec within.
 
 The name on the wire is `difference:NAME`.
@@ -14,13 +15,14 @@ import torch
 
 from shoal.compression.base import CompressionBase, CompressionInfo, codec_by_name, register_codec
 from shoal.compression.feedback import ErrorFeedback
+from shoal.compression.floating import Float16Compression
+from shoal.compression.scaled import ScaledFloat16Compression
 from shoal.compression.wrapped import WrappedCompression
 
 __all__ = ["Differences", "for_parameters"]
 
-_ELEMENTS = 1 << 20
-_FINE_BYTES = 2
-"""For an element of float32: with 16 bits a parameter loses little. What has fewer is coarse, or leaves some out."""
+_ELEMENTS = 1 << 12
+"""Enough that no codec sends them as they are because they are few."""
 
 
 class Differences(WrappedCompression):
@@ -45,10 +47,18 @@ class Differences(WrappedCompression):
         return chosen if chosen.name == "none" or isinstance(chosen, Differences) else Differences(chosen)
 
 
-def for_parameters(codec: CompressionBase) -> CompressionBase:
-    """What parameters are averaged with where this codec was chosen: differences, if it has less than 16 bits."""
-    coarse = codec.supports(torch.float32) and codec.encoded_bytes(_ELEMENTS, torch.float32) < _FINE_BYTES * _ELEMENTS
-    return Differences(codec) if coarse and not isinstance(codec, Differences) else codec
+def for_parameters(codec: CompressionBase, dtype: torch.dtype) -> CompressionBase:
+    """What parameters of this dtype are averaged with where this codec was chosen: differences, unless it is exact.
+
+    An update may be smaller than any float16, so that `Float16Compression` becomes `ScaledFloat16Compression`.
+    """
+    if (
+        isinstance(codec, Differences)
+        or not codec.supports(dtype)
+        or not codec.max_error(torch.ones(_ELEMENTS, dtype=dtype))
+    ):
+        return codec
+    return Differences(ScaledFloat16Compression() if codec == Float16Compression() else codec)
 
 
 register_codec("difference", lambda parameters: Differences(codec_by_name(parameters)))

@@ -60,9 +60,10 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
-        state_averaging_compression: codec for averaging parameters, if it has less than 16 bits for what changed since
-            the last average; None for none.
-        load_state_compression: codec for the download of parameters and statistics; None for none.
+        state_averaging_compression: codec for averaging parameters; it codes what changed since the last average, so
+            that small updates are kept. None for none.
+        load_state_compression: codec for the download of parameters and statistics, a copy as exact as the codec is;
+            None for none.
         extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
             beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.

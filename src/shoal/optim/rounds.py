@@ -65,7 +65,7 @@ def state_averager(
 ) -> Averager:
     """Of the parameters and extra tensors; it gives newcomers what `share` gives."""
     chosen = choose_codecs(compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
-    codecs = [for_parameters(codec) for codec in chosen]
+    codecs = [for_parameters(*each) for each in zip(chosen, (t.dtype for t in training.state_tensors), strict=True)]
     name = f"{settings.run_id}_state"
     return Averager(core, training.state_tensors, name, _averaging(settings), lock=lock, codecs=codecs, state=share)
 

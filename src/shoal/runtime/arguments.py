@@ -40,7 +40,13 @@ def choose_codecs(
         ConfigError: `infos` do not describe these tensors.
     """
     if infos is None:
-        return compression.choose_codecs(codec, tensors)
+        infos = [
+            CompressionInfo.from_tensor(tensor, i, _role(tensor))
+            for i, tensor in enumerate(tensors)
+            if isinstance(tensor, torch.Tensor)
+        ]
+        if len(infos) != len(tensors):
+            return [codec] * len(tensors)
     if len(infos) != len(tensors):
         raise ConfigError(
             f"tensor_infos has {len(infos)} entries for {len(tensors)} averaged tensors: give one for each"
@@ -54,8 +60,17 @@ def choose_codecs(
                 f"tensor_infos[{i}] describes {described.shape} {described.dtype}, "
                 f"averaged_tensors[{i}] is {tuple(tensor.shape)} {tensor.dtype}"
             )
-    chosen = [(info.role, codec.choose(info)) for info in infos]
-    return [compression.for_parameters(each) if role is TensorRole.PARAMETER else each for role, each in chosen]
+    return [
+        compression.for_parameters(codec.choose(info), info.descriptor.dtype)
+        if info.role is TensorRole.PARAMETER
+        else codec.choose(info)
+        for info in infos
+    ]
+
+
+def _role(tensor: torch.Tensor) -> TensorRole:
+    """What a tensor that nobody described is for."""
+    return TensorRole.PARAMETER if isinstance(tensor, torch.nn.Parameter) else TensorRole.UNSPECIFIED
 
 
 def client_argument(client_mode: bool | None, *, dht_is_client: bool) -> bool:

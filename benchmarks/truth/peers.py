@@ -1,0 +1,144 @@
+"""Peers as processes of their own, which say how it went.
+
+A peer is a function of a module, run in a new process (forked from one that has imported torch already). It says things
+(`Line.say`), and the replay waits for them; in the end it has returned something, or failed.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
+
+import torch
+
+__all__ = ["LIMIT_S", "Failed", "Line", "Peer", "Peers"]
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "benchmarks.truth.kit"])
+
+LIMIT_S = 100.0
+"""No replay waits longer for one of its peers."""
+
+
+class Failed(Exception):
+    """A peer raised, or died."""
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+class Line:
+    """What a peer says, and hears: its end."""
+
+    def __init__(self, pipe: multiprocessing.connection.Connection) -> None:
+        self._pipe, self._guard = pipe, threading.Lock()
+
+    def say(self, what: str, value: Any = None) -> None:
+        """Tell the replay."""
+        with self._guard:
+            self._pipe.send((what, value))
+
+    def heard(self, what: str) -> bool:
+        """Whether the replay has told this, now."""
+        return self._pipe.poll() and self._pipe.recv() == what
+
+    def wait(self, what: str, limit_s: float = LIMIT_S) -> None:
+        """Wait for a word of the replay."""
+        if self._pipe.poll(limit_s):
+            assert self._pipe.recv() == what
+
+
+def _begin(pipe: multiprocessing.connection.Connection, work: Callable[..., Any], options: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    os.dup2(2, 1)  # trainers print
+    try:
+        pipe.send(("returned", work(Line(pipe), **options)))
+    except BaseException as error:  # noqa: BLE001 (the replay says it)
+        traceback.print_exc()
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+class Peer:
+    """One process: the replay's end."""
+
+    def __init__(self, work: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._pipe, theirs = _PROCESSES.Pipe()
+        self._process = _PROCESSES.Process(target=_begin, args=(theirs, work, options), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.returned: Any = None
+        self.said: list[tuple[str, Any]] = []
+
+    def wait(self, what: str, limit_s: float = LIMIT_S) -> Any:
+        """The next thing of this name that it says. Raises `Failed` if it fails or dies, else `TimeoutError`."""
+        end = time.monotonic() + limit_s
+        while True:
+            if not self._pipe.poll(max(0.0, end - time.monotonic())):
+                raise TimeoutError(f"a peer did not say {what!r} within {limit_s:.0f} s")
+            try:
+                name, value = self._pipe.recv()
+            except EOFError:
+                raise Failed("a peer died") from None
+            self.said.append((name, value))
+            if name == what:
+                return value
+            if name == "failed":
+                raise Failed(value)
+
+    def result(self, limit_s: float = LIMIT_S) -> Any:
+        """What it returns in the end."""
+        self.returned = self.wait("returned", limit_s)
+        return self.returned
+
+    def until_epoch(self, epoch: int, limit_s: float = LIMIT_S) -> None:
+        """Wait until it is there."""
+        end = time.monotonic() + limit_s
+        while self.wait("epoch", max(0.0, end - time.monotonic()))[0] < epoch:
+            pass
+
+    def until_steps(self, steps: int, limit_s: float = LIMIT_S) -> None:
+        """Wait until it has taken so many with others."""
+        end = time.monotonic() + limit_s
+        while self.wait("epoch", max(0.0, end - time.monotonic()))[2] < steps:
+            pass
+
+    def tell(self, what: str) -> None:
+        """Say something to it."""
+        self._pipe.send(what)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self._process.kill()
+        self._process.join()
+
+
+class Peers:
+    """The peers of a replay; none outlives it.
+
+    Attributes:
+        returned: what those of the last replays have returned, for `--verbose`.
+    """
+
+    returned: ClassVar[list[Any]] = []
+
+    def __init__(self) -> None:
+        self._all: list[Peer] = []
+
+    def start(self, work: Callable[..., Any], **options: Any) -> Peer:
+        """One more."""
+        self._all.append(Peer(work, options))
+        return self._all[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self._all:
+            peer.kill()
+        self.returned.extend(peer.returned for peer in self._all)

@@ -1,0 +1,156 @@
+"""Replays of ZeRO: checkpoints from stage to stage, and optimizers that need whole tensors."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal.zero
+from benchmarks.truth.kit import Verdict
+from benchmarks.truth.peers import Line, Peers
+from shoal.errors import ShoalError
+
+__all__ = ["REPLAYS"]
+
+STEPS, FURTHER = 3, 3
+WHOLE = ("NovoGrad", "AdaFactor", "StableAdamW", "CAME", "SM3", "AdamP", "Ranger", "AdamMini")
+
+
+def model() -> nn.Module:
+    """Its first weight is four tiles."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 1024), nn.Tanh(), nn.Linear(1024, 1))
+
+
+def small() -> nn.Module:
+    """Of several tiles as well, and quick."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(384, 512), nn.Tanh(), nn.Linear(512, 1))
+
+
+def step(module: nn.Module, optimizer: Any, number: int, rank: int, ranks: int = 2) -> None:
+    """One step from a batch of each rank's own; alone, from all of them."""
+    optimizer.zero_grad()
+    width = 512 if module[0].out_features == 1024 else 384  # type: ignore[index]
+    for each in [rank] if ranks > 1 else range(2):
+        inputs = torch.randn(4, width, generator=torch.Generator().manual_seed(10 * number + each))
+        loss = (module(inputs) - inputs.sum(1, keepdim=True).sin()).square().mean()
+        (loss / (1 if ranks > 1 else 2)).backward()
+    optimizer.step()
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Of torch."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def begin(rank: int, store: str) -> None:
+    """Join the other rank."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+
+
+def saves(_: Line, rank: int, folder: str, stage: int) -> Any:
+    """Trains, saves, and trains on; gives the weights."""
+    begin(rank, f"{folder}/save")
+    module, optimizer = shoal.zero.shard(model(), adamw, stage=stage)
+    for number in range(STEPS):
+        step(module, optimizer, number, rank)
+    shoal.zero.save(f"{folder}/checkpoint", module, optimizer)
+    for number in range(FURTHER):
+        step(module, optimizer, STEPS + number, rank)
+    return weights(module)
+
+
+def weights(module: nn.Module) -> dict[str, Any]:
+    """As arrays, which travel better than tensors."""
+    return {name: each.double().numpy() for name, each in shoal.zero.full_state_dict(module).items()}
+
+
+def loads(_: Line, rank: int, folder: str, stage: int) -> Any:
+    """Loads, and trains on; gives the weights and all step counters."""
+    begin(rank, f"{folder}/load{stage}")
+    module, optimizer = shoal.zero.shard(model(), adamw, stage=stage)
+    shoal.zero.load(f"{folder}/checkpoint", module, optimizer)
+    for number in range(FURTHER):
+        step(module, optimizer, STEPS + number, rank)
+    found = weights(module)
+    counters = sorted({float(each["step"]) for each in inner(optimizer).state.values() if "step" in each})
+    return found, counters
+
+
+def inner(optimizer: Any) -> Any:
+    """The optimizer that is stepped, wherever it is kept."""
+    return getattr(optimizer, "inner", None) or getattr(optimizer, "optimizer", None) or optimizer
+
+
+def of_both(work: Callable[..., Any], **options: Any) -> list[Any]:
+    """What two ranks give."""
+    with Peers() as peers:
+        started = [peers.start(work, rank=rank, **options) for rank in range(2)]
+        return [each.result() for each in started]
+
+
+def checkpoints() -> Verdict:
+    """A checkpoint of stage 3, loaded by stages 1 and 2 (2 ranks, four tiles in one weight): three further steps."""
+    said, held = list[str](), True
+    with tempfile.TemporaryDirectory() as folder:
+        expected = of_both(saves, folder=folder, stage=3)[0]
+        for stage in (1, 2):
+            found, counters = of_both(loads, folder=folder, stage=stage)[0]
+            off = max(float(abs(found[name] - each).max()) for name, each in expected.items())
+            held &= off < 1e-6 and counters == [float(STEPS + FURTHER)]
+            said.append(f"stage {stage}: off by {off:.1e}, counters {counters}")
+    return Verdict(held, "; ".join(said))
+
+
+def of_pytorch_optimizer(name: str) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of it, with its default settings."""
+    import pytorch_optimizer
+
+    class Given(nn.Module):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__()
+            self.layers = nn.ParameterList(parameters)
+
+    kind = getattr(pytorch_optimizer, name)
+    return lambda parameters: kind(Given(parameters)) if name == "AdamMini" else kind(parameters)
+
+
+def tries(_: Line, rank: int, folder: str) -> Any:
+    """Each of them in stage 1, beside one process: what became of it."""
+    begin(rank, f"{folder}/tries")
+    found: dict[str, str] = {}
+    for name in WHOLE:
+        alone = small()
+        single = of_pytorch_optimizer(name)(list(alone.parameters()))
+        try:
+            module, optimizer = shoal.zero.shard(small(), of_pytorch_optimizer(name), stage=1)
+            for number in range(STEPS + FURTHER):
+                step(module, optimizer, number, rank)
+                step(alone, single, number, rank, ranks=1)
+        except (ShoalError, RuntimeError) as error:
+            found[name] = f"refused: {error}"
+            continue
+        sharded = shoal.zero.full_state_dict(module)
+        moved = max(float((each - small().get_parameter(n)).abs().max()) for n, each in alone.named_parameters())
+        off = max(float((sharded[n] - each).abs().max()) for n, each in alone.named_parameters()) / moved
+        found[name] = f"off by {off:.1%}" if off > 1e-3 else "right"
+    return found
+
+
+def whole_tensors() -> Verdict:
+    """Optimizers of pytorch_optimizer that need whole tensors, in stage 1: refused or right."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = of_both(tries, folder=folder)[0]
+    wrong = {name: what for name, what in found.items() if what.startswith("off")}
+    refused = sum(what.startswith("refused") for what in found.values())
+    words = ", ".join(f"{name} {what}" for name, what in wrong.items()) or "none wrong"
+    return Verdict(not wrong, f"{refused} of {len(found)} refused; {words}")
+
+
+REPLAYS: tuple[Callable[[], Verdict], ...] = (checkpoints, whole_tensors)

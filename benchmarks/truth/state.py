@@ -1,0 +1,348 @@
+"""Replays of "any optimizer's state travels", and of states that must not."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+import shoal
+from benchmarks.truth.kit import Job, Report, Trainee, Verdict, apart, joined, no_hook, perceptron, train
+from benchmarks.truth.peers import Failed, Peer, Peers
+
+__all__ = ["REPLAYS"]
+
+Make = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
+HELLO, FURTHER = 6, 3
+
+# --------------------------------------------------------------------------------------------- optimizers, as they come
+
+
+def lamb(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer."""
+    from pytorch_optimizer import Lamb
+
+    return Lamb(parameters, lr=1e-2)
+
+
+def lion(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer."""
+    from pytorch_optimizer import Lion
+
+    return Lion(parameters, lr=1e-3)
+
+
+def adopt(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer."""
+    from pytorch_optimizer import ADOPT
+
+    return ADOPT(parameters, lr=1e-2)
+
+
+def soap(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer."""
+    from pytorch_optimizer import SOAP
+
+    return SOAP(parameters, lr=1e-2)
+
+
+def schedule_free(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer."""
+    from pytorch_optimizer import ScheduleFreeAdamW
+
+    return ScheduleFreeAdamW(parameters, lr=1e-2)
+
+
+def hf_adafactor(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of transformers."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters)
+
+
+def torch_adafactor(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of torch."""
+    return torch.optim.Adafactor(parameters)
+
+
+def adamw_8bit(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of bitsandbytes, with statistics of 8 bits also for small tensors."""
+    from bitsandbytes.optim.adamw import AdamW8bit
+
+    return AdamW8bit(parameters, lr=1e-2, min_8bit_size=256)
+
+
+def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of torch."""
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def wide_statistics(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of transformers: its statistics are float32 whatever the parameters are."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=1e-2, relative_step=False, scale_parameter=False, beta1=0.9)
+
+
+def bfloat16_model() -> nn.Module:
+    """Parameters of 16 bits."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).to(torch.bfloat16)
+
+
+def schedule_in_groups(trainee: Trainee) -> None:
+    """A schedule that is made before the run writes `initial_lr` into the groups."""
+    torch.optim.lr_scheduler.LambdaLR(trainee.optimizer, lambda _: 1.0)
+
+
+def keep_statistics(trainee: Trainee) -> None:
+    """Which dtypes the statistics have now."""
+    state = trainee.optimizer.state_dict()["state"]
+    trainee.report.values["dtypes"] = sorted(
+        {f"{k} {v.dtype}" for each in state.values() for k, v in each.items() if torch.is_tensor(v)}
+    )
+
+
+def leave(*peers: Peer) -> list[Report]:
+    """End the run now."""
+    for each in peers:
+        each.tell("leave")
+    return [each.result() for each in peers]
+
+
+def takes_part(
+    optimizer: Make, model: Callable[[], nn.Module] = perceptron, begin: Callable[[Trainee], None] = no_hook
+) -> Verdict:
+    """A newcomer comes at epoch 6: three epochs after its first own step it is equal to the bit, statistics too."""
+    jobs: dict[str, Any] = {"optimizer": optimizer, "model": model, "target": 32, "pace_s": 0.05, "epochs": 10**6}
+    with Peers() as peers:
+        old = peers.start(train, job=Job(index=0, hook=keep_statistics, **jobs))
+        entry = old.wait("address")
+        old.until_epoch(HELLO)
+        new = peers.start(train, job=Job(index=1, entries=(entry,), hook=keep_statistics, begin=begin, **jobs))
+        new.wait("address")
+        with contextlib.suppress(TimeoutError):
+            new.until_steps(2 * FURTHER, 12.0)
+        reports = leave(new, old)
+    newcomer = reports[0]
+    own = sorted(epoch for epoch, count in newcomer.steps.items() if count > 1)
+    if len(own) < FURTHER:
+        told = f": {newcomer.warnings[0][:150]}" if newcomer.warnings else ""
+        return Verdict(held=False, measured=f"{newcomer.downloads} downloads, {len(own)} steps with the others{told}")
+    differ, common = apart(reports, since=own[0])
+    statistics, _ = apart(reports, "statistics", since=own[0])
+    dtypes = reports[0].values["dtypes"] == reports[1].values["dtypes"]
+    held = not differ and not statistics and newcomer.downloads <= 2 and dtypes
+    measured = (
+        f"{newcomer.downloads} downloads; in {common} epochs weights differ in {differ}, statistics in {statistics}"
+    )
+    return Verdict(held, measured + ("" if dtypes else f"; dtypes {reports[0].values['dtypes']}"))
+
+
+def newcomer_lamb() -> Verdict:
+    """A newcomer in a run with Lamb of pytorch_optimizer."""
+    return takes_part(lamb)
+
+
+def newcomer_lion() -> Verdict:
+    """A newcomer in a run with Lion of pytorch_optimizer."""
+    return takes_part(lion)
+
+
+def newcomer_adopt() -> Verdict:
+    """A newcomer in a run with ADOPT of pytorch_optimizer."""
+    return takes_part(adopt)
+
+
+def newcomer_soap() -> Verdict:
+    """A newcomer in a run with SOAP of pytorch_optimizer."""
+    return takes_part(soap)
+
+
+def newcomer_schedule_free() -> Verdict:
+    """A newcomer in a run with ScheduleFreeAdamW of pytorch_optimizer."""
+    return takes_part(schedule_free)
+
+
+def newcomer_hf_adafactor() -> Verdict:
+    """A newcomer in a run with Adafactor of transformers."""
+    return takes_part(hf_adafactor)
+
+
+def newcomer_torch_adafactor() -> Verdict:
+    """A newcomer in a run with Adafactor of torch."""
+    return takes_part(torch_adafactor)
+
+
+def newcomer_initial_lr() -> Verdict:
+    """A newcomer whose AdamW has `initial_lr` in its groups already, as a schedule leaves it."""
+    return takes_part(adamw, begin=schedule_in_groups)
+
+
+def newcomer_8bit() -> Verdict:
+    """A newcomer in a run with AdamW8bit of bitsandbytes."""
+    return takes_part(adamw_8bit)
+
+
+def newcomer_bfloat16() -> Verdict:
+    """A newcomer with bfloat16 parameters, whose optimizer keeps float32 statistics."""
+    return takes_part(wide_statistics, model=bfloat16_model)
+
+
+# ------------------------------------------------------------------------------------------------------- hostile donors
+
+
+class Boom(torch.optim.AdamW):
+    """An optimizer whose state, once armed, has a learning rate that is none."""
+
+    armed = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the rate."""
+        found = super().state_dict()
+        if self.armed:
+            found["param_groups"] = [{**group, "lr": "boom"} for group in found["param_groups"]]
+        return found
+
+
+def boom(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The hostile peer's."""
+    return Boom(parameters, lr=1e-2)
+
+
+def claim(trainee: Trainee, epoch: int, samples: int) -> None:
+    """Claim a state that is further than all others: as a checkpoint would, or else by shoal's own insides."""
+    own = trainee.swarm.state_dict()
+    own["shoal"] |= {"epoch": epoch, "samples": samples, "scheduled": 0}
+    try:
+        trainee.swarm.load_state_dict(own)
+    except shoal.ShoalError:  # it is refused already here
+        collaboration: Any = trainee.swarm.collaboration
+        collaboration.state = collaboration.state._replace(epoch=epoch, samples=samples)
+        trainee.swarm.dht.loop_thread.run(collaboration.tell_loaded(), 5.0)
+
+
+def claims_further(trainee: Trainee) -> None:
+    """A rate of "boom" under a better name."""
+    if trainee.swarm.local_epoch >= HELLO and not trainee.kept:
+        claim(trainee, 1000, 10**6)
+        trainee.kept["claimed"] = trainee.optimizer.armed = True  # type: ignore[attr-defined]
+
+
+def claims_the_end(trainee: Trainee) -> None:
+    """A name at the bounds."""
+    if trainee.swarm.local_epoch >= HELLO and not trainee.kept:
+        claim(trainee, 10**7, 2**62)
+        trainee.kept["claimed"] = True
+
+
+def go_on(hook: Callable[[Trainee], None]) -> Verdict:
+    """Two honest peers, and one that offers a poisoned state at epoch 6: the two go on, equal to the bit."""
+    epochs = 40
+    honest = [Job(index=i, epochs=epochs, target=48, pace_s=0.03, optimizer=boom) for i in range(2)]
+    hostile = Job(index=2, epochs=2 * 10**6, target=48, pace_s=0.03, optimizer=boom, hook=hook)
+    with Peers() as peers:
+        started = joined(peers, [*honest, hostile])
+        found = list[Report]()
+        ends = list[str]()
+        end = time.monotonic() + 40
+        for each in started[:2]:
+            try:
+                found.append(each.result(max(1.0, end - time.monotonic())))
+            except Failed as error:
+                ends.append(str(error)[:120])
+        reached = [max(value[0] for name, value in each.said if name == "epoch") for each in started[:2]]
+    if ends:
+        return Verdict(held=False, measured=f"epochs {reached} of {epochs}; {ends[0]}")
+    differ, common = apart(found)
+    jumped = max(reached) > epochs
+    held = not differ and not jumped and common > epochs - 5 and found[0].end == found[1].end
+    return Verdict(held, f"epochs {reached} of {epochs}, {differ} of {common} differ")
+
+
+def hostile_rate() -> Verdict:
+    """A donor's state has `lr="boom"`."""
+    return go_on(claims_further)
+
+
+def poisoned_name() -> Verdict:
+    """A donor names epoch 10^7 and 2^62 samples."""
+    return go_on(claims_the_end)
+
+
+# ------------------------------------------------------------------------------------------------ newcomers, slow lines
+
+
+def large() -> nn.Module:
+    """About 264,000 values: with AdamW a state of 3.2 MB."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))
+
+
+def slow_newcomer() -> Verdict:
+    """A newcomer whose download takes five epochs."""
+    epochs, limit = 40, {"state_upload_limit": 600_000.0}
+    common: dict[str, Any] = {"target": 160, "batch": 16, "pace_s": 0.1, "model": large}
+    with Peers() as peers:
+        old = joined(peers, [Job(index=i, epochs=epochs, dht=limit, **common) for i in range(2)])
+        entry = dict(old[0].said)["address"]
+        old[0].until_epoch(HELLO)
+        new = peers.start(train, job=Job(index=2, epochs=epochs, entries=(entry,), **common))
+        reports = [new.result(), *(each.result() for each in old)]
+    newcomer = reports[0]
+    taken = sum(count > 1 for count in newcomer.steps.values())
+    since = min(newcomer.steps, default=epochs)
+    differ, seen = apart(reports, since=since)
+    # Within 16 epochs it must be there, and then stay.
+    held = since <= HELLO + 16 and taken >= 0.9 * (epochs - since) and not differ
+    measured = f"{newcomer.downloads} downloads, takes part in {taken} of {epochs} epochs, from {since} on"
+    return Verdict(held, f"{measured}; {differ} of {seen} differ")
+
+
+def donor_dies() -> Verdict:
+    """The only donor is killed while a newcomer downloads: no epoch 0 in silence."""
+    wait_s = 12.0
+    common: dict[str, Any] = {"target": 32, "batch": 16, "pace_s": 0.1, "model": large}
+    with Peers() as peers:
+        old = peers.start(train, job=Job(epochs=1000, dht={"state_upload_limit": 100_000.0}, **common))
+        entry = old.wait("address")
+        old.until_epoch(HELLO)
+        options = {"load_state_timeout": wait_s}
+        new = peers.start(train, job=Job(index=1, epochs=6, entries=(entry,), options=options, **common))
+        new.wait("address")
+        time.sleep(3.0)
+        old.kill()
+        began = time.monotonic()
+        try:
+            new.until_epoch(1, 3 * wait_s)
+            after_s = time.monotonic() - began
+            texts = new.result().warnings
+        except (Failed, TimeoutError) as error:
+            after_s, texts = 3 * wait_s, [str(error)]
+    told = [text for text in texts if re.search("epoch 0|alone|begins|StateUnavailable", text)]
+    measured = f"epoch 1 {after_s:.0f} s after the death, {f'told: {told[0][:150]}' if told else 'not a word of it'}"
+    # Three of the seconds had passed, and a batch takes a while.
+    return Verdict(bool(told) and after_s > wait_s - 4, measured)
+
+
+REPLAYS: tuple[Callable[[], Verdict], ...] = (
+    newcomer_lamb,
+    newcomer_lion,
+    newcomer_adopt,
+    newcomer_soap,
+    newcomer_schedule_free,
+    newcomer_hf_adafactor,
+    newcomer_torch_adafactor,
+    newcomer_initial_lr,
+    newcomer_8bit,
+    newcomer_bfloat16,
+    hostile_rate,
+    poisoned_name,
+    slow_newcomer,
+    donor_dies,
+)

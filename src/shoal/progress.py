@@ -52,9 +52,10 @@ class SwarmView:
 
     Attributes:
         peers: everybody who is alive, this peer included.
-        together: those at this peer's state, this peer included.
-        samples: accumulated at this peer's state, by all of `together`.
-        rate: samples per second of all of `together`.
+        together: those at this peer's state, and those on their way there; this peer included.
+        coming: those of `together` who are on their way.
+        samples: accumulated at this peer's state, by all who are there.
+        rate: samples per second of all who are there.
         epoch: of the best state.
         behind: the best state is another one than this peer's.
         leaders: who has the best state, this peer left out; those that can be dialed first.
@@ -63,6 +64,7 @@ class SwarmView:
 
     peers: tuple[PeerID, ...]
     together: frozenset[PeerID]
+    coming: frozenset[PeerID]
     samples: int
     rate: float
     epoch: int
@@ -192,7 +194,15 @@ class SwarmProgress:
         """When the next peer would have been silent for too long."""
         return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)
 
-    def view(self, mine: Progress, now: float, *, shared: bool = True) -> SwarmView:
+    def view(
+        self,
+        mine: Progress,
+        now: float,
+        *,
+        shared: bool = True,
+        awaited: frozenset[PeerID] = frozenset(),
+        before: StateKey | None = None,
+    ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
 
         Args:
@@ -200,6 +210,8 @@ class SwarmProgress:
             now: local time, seconds.
             shared: whether others should hold this peer's state too, whether they said so yet or not. Matters for a
                 client only: its state counts for itself if it is shared.
+            awaited: who is on its way to this peer's state, unless it has named a state since.
+            before: the state that they come from.
         """
         self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
@@ -215,11 +227,17 @@ class SwarmProgress:
             offered.add(own_key)
         best = max(offered)
         together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
+        coming = frozenset(
+            peer
+            for peer in awaited
+            if before is not None and peer in others and peer not in together and _key(others[peer]) <= before
+        )
         alive = (others[peer] for peer in self._alive)
         ends = [p.end_epoch for p in (mine, *alive) if p.end_epoch is not None]
         return SwarmView(
             peers=(self._me, *sorted(others)),
-            together=frozenset({self._me, *together}),
+            together=frozenset({self._me, *together, *coming}),
+            coming=coming,
             samples=mine.samples + sum(progress.samples for progress in together.values()),
             rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
             epoch=best.epoch,

@@ -85,6 +85,7 @@ class Trainer:
     def __init__(self, index: int, parameters: list[torch.Tensor], collaboration: Collaboration) -> None:
         self.index, self.parameters, self.collaboration = index, parameters, collaboration
         self.epochs: list[tuple[float, int, int, bytes]] = []
+        self.alone = 0
         self.batches_done = 0
         self.downloads = 0
         self.failed_downloads: list[str] = []
@@ -192,6 +193,7 @@ class Run:
         note_internal_error(self.warnings, name, event)
         if isinstance(event, EpochAdvanced):
             trainer.epochs.append((asyncio.get_running_loop().time(), event.epoch, event.samples, event.digest))
+            trainer.alone += event.peers == 1
 
     async def close(self) -> None:
         """Shut all trainers down."""

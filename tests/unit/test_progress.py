@@ -62,6 +62,7 @@ def test_alone_the_swarm_is_this_peer() -> None:
     assert seen == SwarmView(
         peers=(ME,),
         together=frozenset({ME}),
+        coming=frozenset(),
         samples=30,
         rate=1.5,
         epoch=5,
@@ -69,6 +70,27 @@ def test_alone_the_swarm_is_this_peer() -> None:
         leaders=(),
         end_epoch=9,
     )
+
+
+def test_who_was_in_our_round_is_together_with_us_until_it_names_another_state() -> None:
+    """It says what it said before the round: it is coming, and its samples count when it is here."""
+    known, mine, before = swarm(), said(ME, digest=DIGESTS[3], epoch=6), StateKey.of(5, 1000, DIGESTS[0])
+    known.heard(said(ANN, samples=100), 0.0)
+    seen = known.view(mine, 0.0, awaited=frozenset({ME, ANN, BEN}), before=before)
+    assert (seen.together, seen.coming, seen.samples) == (frozenset({ME, ANN}), frozenset({ANN}), 10)
+    assert known.view(mine, 0.0).together == {ME}
+    known.heard(said(ANN, digest=DIGESTS[3], epoch=6, samples=20, time=101.0), 1.0)
+    seen = known.view(mine, 1.0, awaited=frozenset({ANN}), before=before)
+    assert (seen.together, seen.coming, seen.samples) == (frozenset({ME, ANN}), frozenset(), 30)
+
+
+@pytest.mark.parametrize("other", [{"branch_samples": 1001}, {"digest": b"\x00" * 31 + b"\x01"}, {"epoch": 6}])
+def test_who_names_a_state_after_the_round_that_is_not_ours_is_not_on_its_way(other: dict[str, Any]) -> None:
+    """Its step was interrupted, or it took another one: it will download, and nobody waits for that."""
+    known, before = swarm(), StateKey.of(5, 1000, b"\x01" * 32)
+    known.heard(said(ANN, **{"digest": DIGESTS[2]} | other), 0.0)
+    mine = said(ME, digest=DIGESTS[3], epoch=7)
+    assert known.view(mine, 0.0, awaited=frozenset({ANN}), before=before).together == {ME}
 
 
 def test_samples_and_rates_of_one_state_add_up() -> None:

@@ -9,11 +9,12 @@ from shoal.progress import SwarmView
 ME, OTHER = PeerID(b"1" * 32), PeerID(b"2" * 32)
 
 
-def view(*, together: bool, behind: bool = False, alone: bool = False) -> SwarmView:
+def view(*, together: bool, behind: bool = False, alone: bool = False, coming: bool = False) -> SwarmView:
     """What a peer sees of one other."""
     return SwarmView(
         peers=(ME,) if alone else (ME, OTHER),
         together=frozenset({ME, OTHER} if together and not alone else {ME}),
+        coming=frozenset({OTHER} if coming else ()),
         samples=0,
         rate=0.0,
         epoch=5,
@@ -63,6 +64,14 @@ def test_the_others_are_waited_for_but_not_for_ever() -> None:
     assert not end.over(5)
     assert not end.look(5, view(together=False), 29.9)
     assert end.look(5, view(together=False), 30.0)
+
+
+def test_who_is_on_its_way_to_the_last_state_is_waited_for() -> None:
+    """The commit may have reached us alone."""
+    end = RunEnd(10.0)
+    end.announce(5)
+    assert not end.look(5, view(together=True, coming=True), 0.0)
+    assert end.look(5, view(together=True), 1.0)
 
 
 def test_a_better_state_is_never_left_behind() -> None:

@@ -38,6 +38,7 @@ from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
 from shoal.optim.agreement import Said, agree
 from shoal.optim.attendance import Attendance
+from shoal.optim.companions import Companions
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
@@ -106,6 +107,7 @@ class Collaboration:
         self.downloads: list[tuple[int, float]] = []
         self._notices = Notices(core.env.events, settings.run_id)
         self._attendance = Attendance(settings.averager.averaging_expiration_s)
+        self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         self._gradients = gradient_averager(core, training, settings, lock, compression)
         self._states = state_averager(core, training, settings, lock, state_compression, self._share)
@@ -201,7 +203,12 @@ class Collaboration:
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
-        view = self._known.view(self.mine(), self._now(), shared=self._shared)
+        companions, now = self._companions, self._now()
+        view = self._known.view(
+            self.mine(), now, shared=self._shared, awaited=companions.awaited, before=companions.before
+        )
+        if companions.look(view, self.settings.target_batch_size, now):
+            return self.view()
         self.others_samples = view.samples - self.training.samples
         if self._end.announce(view.end_epoch):
             self._gossip.renamed()
@@ -317,7 +324,9 @@ class Collaboration:
                 return
             self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
-        self._ready(step, self.state.after_round(result, agreement.digest), len(result.outcome.members))
+        members = [member.contact.peer for member in result.outcome.members]
+        self._companions.share(members, self.state.key)
+        self._ready(step, self.state.after_round(result, agreement.digest), len(members))
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
@@ -345,6 +354,7 @@ class Collaboration:
             self.training.use_own_mean()
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
+        self._companions.forget()
         chance = self.core.env.rng.randbytes(16)
         self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
 
@@ -401,6 +411,7 @@ class Collaboration:
         if update is None or not update.taken:
             return
         self._update = None
+        self._companions.renamed(self._now(), step=update.is_step)
         if self.state != update.name:
             self._notices.interrupted()
         elif update.is_step:
@@ -424,6 +435,8 @@ class Collaboration:
     async def tell_loaded(self) -> None:
         """After `loaded`: tell everybody (trainer)."""
         self._update, self._average_due = None, False
+        self._companions.forget()
+        self._companions.renamed(self._now())
         self._renewed()
         self._move(Phase.COLLECTING)
 
@@ -451,13 +464,13 @@ class Collaboration:
         """
         try:
             name, me = self.state, {self.core.peer_id}
-            if self._companions() <= me:
+            if self._stepped_with() <= me:
                 return
             result = await self._rounds.run(
                 self._states,
                 tag=name.group_tag,
-                hopeless=lambda view: view.behind or self._companions() <= me,
-                expected=self._companions,
+                hopeless=lambda view: view.behind or self._stepped_with() <= me,
+                expected=self._stepped_with,
                 prepare=lambda: (float(self.state == name), 1.0),
                 apply=lambda vector: None,  # the trainer will
             )
@@ -465,12 +478,14 @@ class Collaboration:
             self._average_due = False
         if result is not None and self.state == name:
             apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
-            self._ready(apply, name.after_averaging(result), len(result.outcome.members), is_step=False)
+            members = [member.contact.peer for member in result.outcome.members]
+            self._companions.share(members, name.key)
+            self._ready(apply, name.after_averaging(result), len(members), is_step=False)
 
-    def _companions(self) -> frozenset[PeerID]:
-        """Who took the last step with us, and is still here."""
+    def _stepped_with(self) -> frozenset[PeerID]:
+        """Who took the last step with us, or is about to, and is still here."""
         members = self.last_round.outcome.members if self.last_round is not None else ()
-        return frozenset(member.contact.peer for member in members).intersection(self.view().peers)
+        return frozenset(member.contact.peer for member in members) & self.view().together
 
     # -------------------------------------------------------------------------------------------------------- the state
 
@@ -518,6 +533,8 @@ class Collaboration:
             await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s)
+        self._companions.forget()
+        self._companions.renamed(self._now())
         self._renewed()
         self._move(Phase.COLLECTING)
         return True

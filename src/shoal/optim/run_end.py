@@ -53,7 +53,7 @@ class RunEnd:
             self._since = None
         elif self._since is None:
             self._since = now
-        all_here = len(view.together) == len(view.peers)
+        all_here = len(view.together - view.coming) == len(view.peers)
         waited = self._since is not None and now - self._since >= self._patience_s
         self._over_at = epoch if self._since is not None and not view.behind and (all_here or waited) else None
         return self.over(epoch) and not before

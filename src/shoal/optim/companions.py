@@ -1,0 +1,93 @@
+"""Who took the last round with us and is on its way to our state, and how long it is waited for. Pure bookkeeping.
+
+Who is first to have an average takes it and has a new state, which the others have not named yet: a trainer is in the
+middle of its batch, or a commit is still on its line. They have the same average and will be here. So the members of a
+round count as together until they name this state, or another one that the round did not begin from, or die. Their
+samples count when they are here.
+
+They are waited for at no cost until the swarm has the samples for its next step. From then on they are waited for as
+long as it took to come by these, at least `_LEAST_S`; then the others go on, and the late one catches up by a download.
+Who was late twice in a row is not waited for in the next two rounds, and for twice as many after each further time: a
+trainer whose batches are too long for this swarm slows nobody down for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shoal.peer import PeerID
+from shoal.progress import StateKey, SwarmView
+
+__all__ = ["Companions"]
+
+_LEAST_S = 0.5
+"""Processes of a busy machine come this late, however short an epoch is."""
+
+_FORGIVEN = 1
+_MOST_SKIPPED = 64
+
+
+class Companions:
+    """Remembers who was in the last round, and who came late."""
+
+    def __init__(self) -> None:
+        self._members: frozenset[PeerID] = frozenset()
+        self._before: StateKey | None = None
+        self._stepped_at: float | None = None
+        self._collected_s = 0.0
+        self._enough_at: float | None = None
+        self._over = False
+        self._rounds = 0
+        self._late: dict[PeerID, tuple[int, int]] = {}
+
+    def share(self, members: Collection[PeerID], before: StateKey) -> None:
+        """A round gave all of its members the same new state; they had the one with this key `before`."""
+        self._members, self._before = frozenset(members), before
+        self._late = {peer: late for peer, late in self._late.items() if peer in self._members}
+
+    def renamed(self, now: float, *, step: bool = False) -> None:
+        """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
+        self._enough_at, self._over = None, False
+        self._rounds += 1
+        self._stepped_at = now if step else None
+
+    def forget(self) -> None:
+        """The state that we have, or are about to take, is not that of the last round."""
+        self._members, self._before = frozenset(), None
+
+    @property
+    def before(self) -> StateKey | None:
+        """Who is at this state, or at a worse one, may be on its way; None if nobody is."""
+        return self._before
+
+    @property
+    def awaited(self) -> frozenset[PeerID]:
+        """The members of the last round for whom we wait, if they are not here."""
+        if self._over:
+            return frozenset()
+        return frozenset(peer for peer in self._members if self._late.get(peer, (0, 0))[1] < self._rounds)
+
+    def look(self, view: SwarmView, target: int, now: float) -> bool:
+        """The swarm is seen so (`now`: local time, seconds). True if nobody is waited for any more, who was before."""
+        if view.samples < target:
+            self._enough_at = None
+            return False
+        if self._enough_at is None:
+            self._enough_at = now
+            if self._stepped_at is not None:
+                self._collected_s, self._stepped_at = now - self._stepped_at, None
+        for peer in view.together - view.coming:
+            self._late.pop(peer, None)
+        if not view.coming or now < self._enough_at + self.patience_s:
+            return False
+        for peer in view.coming:
+            times = self._late.get(peer, (0, 0))[0] + 1
+            skipped = min(2 ** (times - _FORGIVEN), _MOST_SKIPPED) if times > _FORGIVEN else 0
+            self._late[peer] = times, self._rounds + skipped
+        self._over = True
+        return True
+
+    @property
+    def patience_s(self) -> float:
+        """How long who is on its way is waited for, once the swarm has its samples, seconds."""
+        return max(_LEAST_S, self._collected_s)

@@ -1,0 +1,120 @@
+"""Members of a round stay together: unequal paces, averages that arrive unevenly, states that take long to move."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.sim import SimNetwork
+from tests.sim.optimizer_kit import Run
+
+EPOCHS = 40
+
+
+def train_together(
+    batches_s: Sequence[float],
+    *,
+    target: int,
+    average_state_every: int,
+    extra: int = 0,
+    bandwidth_bytes_s: float | None = None,
+    jitter_s: float = 0.0,
+    seed: int,
+) -> list[tuple[int, int]]:
+    """Each peer's steps without a download, of `EPOCHS`, and its downloads. No peer ever steps alone.
+
+    Args:
+        batches_s: how long a batch of 4 samples takes each peer.
+        target: samples of an epoch.
+        average_state_every: epochs between two averagings of the states.
+        extra: numbers in each state beside the parameters.
+        bandwidth_bytes_s: of each peer.
+        jitter_s: of the network.
+        seed: of the simulation.
+    """
+
+    async def main() -> list[tuple[int, int]]:
+        network = SimNetwork(seed, bandwidth_bytes_s=bandwidth_bytes_s, jitter_s=jitter_s)
+        run = Run(target=target, average_state_every=average_state_every, network=network)
+        names = [f"p{peer}" for peer in range(len(batches_s))]
+        for name in names:
+            await run.add(name, extra_tensors=[torch.zeros(extra)] if extra else ())
+        await sim.sleep(3.0)
+        trainers = [run.swarm.peer(name) for name in names]
+        await asyncio.gather(
+            *(
+                run.swarm.run_on(
+                    name,
+                    trainer.train,
+                    4,
+                    duration_s=batch_s,
+                    until=lambda: max(trainer.collaboration.epoch for trainer in trainers) >= EPOCHS,
+                )
+                for name, trainer, batch_s in zip(names, trainers, batches_s, strict=True)
+            )
+        )
+        assert not run.warnings, run.warnings
+        assert not any(trainer.alone for trainer in trainers)
+        await run.close()
+        return [(len(trainer.epochs), trainer.downloads) for trainer in trainers]
+
+    return sim.run(main, seed=seed)
+
+
+def assert_all_in(results: list[tuple[int, int]]) -> None:
+    """Every peer took at least 95% of the steps, and downloaded nothing."""
+    assert all(steps >= 0.95 * EPOCHS and not downloads for steps, downloads in results), results
+
+
+@pytest.mark.parametrize(("target", "average_state_every"), [(160, 4), (200, 1), (400, 4)])
+def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_state_every: int) -> None:
+    """Who had the average first saw itself as the whole swarm, and stepped without who was in its batch still."""
+    assert_all_in(train_together([0.02, 0.02, 0.5], target=target, average_state_every=average_state_every, seed=1))
+
+
+@pytest.mark.parametrize("average_state_every", [1, 4])
+def test_averaging_large_states_expels_neither_of_two_equal_peers(average_state_every: int) -> None:
+    """The average comes a moment earlier to one; it trained alone from then on, the other downloaded for ever."""
+    results = train_together(
+        [0.1, 0.1], target=80, average_state_every=average_state_every, extra=1_000_000, bandwidth_bytes_s=1e6, seed=0
+    )
+    assert_all_in(results)
+
+
+def check_grid(peers: int, epochs_to_move: float, average_state_every: int) -> None:
+    """Batches of 0.02 to 0.5 s, epochs of a second; a state takes a part of an epoch to move, or several."""
+    extra, seed = 100_000, peers
+    batches_s = [0.02 * 25 ** (peer / (peers - 1)) for peer in range(peers)]
+    results = train_together(
+        batches_s,
+        target=round(sum(4 / batch_s for batch_s in batches_s)),
+        average_state_every=average_state_every,
+        extra=extra,
+        bandwidth_bytes_s=4 * extra / epochs_to_move,
+        jitter_s=0.02,
+        seed=seed,
+    )
+    assert_all_in(results)
+
+
+@pytest.mark.parametrize(("peers", "epochs_to_move"), [(2, 5.0), (3, 1.0)])
+def test_peers_of_unequal_paces_stay_together(peers: int, epochs_to_move: float) -> None:
+    """A state takes as long to move as an epoch lasts, or five times as long."""
+    check_grid(peers, epochs_to_move, 4)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("average_state_every", [0, 4])
+def test_peers_of_unequal_paces_stay_together_on_a_grid(
+    average_state_every: int, soak: Callable[[int, int], int]
+) -> None:
+    """2 to 8 peers; states that take 0.1 to 5 epochs to move."""
+    grid = [*itertools.product([2, 3, 5, 8], [0.1, 1.0, 5.0])]
+    for peers, epochs_to_move in grid[: soak(2, len(grid))]:
+        check_grid(peers, epochs_to_move, average_state_every)

@@ -1,0 +1,98 @@
+"""Who is on its way to our state, and how long it is waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shoal.optim.companions import Companions
+from shoal.peer import PeerID
+from shoal.progress import StateKey, SwarmView
+
+ME, SLOW = (PeerID(bytes([number]) * 32) for number in range(2))
+BEFORE = StateKey.of(4, 400, b"d" * 32)
+TARGET = 100
+
+
+def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
+    """Both peers, of whom these are on their way."""
+    return SwarmView(
+        peers=(ME, SLOW),
+        together=frozenset({ME, SLOW}),
+        coming=frozenset(coming),
+        samples=samples,
+        rate=0.0,
+        epoch=5,
+        behind=False,
+        leaders=(),
+        end_epoch=None,
+    )
+
+
+def stepped(companions: Companions, now: float) -> None:
+    """A round of both, and our step."""
+    companions.share([ME, SLOW], BEFORE)
+    companions.renamed(now, step=True)
+
+
+def test_a_member_is_waited_for_as_long_as_the_epoch_took() -> None:
+    """Nothing runs out before the swarm has its samples; from then on the others wait for so long and no longer."""
+    companions = Companions()
+    stepped(companions, 100.0)
+    assert companions.awaited >= {SLOW}
+    assert companions.before == BEFORE
+    assert not companions.look(seen(TARGET - 1, [SLOW]), TARGET, 107.9)
+    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
+    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 115.9)
+    assert SLOW in companions.awaited
+    assert companions.look(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert not companions.awaited
+    assert not companions.look(seen(TARGET, []), TARGET, 117.0)
+
+
+def test_an_average_of_states_is_waited_for_anew_and_makes_no_epoch_longer() -> None:
+    """Each change of the state is one batch more of a slow trainer; the time of the samples stays what it was."""
+    companions = Companions()
+    stepped(companions, 100.0)
+    companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
+    companions.share([ME, SLOW], BEFORE)
+    companions.renamed(114.0)
+    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 115.0)
+    assert companions.patience_s == 8.0
+    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 122.9)
+    assert companions.look(seen(TARGET, [SLOW]), TARGET, 123.0)
+
+
+def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
+    """A trainer whose batch lasts longer than an epoch and the patience slows the swarm down in few epochs only."""
+    companions, now, waited = Companions(), 0.0, []
+    for epoch in range(60):
+        stepped(companions, now)
+        if SLOW in companions.awaited:
+            waited.append(epoch)
+            companions.look(seen(TARGET, [SLOW]), TARGET, now + 1.0)
+            assert companions.look(seen(TARGET, [SLOW]), TARGET, now + 2.0)
+        now += 3.0
+    assert waited == [0, 1, 4, 9, 18, 35]
+
+
+def test_who_came_in_time_is_forgiven() -> None:
+    """One batch that takes long costs nobody its place."""
+    companions, now = Companions(), 0.0
+    for _ in range(10):
+        for coming in ([SLOW], []):
+            stepped(companions, now)
+            assert SLOW in companions.awaited
+            companions.look(seen(TARGET, coming), TARGET, now + 1.0)
+            companions.look(seen(TARGET, coming), TARGET, now + 2.0)
+            now += 3.0
+
+
+def test_nobody_is_on_the_way_to_a_state_that_no_round_gave() -> None:
+    """It was downloaded, loaded, or made alone."""
+    companions = Companions()
+    assert companions.before is None
+    stepped(companions, 1.0)
+    companions.forget()
+    companions.renamed(2.0)
+    assert companions.before is None
+    assert not companions.awaited

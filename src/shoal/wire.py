@@ -34,6 +34,7 @@ __all__ = [
     "decode",
     "decode_plain",
     "encode",
+    "encode_plain",
 ]
 
 PROTOCOL_VERSION = 2
@@ -129,6 +130,33 @@ def _no_extensions(code: int, _data: memoryview) -> NoReturn:
 
 _scalar = msgspec.msgpack.Decoder(ext_hook=_no_extensions)
 _list = msgspec.msgpack.Decoder(list[msgspec.Raw])
+
+
+def encode_plain(value: object) -> bytes:
+    """Plain values of a user, as `decode_plain` reads them; numbers of numpy and torch (no arrays) become Python's.
+
+    Raises:
+        ValueError: something in it is no plain value; says what.
+    """
+    try:
+        packed = _plain_encoder.encode(value)
+        decode_plain(packed)  # what the others could not read is the caller's mistake, and said here
+    except (TypeError, ValueError, RuntimeError, OverflowError, msgspec.MsgspecError) as error:
+        raise ValueError(f"{error} (use numbers, text, bytes, lists and dictionaries)") from error
+    return packed
+
+
+def _as_number(value: Any) -> object:
+    """A number of numpy or torch, which have the method `item`, as Python's own."""
+    if getattr(value, "shape", None) != ():
+        raise TypeError(f"a {type(value).__name__} is no plain value")
+    number = value.item()
+    if type(number) is type(value):  # longer than any of Python's
+        raise TypeError(f"a {type(value).__name__} is longer than a number can be")
+    return number
+
+
+_plain_encoder = msgspec.msgpack.Encoder(enc_hook=_as_number)
 
 
 def decode_plain(data: bytes | memoryview) -> Any:

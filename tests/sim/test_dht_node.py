@@ -10,6 +10,7 @@ import pytest
 
 from shoal.dht import DhtNode, DhtSettings, Item, SchemaValidator
 from shoal.errors import ClosedError, ConfigError, PeerUnreachable
+from shoal.events import Warned
 from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.rpc import Limits
@@ -531,8 +532,7 @@ def test_nodes_with_a_schema_refuse_what_does_not_fit_it() -> None:
         strict, other = await grow(swarm, 2)
         assert await store(swarm, other, "old", "text", 600)
         strict.dht.add_validators(SchemaValidator({"count": int, "old": int}))
-        with pytest.raises(ConfigError, match="validators: value does not fit"):
-            await store(swarm, strict, "count", "many", 60)
+        assert not await store(swarm, strict, "count", "many", 60)
         assert await store(swarm, other, "count", "many", 70)
         assert holders(swarm, "count") == [other]
         assert await get(swarm, strict, "count", latest=True) is None
@@ -540,6 +540,26 @@ def test_nodes_with_a_schema_refuse_what_does_not_fit_it() -> None:
         assert (await get(swarm, other, "count") or [None])[0] == "many"
         assert await store(swarm, strict, "count", 5, 80)
         assert (await get(swarm, strict, "count", latest=True) or [None])[0] == 5
+
+    run(main)
+
+
+def test_store_refused_by_a_validator_raises() -> None:
+    """Not any more: it is False, by its own with a warning, also in one of many; so by those of all the others."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        strict, _ = await grow(swarm, 2)
+        for each in swarm.peers.values():
+            each.dht.add_validators(SchemaValidator({"count": int}))
+        client = await swarm.start_peer("client", node([swarm.host(FIRST).address]), client_mode=True)
+        assert not await store(swarm, client, "count", "many", 60)
+        assert not await store(swarm, strict, "count", "many", 60)
+        (warned,) = strict.seen(Warned)
+        assert warned.message.startswith("value for key 'count' is refused by this node's own validators: value does")
+        items = [Item("count", "many", strict.in_s(60)), Item("count", 5, strict.in_s(50))]
+        assert await swarm.run_on(strict.name, strict.dht.store_many, items) == [False, True]
+        assert (await get(swarm, client, "count", latest=True) or [None])[0] == 5
 
     run(main)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +21,7 @@ from shoal.compression import CompressionInfo, Float16Compression, NoCompression
 from shoal.errors import ConfigError
 from shoal.runtime.arguments import choose_codecs
 from shoal.runtime.control import StepControl
+from shoal.wire import decode_plain
 
 PAGE = (Path(__file__).parents[2] / "docs" / "averaging.md").read_text(encoding="utf-8")
 WORDS = {"": inspect.Parameter.empty, "None": None, "True": True, "False": False, "''": "", "1 MiB": 1 << 20}
@@ -180,6 +182,15 @@ def test_tensor_infos_of_other_tensors_are_refused(infos: list[Any], message: st
     with pytest.raises(ConfigError) as caught:
         choose_codecs([torch.zeros(3)], NoCompression(), infos)
     assert message in str(caught.value)
+
+
+def test_numpy_scalars_are_refused_in_gather() -> None:
+    """Not any more: numbers of numpy and torch are sent as Python's own, and a weight may be one, too."""
+    plan = StepPlan(gather={"loss": np.float32(0.5), "steps": [np.int64(3), torch.tensor(2)]}, weight=np.float32(2))  # type: ignore[arg-type]
+    assert decode_plain(plan.gathered) == {"loss": 0.5, "steps": [3, 2]}
+    assert type(plan.weight) is float
+    with pytest.raises(ConfigError, match=r"gather cannot be sent: a ndarray is no plain value \(use numbers"):
+        StepPlan(gather=np.zeros(3))
 
 
 @pytest.mark.parametrize("weight", [-1.0, 1e-10, 1e13, float("nan"), float("inf"), "1", True, None])

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from shoal.clock import Env
@@ -35,6 +36,7 @@ from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
 from shoal.dht.vault import Vault
 from shoal.errors import ClosedError, ConfigError
+from shoal.events import Warned
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
@@ -210,11 +212,11 @@ class DhtNode:
             timeout_s: longest time; default `settings.timeout_s`.
 
         Returns:
-            Whether at least one node holds it now. False if it has expired, if the nodes hold a later value, or if
-            none of them could be reached in time.
+            Whether at least one node holds it now. False if it has expired, if the nodes hold a later value, if
+            validators refuse it (this node's own: with a warning), or if no node could be reached in time.
 
         Raises:
-            ConfigError: an argument is wrong, or this node's own validators refuse it; says which and why.
+            ConfigError: an argument is wrong; says which and why.
             ClosedError: the node was closed.
         """
         return (await self.store_many([Item(key, value, expiration_time, subkey)], timeout_s=timeout_s))[0]
@@ -227,7 +229,10 @@ class DhtNode:
         now = self._env.clock.time()
         # Of several items for one slot the one that wins is sent; the others lost already.
         slots: dict[tuple[bytes, bytes | None], int] = {}
-        for number, record in enumerate(records):
+        for number, (item, record) in enumerate(zip(items, records, strict=True)):
+            if refusal := self._refusal(item, record):
+                self._env.events.emit(Warned(where="DHT", message=refusal))
+                continue
             before = slots.get((record.key, record.subkey))
             if record.expiration > now and (before is None or records[before].expiration <= record.expiration):
                 slots[record.key, record.subkey] = number
@@ -256,11 +261,14 @@ class DhtNode:
             What `store` returns, and what `get(latest=True)` returns, with `of_peers` if the entry is under our own id.
 
         Raises:
-            ConfigError: as `store`.
+            ConfigError: as `store`; or this node's own validators refuse it.
             ClosedError: the node was closed.
         """
         self._check_open()
-        exchange = Exchange(self._record(item))
+        record = self._record(item)
+        if refusal := self._refusal(item, record):
+            raise ConfigError(refusal)
+        exchange = Exchange(record)
         async with self._operation(timeout_s):
             await self._publisher.exchange(exchange)
         now = self._env.clock.time()
@@ -271,7 +279,7 @@ class DhtNode:
     def _record(self, item: Item) -> Record:
         key = key_of(_checked_key(item.key))
         expiration = item.expiration_time
-        if isinstance(expiration, bool) or not isinstance(expiration, int | float) or not math.isfinite(expiration):
+        if isinstance(expiration, bool) or not isinstance(expiration, Real) or not math.isfinite(expiration):
             raise ConfigError(f"expiration_time must be a time in seconds, got {expiration!r}")
         most = self.settings.storage.lifetime_s
         ahead = expiration - self._env.clock.time()
@@ -284,10 +292,12 @@ class DhtNode:
             raise ConfigError(
                 "subkey is 32 bytes and so names a peer, which is not this one: only it can write the entry"
             )
-        record = signed_record(self._identity, key, subkey, encode_value(item.value), expiration)
-        if refusal := self._validators.refuses(record):
-            raise ConfigError(f"value for key {item.key!r:.80} is refused by this node's own validators: {refusal}")
-        return record
+        return signed_record(self._identity, key, subkey, encode_value(item.value), float(expiration))
+
+    def _refusal(self, item: Item, record: Record) -> str:
+        """What this node's own validators say against a record that it is to store; empty if nothing."""
+        refusal = self._validators.refuses(record)
+        return refusal and f"value for key {item.key!r:.80} is refused by this node's own validators: {refusal}"
 
     # ---------------------------------------------------------------------------------------------------------- getting
 

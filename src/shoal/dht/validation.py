@@ -11,23 +11,24 @@ that two subkeys that read the same are the same entry.
 nobody: whoever writes the later expiration wins.
 
 **Validators** say no by text. Nodes ask them before they hold a record and before they believe one that they were
-given; all of them must agree. Nodes with different validators live in one network: each keeps its own rules.
+given; all of them must agree, but for schemas (`shoal.dht.schema`), of which one is enough. Nodes with different
+validators live in one network: each keeps its own rules.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable
+from numbers import Integral
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from shoal.dht.routing import key_of
 from shoal.errors import ConfigError
 from shoal.identity import Identity, verify
 from shoal.peer import PEER_ID_BYTES, PeerID
-from shoal.wire import Record, decode_plain, encode
+from shoal.wire import Record, decode_plain, encode, encode_plain
 
 __all__ = [
     "MAX_SUBKEY_BYTES",
@@ -35,7 +36,6 @@ __all__ = [
     "RECORD_CONTEXT",
     "CompositeValidator",
     "RecordValidator",
-    "SchemaValidator",
     "SignatureValidator",
     "Subkey",
     "decode_subkey",
@@ -68,11 +68,9 @@ def encode_value(value: object) -> bytes:
         ConfigError: it is not made of what MessagePack knows, or is longer than 64 KiB.
     """
     try:
-        data = msgspec.msgpack.encode(value)
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            f"value cannot be stored in the DHT ({error}): use numbers, text, bytes, lists, dicts"
-        ) from None
+        data = encode_plain(value)
+    except ValueError as error:
+        raise ConfigError(f"value cannot be stored in the DHT: {error}") from None
     if len(data) > MAX_VALUE_BYTES:
         raise ConfigError(f"value is {len(data)} bytes when encoded, a record holds {MAX_VALUE_BYTES}: store less")
     return data
@@ -96,11 +94,11 @@ def encode_subkey(subkey: Subkey) -> bytes:
     Raises:
         ConfigError: it is not text, bytes or a 64-bit integer, or is too long.
     """
-    if isinstance(subkey, bool) or not isinstance(subkey, str | bytes | int):
+    if isinstance(subkey, bool) or not isinstance(subkey, str | bytes | Integral):
         raise ConfigError(f"subkey must be str, bytes or int, got {type(subkey).__name__}")
     try:
-        data = msgspec.msgpack.encode(subkey)
-    except (ValueError, OverflowError) as error:
+        data = encode_plain(subkey)
+    except ValueError as error:
         raise ConfigError(f"subkey {subkey!r:.80} cannot be encoded: {error}") from None
     if len(data) > MAX_SUBKEY_BYTES:
         raise ConfigError(f"subkey is {len(data)} bytes when encoded, the most is {MAX_SUBKEY_BYTES}")
@@ -183,41 +181,35 @@ class FormValidator:
         return ""
 
 
-class SchemaValidator:
-    """Refuses values of the wrong type under the keys that it knows; lets all others pass.
-
-    Args:
-        types: for each key, the type of its value (of its entries' values, for a dictionary): anything that `msgspec`
-            can convert to, such as `int`, `list[str]` or a `msgspec.Struct` with constraints.
-    """
-
-    def __init__(self, types: Mapping[str | bytes, Any]) -> None:
-        self._decoders = {key_of(key): msgspec.msgpack.Decoder(kind) for key, kind in types.items()}
-
-    def refuses(self, record: Record) -> str:
-        decoder = self._decoders.get(record.key)
-        if decoder is None:
-            return ""
-        try:
-            decoder.decode(record.value)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            return f"value does not fit its schema: {error}"
-        return ""
+@runtime_checkable
+class _Unites(Protocol):
+    def union(self, other: Any) -> RecordValidator:
+        """One that accepts what either of two of its kind accepts."""
+        ...
 
 
 class CompositeValidator:
     """Accepts what all its validators accept; they are asked in order, up to the first refusal.
+
+    Those of one kind that has a `union` (schemas) count as one: what one of them accepts they accept together.
 
     Args:
         validators: the first ones; `add` takes more.
     """
 
     def __init__(self, validators: Iterable[RecordValidator] = ()) -> None:
-        self._validators = list(validators)
+        self._validators: list[RecordValidator] = []
+        self.add(*validators)
 
     def add(self, *validators: RecordValidator) -> None:
         """Ask these, too, from now on."""
-        self._validators += validators
+        for new in validators:
+            for place, old in enumerate(self._validators):
+                if type(old) is type(new) and isinstance(old, _Unites):
+                    self._validators[place] = old.union(new)
+                    break
+            else:
+                self._validators.append(new)
 
     def refuses(self, record: Record) -> str:
         for validator in self._validators:

@@ -276,7 +276,10 @@ class DHT:
         return Invite(addresses, run_id)
 
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
-        """Apply further rules to records from now on."""
+        """Apply further rules to records from now on; before the start, from the start on."""
+        if self._running is None:
+            self._validators += tuple(record_validators)
+            return
         node = self.core().node
 
         async def add() -> None:
@@ -317,7 +320,8 @@ class DHT:
             return_future: once the network is joined, return at once.
 
         Returns:
-            Whether some peer holds it now (a future of that with `return_future`).
+            Whether some peer holds it now (a future of that with `return_future`). False also where validators refuse
+            it, this peer's own (with a warning) or all of the others'.
 
         Raises:
             ConfigError: an argument is wrong.

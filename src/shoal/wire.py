@@ -672,6 +672,71 @@ class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
         return self.prefix
 
 
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+class StepsFrom(Message, frozen=True):
+    """I am at this state: epoch, digest, samples. You are told of every step that I take from here."""
+
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    digest: Digest
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class StepTaken(Message, frozen=True):
+    """A step leads from the state `epoch`, `digest`, `samples` to the next one: what names that, and what it has.
+
+    Of a round: its `commit`, and how its vector was cut to parts (`slices`, `part_bytes`). Of a step that a peer took
+    alone: no commit, but `alone` and how many samples went into it. `agreement` (MessagePack) is how a step is taken;
+    without one states were averaged. `nbytes` is the size of the averages: the encoded parts one after another, or with
+    `raw` the values themselves.
+    """
+
+    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    digest: Digest
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    agreement: Annotated[bytes, msgspec.Meta(max_length=65536)]
+    commit: Commit | None
+    slices: Annotated[list[int], msgspec.Meta(max_length=256)]
+    part_bytes: int
+    alone: Annotated[bytes, msgspec.Meta(max_length=64)]
+    alone_samples: Annotated[int, msgspec.Meta(ge=0)]
+    raw: bool
+    nbytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+class WantStep(Message, frozen=True):
+    """Send me the averages of the step from the state of this digest."""
+
+    digest: Digest
+
+
+class StepBytes(Message, frozen=True):
+    """Payload follows: averages of the step from the state of this digest, from this byte on."""
+
+    digest: Digest
+    offset: int
+
+
+class StepGone(Message, frozen=True):
+    """I do not keep the step from the state of this digest any more."""
+
+    digest: Digest
+
+
+class FollowSteps(Opening[WantStep, StepsFrom | StepTaken | StepBytes | StepGone], frozen=True):
+    """Tell me of every step of this run, and keep its averages a little longer than you need them yourself."""
+
+    bulk: ClassVar[bool] = True
+
+    run_id: str
+
+    @property
+    def scope(self) -> str:
+        """The run."""
+        return self.run_id
+
+
 # ---------------------------------------------------------------------------------------------------------------- debug
 
 ShortText = Annotated[str, msgspec.Meta(max_length=200)]

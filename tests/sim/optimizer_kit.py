@@ -22,12 +22,12 @@ from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 FEATURES = 6
 
 
-def model(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[torch.Tensor]:
+def model(dtype: torch.dtype = torch.float64, seed: int = 0, width: int = 8) -> list[torch.Tensor]:
     """Parameters of a small network, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     weights = [
-        torch.randn(FEATURES, 8, generator=generator, dtype=torch.float64),
-        torch.randn(8, 1, generator=generator, dtype=torch.float64),
+        torch.randn(FEATURES, width, generator=generator, dtype=torch.float64),
+        torch.randn(width, 1, generator=generator, dtype=torch.float64),
     ]
     return [torch.nn.Parameter(weight.to(dtype) * 0.3) for weight in weights]
 
@@ -143,11 +143,12 @@ class Run:
         averager: Any = SETTINGS,
         state_compression: CompressionBase | None = None,
         lr: float = 0.05,
+        width: int = 8,
     ) -> None:
         self.state_compression, self.lr = state_compression, lr
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
-        self.dtype = dtype
+        self.dtype, self.width = dtype, width
         self.settings = CollaborationSettings(
             run_id="run", target_batch_size=target, averager=averager, average_state_every=average_state_every
         )
@@ -173,7 +174,7 @@ class Run:
             self._first = self._first or host
             clock: Any = host.env.clock
             clock._offset_s += skew_s
-            parameters = model(self.dtype, seed)
+            parameters = model(self.dtype, seed, self.width)
             optimizer, scheduler = make_optimizer(parameters, self.lr)
             core = await start_core(host, bootstrap, client_mode=client_mode)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)

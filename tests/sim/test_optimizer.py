@@ -327,36 +327,6 @@ def test_a_state_that_nobody_gives_stops_nobody() -> None:
     sim.run(main, seed=22)
 
 
-def test_who_is_too_slow_to_take_part_is_told_so() -> None:
-    """Its download lasts longer than the others' epochs: it would go on downloading, and nobody would know."""
-
-    async def main() -> None:
-        run = Run(target=8)
-        loop = asyncio.get_running_loop()
-        names = ["p0", "p1"]
-        for name in names:
-            await run.add(name)
-        tasks = [
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=lambda: loop.time() > 40))
-            for name in names
-        ]
-        await sim.sleep(5.0)
-        slow = await run.add("slow")
-        warned: list[str] = []
-        slow.collaboration.core.env.events.subscribe(
-            lambda event: warned.append(event.message) if isinstance(event, Warned) else None
-        )
-        for name in names:
-            run.swarm.network.set_link(name, "slow", bandwidth_bytes_s=1000.0)
-        tasks.append(run.swarm.spawn("slow", slow.train(4, duration_s=0.5, until=lambda: loop.time() > 40)))
-        await asyncio.wait(tasks)
-        assert slow.downloads >= 4
-        assert any("this peer does not take part. Raise target_batch_size" in message for message in warned)
-        await run.close()
-
-    sim.run(main, seed=23)
-
-
 @pytest.mark.parametrize("peers", [2, 3])
 @pytest.mark.parametrize("skew_s", [-3000.0, -30.0, -12.0, 12.0, 30.0, 3000.0])
 def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:

@@ -338,6 +338,24 @@ class Vector:
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 
+    def averages(self) -> list[memoryview]:
+        """The memory of all averages, in order: who was not in the round gets them as they are."""
+        return [view_bytes(run.result) for run in self._runs]
+
+    def take_averages(self, data: memoryview) -> None:
+        """Set all averages to what `averages` gave elsewhere.
+
+        Raises:
+            PeerProtocolError: some are not finite.
+        """
+        start = 0
+        for run in self._runs:
+            place = view_bytes(run.result)
+            place[:] = data[start : start + place.nbytes]
+            start += place.nbytes
+            if not _finite(run.result):
+                raise PeerProtocolError("an average that is not finite")
+
 
 def _same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Equal bit by bit: NaN is equal to itself, so that a tensor full of it can still be set to the average."""

@@ -228,6 +228,8 @@ class Averager:
             outcome=outcome,
             round_id=group.round_id,
             duration_s=loop.time() - formed,
+            slices=tuple(group.slices),
+            part_bytes=group.part_bytes,
         )
 
     def _dial_ahead(self, group: Group) -> None:

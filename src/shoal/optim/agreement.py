@@ -31,18 +31,27 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
     absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
 
 
-class Agreement(msgspec.Struct, frozen=True):
+class Agreement(msgspec.Struct, frozen=True, array_like=True):
     """How the step of a round is taken.
 
     Attributes:
         options: by all members; None if nobody has said any.
-        absent: the trained parameters that no member had a gradient of.
-        digest: of both; part of the name of the state after the step.
+        mask: of the trained parameters that no member had a gradient of, as in `Said`.
     """
 
     options: Options | None
-    absent: frozenset[int]
-    digest: bytes
+    mask: Annotated[bytes, msgspec.Meta(max_length=16384)]
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """The trained parameters that no member had a gradient of."""
+        return _members(self.mask)
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of both; part of the name of the state after the step."""
+        own = self.options.digest if self.options is not None else b""
+        return hashlib.sha256(own + self.mask).digest()
 
 
 def agree(gathered: Mapping[PeerID, Any]) -> Agreement:
@@ -53,9 +62,7 @@ def agree(gathered: Mapping[PeerID, Any]) -> Agreement:
     """
     said = [_read(gathered[peer]) for peer in sorted(gathered)]
     options = agreed([each.options for each in said if each is not None])
-    absent = _in_all([each.absent if each is not None else b"" for each in said])
-    own = options.digest if options is not None else b""
-    return Agreement(options, _members(absent), hashlib.sha256(own + absent).digest())
+    return Agreement(options, _in_all([each.absent if each is not None else b"" for each in said]))
 
 
 def _read(plain: Any) -> Said | None:

@@ -36,8 +36,9 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
-from shoal.optim.agreement import Said, agree
+from shoal.optim.agreement import Agreement, Said, agree
 from shoal.optim.attendance import Attendance
+from shoal.optim.catch_up import CatchUp
 from shoal.optim.companions import Companions
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
@@ -48,12 +49,13 @@ from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.shared_state import name_of, share, why_not_ours
 from shoal.optim.state_name import StateName
+from shoal.optim.step_feed import StepFeed
 from shoal.optim.training_state import TrainingState
 from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
 from shoal.state import Donor, SharedState, download_state
-from shoal.wire import Progress
+from shoal.wire import Contact, Progress
 
 __all__ = ["Collaboration", "Phase"]
 
@@ -111,6 +113,11 @@ class Collaboration:
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         self._gradients = gradient_averager(core, training, settings, lock, compression)
         self._states = state_averager(core, training, settings, lock, state_compression, self._share)
+        self._steps = StepFeed(core, settings.run_id, lambda: self.state)
+        self._catch_up = CatchUp(
+            core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
+        )
+        self._taking_over = False
         self._download_codec = download_compression or NoCompression()
         self._news = asyncio.Event()
         self._rounds = Rounds(core.env, self._look, self._news)
@@ -162,6 +169,8 @@ class Collaboration:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._gossip.leave()
         await self._gossip.close()
+        self._steps.close()
+        await self._catch_up.leave()
         await self._gradients.close()
         await self._states.close()
         self._move(self.phase)
@@ -262,7 +271,7 @@ class Collaboration:
                     await self._news.wait()
 
     def _judge(self, view: SwarmView) -> None:
-        if self.phase in _BUSY or self._average_due:
+        if self.phase in _BUSY or self._average_due or self._taking_over:
             return
         if view.behind:
             phase = Phase.BEHIND
@@ -324,9 +333,10 @@ class Collaboration:
                 return
             self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
-        members = [member.contact.peer for member in result.outcome.members]
-        self._companions.share(members, self.state.key)
-        self._ready(step, self.state.after_round(result, agreement.digest), len(members))
+        name, members = self.state, [member.contact.peer for member in result.outcome.members]
+        self._companions.share(members, name.key)
+        self._ready(step, name.after_round(result, agreement.digest), len(members))
+        await self._steps.add_round(name, result, self._gradients.vector, agreement)
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
@@ -352,10 +362,13 @@ class Collaboration:
                 return
             samples = self.training.samples
             self.training.use_own_mean()
+            chance = self.core.env.rng.randbytes(16)
+            said = self._said()
+            agreement = Agreement(said.options, said.absent)
+            await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
-        chance = self.core.env.rng.randbytes(16)
         self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
 
     def _ready(self, apply: Callable[[], None], name: StateName, peers: int, *, is_step: bool = True) -> None:
@@ -416,6 +429,7 @@ class Collaboration:
             self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
+            await self._catch_up.leave()
         self._renewed()
         self._move(Phase.COLLECTING)
 
@@ -481,6 +495,7 @@ class Collaboration:
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key)
             self._ready(apply, name.after_averaging(result), len(members), is_step=False)
+            await self._steps.add_round(name, result, self._states.vector)
 
     def _stepped_with(self) -> frozenset[PeerID]:
         """Who took the last step with us, or is about to, and is still here."""
@@ -502,6 +517,49 @@ class Collaboration:
         view = self.view()
         if not view.behind:
             return False
+        began, before = self._now(), self.state
+        self._taking_over = True
+        try:
+            async with self._catch_up.following(self._to_follow):
+                if not await self._take_steps(began + timeout_s):
+                    await self._take_state(view, began + timeout_s)
+                    await self._take_steps(began + timeout_s)
+        finally:
+            self._taking_over = False
+            if self.view().behind and (trouble := self._catch_up.trouble(self._now() - began)) is not None:
+                self._notices.warn(trouble)
+            if self.state != before:
+                self._companions.forget()
+                self._companions.renamed(self._now())
+                self._renewed()
+        self._move(Phase.COLLECTING)
+        return True
+
+    def _to_follow(self) -> list[Contact]:
+        """Who has the best state and can be dialed, in any order: not all who catch up should follow the same ones."""
+        contacts = [self._gossip.contact(peer) for peer in self.view().leaders]
+        contacts = [contact for contact in contacts if contact.addresses]
+        self.core.env.rng.shuffle(contacts)
+        return contacts
+
+    async def _take_steps(self, deadline: float) -> int:
+        """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
+        steps = 0
+        while self._now() < deadline and (update := await self._catch_up.next(self.state)) is not None:
+            async with self.lock.held():
+                self._update, self._average_due = update, False
+                try:
+                    await to_the_end(self.core.env.executor.run(self.step))
+                finally:
+                    self._update = None
+            if self.state != update.name:
+                break
+            self._shared = True
+            steps += 1
+        return steps
+
+    async def _take_state(self, view: SwarmView, deadline: float) -> None:
+        """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         ours = self.state.key if self.core.endpoint.contact.addresses else None
         donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
@@ -511,7 +569,7 @@ class Collaboration:
                 self.core.env,
                 self._states.prefix,
                 donors,
-                timeout_s=timeout_s,
+                timeout_s=max(0.001, deadline - self._now()),
                 min_epoch=view.epoch,
                 accept=lambda manifest: why_not_ours(self.training, manifest, ours),
                 limits=self._states.sharing.limits,
@@ -533,8 +591,3 @@ class Collaboration:
             await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s)
-        self._companions.forget()
-        self._companions.renamed(self._now())
-        self._renewed()
-        self._move(Phase.COLLECTING)
-        return True

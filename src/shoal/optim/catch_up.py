@@ -1,0 +1,158 @@
+"""How a peer that is behind gets in, although the others go on: it follows their steps while it loads a state.
+
+It follows from before it asks for the state, so no step between is missed. Then it takes the steps one by one, each as
+the others took it: the same averages, the same optimizer, and the name that follows from the commit. On equal
+arithmetic it ends with their bits (`docs/decisions/0015-catching-up.md`). It follows until it has taken a step together
+with the others; as long as it is led on from where it stands, it needs no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from shoal.allreduce.vector import Vector
+from shoal.averager import Averager
+from shoal.core import PeerCore
+from shoal.optim.following import Following
+from shoal.optim.options import misfit, options_of
+from shoal.optim.state_name import StateName
+from shoal.optim.steps import Step, agreement_of, land, name_after
+from shoal.optim.training_state import TrainingState
+from shoal.optim.update import Update
+from shoal.progress import StateKey
+from shoal.wire import Contact
+
+__all__ = ["CatchUp"]
+
+_LOOK_AGAIN_S = 1.0
+_PATIENCE_S = 2.0
+"""The others told us that they are further; the step itself may come a little later."""
+
+
+class CatchUp:
+    """Follows others while this peer is behind. Loop only, but for what an `Update` does.
+
+    Args:
+        core: this peer.
+        run_id: names the run.
+        training: what takes the steps.
+        gradients: of the run's rounds.
+        states: of its averagings of states.
+        max_bytes: the most that is kept.
+    """
+
+    def __init__(
+        self,
+        core: PeerCore,
+        run_id: str,
+        training: TrainingState,
+        gradients: Averager,
+        states: Averager,
+        *,
+        max_bytes: int,
+    ) -> None:
+        self._core, self._run_id, self._training, self._max_bytes = core, run_id, training, max_bytes
+        self._averagers = {False: gradients, True: states}
+        self._vectors: dict[bool, Vector] = {}
+        self._following: Following | None = None
+        self._since = self._received_before = 0.0
+
+    @property
+    def base(self) -> StateKey | None:
+        """Whoever comes to this state or a better one is led on from there, as far as it is known."""
+        return self._following.base if self._following is not None else None
+
+    @asynccontextmanager
+    async def following(self, contacts: Callable[[], Sequence[Contact]]) -> AsyncIterator[None]:
+        """Follow two of these in the block, and afterwards until `leave`; others in place of those that are lost."""
+        if self._following is None:
+            self._since, self._received_before = self._now(), self._core.endpoint.traffic[1]
+            self._following = Following(self._core, self._run_id, self._vector, max_bytes=self._max_bytes)
+        following = self._following
+        await following.follow(contacts())
+
+        async def follow() -> None:
+            while True:
+                await asyncio.sleep(_LOOK_AGAIN_S)
+                await following.follow(contacts())
+
+        task = asyncio.get_running_loop().create_task(follow())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def next(self, state: StateName) -> Update | None:
+        """What leads on from this state, once it is here; None if nobody tells of it."""
+        if self._following is None:
+            return None
+        self._following.forget(state)
+        step = await self._following.next(state, patience_s=_PATIENCE_S)
+        if step is None:
+            return None
+        agreement, name = agreement_of(step.header), name_after(step.header)
+        if agreement is not None and agreement.options is not None:
+            mine = options_of(self._training.optimizer.param_groups)
+            if (why := misfit(mine, agreement.options)) is not None:
+                self._following.missed = f"their options are {why}"
+                return None
+        samples = name.samples - state.samples
+        return Update(
+            apply=partial(self._take, step), name=name, peers=0, samples=samples, is_step=bool(step.header.agreement)
+        )
+
+    def _take(self, step: Step) -> None:
+        """Do to parameters and optimizer what the step did to those of its members (under their lock)."""
+        header, agreement = step.header, agreement_of(step.header)
+        vector = self._vector(agreement is None)
+        if agreement is None:
+            vector.copy_in()
+            land(header, memoryview(step.data), vector)
+            vector.apply(self._averagers[True].settings.averaging_alpha)
+        else:
+            land(header, memoryview(step.data), vector)
+            vector.overwrite()
+            self._training.use_accumulators()
+            self._training.step(agreement.options, agreement.absent)
+
+    def _vector(self, averaging: bool) -> Vector:
+        """Of our own tensors, beside the averager's: that may be in a round."""
+        if averaging not in self._vectors:
+            averager = self._averagers[averaging]
+            self._vectors[averaging] = Vector(averager.tensors, averager.vector.layout)
+        return self._vectors[averaging]
+
+    def trouble(self, took_s: float) -> str | None:
+        """Why this peer is still behind after a download that took so long, if steps are missing."""
+        following = self._following
+        if following is None or not following.missed:
+            return None
+        elapsed_s = max(self._now() - self._since, 1e-3)
+        rate = (self._core.endpoint.traffic[1] - self._received_before) / elapsed_s
+        first, last = following.told_at or (self._since, self._now())
+        steps = max(1, following.steps)
+        text = (
+            f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile some are "
+            f"missing: {following.missed}. A step takes them about {(last - first) / steps:.1f} s and has "
+            f"{following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. "
+        )
+        following.missed = ""
+        return text + (
+            "Raise target_batch_size so that a step takes longer, make steps or the state smaller (grad_compression, "
+            "load_state_compression), or give this peer a faster line or more catch_up_bytes"
+        )
+
+    async def leave(self) -> None:
+        """Follow nobody any more: this peer takes part. Safe to call twice."""
+        following, self._following = self._following, None
+        self._vectors.clear()
+        if following is not None:
+            await following.close()
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()

@@ -1,0 +1,171 @@
+"""What a peer gives to those who catch up: the last steps that it knows of, with their averages.
+
+Nothing is kept while nobody follows. Who follows has a stream open, is told of each step as it is committed, and
+fetches its averages within the time of about two steps: this peer keeps the last `KEPT` of them, and what is being
+sent. Sending gives way to rounds like the sending of states (`Upload`), and no round waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from shoal.allreduce.vector import Vector
+from shoal.averager import StepResult
+from shoal.core import PeerCore
+from shoal.errors import PeerProtocolError, PeerRefused
+from shoal.optim.agreement import Agreement
+from shoal.optim.state_name import StateName
+from shoal.optim.steps import Step, of_round, of_step_alone
+from shoal.rpc import Stream
+from shoal.state import Pacer, ShareLimits
+from shoal.state.upload import Upload
+from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
+
+__all__ = ["KEPT", "MAX_FOLLOWERS", "StepFeed"]
+
+KEPT = 2
+"""Steps that are kept while somebody follows: the last one, and the one before."""
+
+MAX_FOLLOWERS = 16
+MAX_WANTED = 16
+_SEND_WITHIN_S = 30.0
+"""For one piece; who takes nothing for so long is left."""
+
+_Answer = StepsFrom | StepTaken | StepBytes | StepGone
+
+
+class StepFeed:
+    """Tells followers of this peer's steps. Loop only.
+
+    Args:
+        core: this peer.
+        run_id: names the run.
+        state: where this peer stands.
+    """
+
+    def __init__(self, core: PeerCore, run_id: str, state: Callable[[], StateName]) -> None:
+        self._core, self._state = core, state
+        self._followers: set[_Follower] = set()
+        self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
+
+    async def add_round(
+        self, name: StateName, result: StepResult, vector: Vector, agreement: Agreement | None = None
+    ) -> None:
+        """A round was committed. Call it before the next one of this vector begins.
+
+        Args:
+            name: of the state that it was made at.
+            result: of the round.
+            vector: that was averaged.
+            agreement: how the step is taken; None if states were averaged.
+        """
+        if self._followers:
+            self._add(await self._core.env.executor.run(of_round, name, result, vector, agreement))
+
+    async def add_alone(
+        self, name: StateName, chance: bytes, samples: int, gradients: Sequence[torch.Tensor], agreement: Agreement
+    ) -> None:
+        """This peer is about to step alone, from these gradients (call it under their lock)."""
+        if self._followers:
+            peer, run = self._core.peer_id.raw, self._core.env.executor.run
+            self._add(await run(of_step_alone, name, chance, peer, samples, gradients, agreement))
+
+    def _add(self, step: Step | None) -> None:
+        if step is not None:
+            for follower in self._followers:
+                follower.add(step)
+
+    def close(self) -> None:
+        """Tell nobody anything more. Safe to call twice."""
+        self._unserve()
+
+    async def _serve(self, stream: Stream[_Answer, WantStep], opening: FollowSteps) -> None:
+        if len(self._followers) >= MAX_FOLLOWERS:
+            raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
+        follower = _Follower(stream, Upload.of(self._core.endpoint), self._core.pacer())
+        self._followers.add(follower)
+        try:
+            await follower.run(self._state())
+        finally:
+            self._followers.discard(follower)
+            await follower.close()
+
+
+class _Follower:
+    """One that catches up: what it was told of, and what it has asked for."""
+
+    def __init__(self, stream: Stream[_Answer, WantStep], upload: Upload, pacer: Pacer) -> None:
+        self._stream, self._upload, self._pacer = stream, upload, pacer
+        self._kept: dict[bytes, Step] = {}  # by the digest of the state before
+        self._untold: deque[StepTaken] = deque()
+        self._wanted: dict[bytes, int] = {}  # and how much of it was sent
+        self._news = asyncio.Event()
+        self._reader = asyncio.get_running_loop().create_task(self._read())
+        self._reader.add_done_callback(lambda _: self._news.set())
+
+    def add(self, step: Step) -> None:
+        """Tell it of this step, and forget the oldest that is not being sent."""
+        self._kept[step.header.digest] = step
+        for digest in list(self._kept)[:-KEPT]:
+            if not self._wanted.get(digest):
+                del self._kept[digest]
+        self._untold.append(step.header)
+        self._news.set()
+
+    async def run(self, state: StateName) -> None:
+        """Serve it until it follows no more."""
+        self._upload.watch()
+        with self._upload.stream(self._stream):
+            await self._send(StepsFrom(*state))
+            while not self._reader.done():
+                self._news.clear()
+                if self._untold:
+                    await self._send(self._untold.popleft())
+                elif self._wanted:
+                    await self._send_some(next(iter(self._wanted)))
+                else:
+                    await self._news.wait()
+        self._reader.result()
+
+    async def close(self) -> None:
+        """Read no more."""
+        self._reader.cancel()
+        await asyncio.wait((self._reader,))
+        if not self._reader.cancelled():
+            self._reader.exception()  # the stream has ended for a reason that its sender knows, or will learn
+
+    async def _send_some(self, digest: bytes) -> None:
+        """One piece of a step, or that it is not kept any more."""
+        if (step := self._kept.get(digest)) is None:
+            del self._wanted[digest]
+            await self._send(StepGone(digest))
+            return
+        sent, total = self._wanted[digest], len(step.data)
+        fraction = ShareLimits().beside_rounds
+        nbytes = self._upload.piece_bytes(total - sent, self._pacer, fraction)
+        await self._upload.admit(nbytes, self._pacer, fraction)
+        self._wanted[digest] = sent + nbytes
+        await self._send(StepBytes(digest, sent), memoryview(step.data)[sent : sent + nbytes])
+        if sent + nbytes == total:
+            del self._wanted[digest]
+
+    async def _send(self, message: _Answer, payload: memoryview | None = None) -> None:
+        async with asyncio.timeout(_SEND_WITHIN_S):
+            await self._stream.send(message, payload)
+
+    async def _read(self) -> None:
+        while True:
+            await self._stream.ready()  # a `recv` that is cancelled would end the connection before we can say why
+            if (received := await self._stream.recv()) is None:
+                return
+            message, nbytes = received
+            if nbytes:
+                raise PeerProtocolError(f"sent {nbytes} bytes to the peer that it follows", self._stream.peer_id)
+            if len(self._wanted) > MAX_WANTED:
+                raise PeerProtocolError("wants more steps than are kept", self._stream.peer_id)
+            self._wanted.setdefault(message.digest, 0)
+            self._news.set()

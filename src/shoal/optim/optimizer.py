@@ -16,6 +16,7 @@ from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -51,6 +52,8 @@ class Optimizer(torch.optim.Optimizer):
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
             that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay what they are.
+            Without one, a torch schedule that is made over this optimizer (as Hugging Face's Trainer makes one) is
+            followed instead: it moves with the swarm's epochs, from 0, and its own `step` does nothing.
         matchmaking_time: longest search for a group, seconds; None: 15. It ends when all live peers of the run are
             there.
         averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
@@ -134,7 +137,12 @@ class Optimizer(torch.optim.Optimizer):
         self.target_batch_size, self.batch_size_per_step = target_batch_size, batch_size_per_step
         self.averaging_timeout, self.load_state_timeout = averaging_timeout, load_state_timeout
         self._shutdown_timeout = shutdown_timeout
-        self._training = TrainingState(inner, make_scheduler(inner, scheduler), extra_tensors, unit=target_batch_size)
+        chosen = make_scheduler(inner, scheduler)
+        follow(chosen)  # a `scheduler.step()` that is left in the training loop does nothing
+        self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
+        if self._own_schedule:
+            self._schedules.seen()
+        self._training = TrainingState(inner, chosen, extra_tensors, unit=target_batch_size)
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
@@ -252,6 +260,30 @@ class Optimizer(torch.optim.Optimizer):
         _check_count("batch_size", samples)
         if self._closed or not self.dht.is_alive():
             raise ClosedError("the optimizer was shut down, or its DHT was")
+        self._follow_schedule()
+        try:
+            return self._count(samples, loss)
+        finally:
+            self._schedules.seen()
+
+    def _follow_schedule(self) -> None:
+        """A schedule that was made over this optimizer since the last step becomes the run's."""
+        if (found := self._schedules.find()) is None:
+            return
+        what = f"the {type(found).__name__} that was made over this optimizer"
+        with self._lock.holding():
+            if self._own_schedule:
+                self._training.restore_rates()
+                message = f"{what} has no effect: the run's schedule is the one that was given as scheduler"
+            else:
+                self._training.adopt(found)
+                message = (
+                    f"{what} follows the swarm's epochs: its own step() does nothing, and its warm-up and its length "
+                    f"count epochs of {self.target_batch_size} samples"
+                )
+        self.dht.events.emit(Warned(where="optimizer", message=message))
+
+    def _count(self, samples: int, loss: Any) -> Any:
         collaboration = self._collaboration
         if collaboration.finished:
             return loss

@@ -25,6 +25,7 @@ from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import Scheduler
 from shoal.optim.options import Options, apply
+from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import MAX_EPOCH
 from shoal.wire import encode
 
@@ -219,7 +220,21 @@ class TrainingState:
         count = getattr(self.scheduler, "last_epoch", None)
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
+    def adopt(self, scheduler: Scheduler) -> None:
+        """Let this be the schedule of the run: it is brought to the steps that were taken, if it is not further."""
+        count = self._scheduled
+        self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
+        self._first_schedule = copy.deepcopy(scheduler.state_dict())
+        self._move_schedule(count)
+
+    def restore_rates(self) -> None:
+        """Somebody else has set the rates: let them be those of the schedule again."""
+        for group, rate in zip(self.optimizer.param_groups, rates_of(self.scheduler), strict=False):
+            _set_rate(group, rate)
+
     def _move_schedule(self, to: int) -> None:
+        if self.scheduler is None:
+            self._steps_of_schedule = to  # one that comes later begins there
         if self.scheduler is None or self.schedule_error is not None:
             return
         with warnings.catch_warnings():
@@ -227,7 +242,7 @@ class TrainingState:
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
             for count in range(self._scheduled, to):
                 try:
-                    self.scheduler.step()
+                    advance(self.scheduler)
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
                     what = f"{type(error).__name__}: {error}"
                     self.schedule_error = f"the schedule goes no further than {count} steps: {what}"
@@ -323,6 +338,7 @@ class TrainingState:
         self._move_schedule(scheduled)
         for group, rate in zip(groups, rates, strict=True):
             _set_rate(group, rate)
+        tell_rates(self.scheduler, groups)
         self.discard()
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:

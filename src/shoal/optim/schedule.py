@@ -1,0 +1,144 @@
+"""Schedules that a trainer makes over our optimizer, as those of Hugging Face do: they follow the swarm's epochs.
+
+Such a schedule is meant to be stepped by the training loop, and each peer's loop has a pace of its own. Here it is
+found and *followed*: it becomes the schedule of the run, moved once for each epoch of the swarm, and its own `step`
+does nothing any more. All else of it (`get_last_lr`, `state_dict`) stays.
+
+Torch keeps no list of the schedules of an optimizer. But each writes to the parameter groups when it is made and when
+it moves. So when somebody else has changed them since our last step, the schedule is looked for among all objects, by
+the groups that it changes, also through wrappers (Accelerate's).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from shoal.errors import ConfigError
+from shoal.optim.inner import Scheduler
+
+__all__ = ["ScheduleWatch", "advance", "follow", "rates_of", "tell_rates"]
+
+_kinds: dict[type, type] = {}
+
+
+def follow(scheduler: Scheduler) -> None:
+    """From now on only `advance` moves it: its `step` does nothing. Of no effect on what is no scheduler of torch."""
+    kind = type(scheduler)
+    if isinstance(scheduler, LRScheduler) and not _is_followed(scheduler):
+        if kind not in _kinds:
+            names = {"step": _do_nothing, "followed_kind": kind, "__module__": kind.__module__, "__doc__": kind.__doc__}
+            _kinds[kind] = type(kind.__name__, (kind,), names)
+        # A class of its own, rather than a `step` of its own: that would become part of its state_dict.
+        scheduler.__class__ = _kinds[kind]
+
+
+def advance(scheduler: Scheduler) -> None:
+    """Move it by one step."""
+    if _is_followed(scheduler):
+        type(scheduler).followed_kind.step(scheduler)
+    else:
+        scheduler.step()
+
+
+def rates_of(scheduler: Scheduler | None) -> list[Any]:
+    """The rates that it computed last, one for each group; none if it does not say."""
+    return list(getattr(scheduler, "_last_lr", None) or ())
+
+
+def tell_rates(scheduler: Scheduler | None, groups: Sequence[dict[str, Any]]) -> None:
+    """Others than it computed are in force: its `get_last_lr` says them."""
+    if rates_of(scheduler):
+        vars(scheduler)["_last_lr"] = [copy.copy(group["lr"]) for group in groups]
+
+
+def _do_nothing(self: LRScheduler, *args: object, **options: object) -> None:
+    """The schedule follows the epochs of the swarm."""
+
+
+def _is_followed(scheduler: Scheduler) -> bool:
+    return hasattr(type(scheduler), "followed_kind")
+
+
+def _release(scheduler: Scheduler) -> None:
+    """It is part of another one now, which moves it."""
+    if _is_followed(scheduler):
+        scheduler.__class__ = type(scheduler).followed_kind
+
+
+class ScheduleWatch:
+    """Notices schedules that were made over these parameter groups.
+
+    Args:
+        groups: the list that the optimizer has.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
+        self._groups = groups
+        self._seen: tuple[list[bool], list[object]] | None = None  # one may be there already
+        self._in_vain = self._changes = 0
+
+    def seen(self) -> None:
+        """What the groups hold now is our own doing."""
+        self._seen = _marks(self._groups)
+
+    def find(self) -> LRScheduler | None:
+        """A new schedule, if somebody else has changed the groups and there is one; it is followed from now on.
+
+        Looking takes about 0.1 s in a large program. Where nothing is found (rates that are set by hand) it is looked
+        for at the first, second, fourth, ... change only.
+
+        Raises:
+            ConfigError: there are several.
+        """
+        marks = _marks(self._groups)
+        if marks == self._seen or not any(marks[0]):
+            return None
+        self._changes += 1
+        if self._changes < 2**self._in_vain // 2:
+            return None
+        if (found := _scheduler_over(self._groups)) is None:
+            self._in_vain += 1
+            return None
+        self._in_vain = self._changes = 0
+        follow(found)
+        return found
+
+
+def _marks(groups: Sequence[dict[str, Any]]) -> tuple[list[bool], list[object]]:
+    """Which groups a schedule was made over; and what changes when one moves."""
+    rates = [group.get("lr") for group in groups]
+    return (
+        ["initial_lr" in group for group in groups],
+        [rate._version if isinstance(rate, torch.Tensor) else rate for rate in rates],  # noqa: SLF001 (asks no device)
+    )
+
+
+def _scheduler_over(groups: list[dict[str, Any]]) -> LRScheduler | None:
+    """The schedule over these groups that no other one moves, and that is not followed yet."""
+    for attempt in range(2):
+        all_ = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _moves(each, groups)]
+        inner = [part for each in all_ for part in getattr(each, "_schedulers", ())]
+        for part in inner:
+            _release(part)
+        new = [each for each in all_ if not _is_followed(each) and not any(each is part for part in inner)]
+        if len(new) < 2:
+            return new[0] if new else None
+        if not attempt:
+            gc.collect()  # some may be left over
+    names = ", ".join(type(each).__name__ for each in new)
+    raise ConfigError(
+        f"{len(new)} schedules were made over this optimizer ({names}), and it follows one: join them in a "
+        "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR, or delete the others"
+    )
+
+
+def _moves(scheduler: LRScheduler, groups: list[dict[str, Any]]) -> bool:
+    if issubclass(type(scheduler), ReduceLROnPlateau):
+        return False  # each peer measures for itself: what the rounds agree on holds
+    return getattr(getattr(scheduler, "optimizer", None), "param_groups", None) is groups

@@ -1,0 +1,41 @@
+"""Hugging Face's Trainer over `shoal.Optimizer`, as its users write it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.integration.workers import Talk
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+
+@pytest.mark.parametrize("paces", [("0.005", "0.005"), ("0.005", "0.02")])
+def test_silent_divergence_with_any_schedule_outside_shoal(paces: tuple[str, str]) -> None:
+    """Two Trainers with its default schedule, warm-up from 0: 100 epochs, and none of those of both differs."""
+    command = [sys.executable, "-m", "tests.integration.trainer"]
+    with Talk([*command, paces[0]]) as first, Talk([*command, paces[1]]) as second:
+        first.write("")
+        second.write(json.loads(first.line())[1])
+        second.line()
+        for talk in (first, second):
+            talk.write("begin")
+        said: list[list[Any]] = [
+            [json.loads(line) for line in talk.rest() if line.startswith("[")] for talk in (first, second)
+        ]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    epochs = [{value[0]: value[1:] for kind, value in each if kind == "epoch"} for each in said]
+    common = epochs[0].keys() & epochs[1].keys()
+    together = [epoch for epoch in common if epochs[0][epoch][2] == 2]
+    assert len(together) > 50, sorted(together)
+    assert [epoch for epoch in common if epochs[0][epoch] != epochs[1][epoch]] == []
+    for each in said:
+        values = dict(each)
+        assert values["schedule"] == ["LambdaLR", 100]
+        assert values["rates"][0] == values["rates"][1] == pytest.approx(1e-3 * (10000 - 100) / (10000 - 10))
+        warned = [value for kind, value in each if kind == "warned"]
+        assert any("the LambdaLR that was made over this optimizer follows" in value for value in warned)

@@ -1,0 +1,166 @@
+"""Schedules that a trainer makes over the swarm's optimizer: found, and followed by epochs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, SequentialLR, StepLR
+
+from shoal.errors import ConfigError
+from shoal.optim.schedule import ScheduleWatch, advance, follow
+from shoal.optim.training_state import TrainingState
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> Any:
+    """From 0 to the whole rate within 4 steps."""
+    return LambdaLR(optimizer, lambda step: min(1.0, step / 4))
+
+
+def sequential(optimizer: torch.optim.Optimizer) -> Any:
+    """Two schedules, one after the other."""
+    return SequentialLR(optimizer, [ConstantLR(optimizer, 0.5, 2), ExponentialLR(optimizer, 0.5)], milestones=[3])
+
+
+def chained(optimizer: torch.optim.Optimizer) -> Any:
+    """Two schedules, both at once."""
+    return ChainedScheduler([ExponentialLR(optimizer, 0.5), StepLR(optimizer, 2)])
+
+
+def begin(scheduler: Any = None) -> tuple[TrainingState, torch.optim.Optimizer, ScheduleWatch]:
+    """A training state, its optimizer with a rate of 8, and the watch over it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=8.0)
+    return TrainingState(optimizer, scheduler), optimizer, ScheduleWatch(optimizer.param_groups)
+
+
+def step(training: TrainingState) -> None:
+    """One epoch."""
+    training.parameters[0].grad = torch.ones(1)
+    training.accumulate(1)
+    training.use_own_mean()
+    training.step()
+
+
+@pytest.mark.parametrize("make", [warm_up, sequential, chained])
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_schedule_made_over_us_follows_epochs(make: Make, late: int) -> None:
+    """Whatever the loop steps: the rates are those of the epochs, also if it is made in the middle of the run."""
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=8.0)
+    expected, rates = make(plain), []
+    for _ in range(8):
+        rates.append(plain.param_groups[0]["lr"])
+        plain.step()
+        expected.step()
+    training, optimizer, watch = begin()
+    watch.seen()
+    for _ in range(late):
+        assert watch.find() is None
+        step(training)
+    schedule: Any = make(optimizer)
+    kind = type(schedule)
+    found = watch.find()
+    training.adopt(found)
+    assert found is not None
+    assert found is schedule
+    got = []
+    for _ in range(late, 8):
+        got.append(optimizer.param_groups[0]["lr"])
+        assert schedule.get_last_lr() == got[-1:]
+        step(training)
+        watch.seen()
+        for _ in range(3):
+            schedule.step()
+        assert watch.find() is None
+    assert got == pytest.approx(rates[late:])
+    assert isinstance(schedule, kind)
+    assert type(schedule).__name__ == kind.__name__
+    assert schedule.state_dict().keys() == expected.state_dict().keys()
+    schedule.load_state_dict(copy.deepcopy(schedule.state_dict()))
+
+
+def test_a_schedule_through_a_wrapper_is_found() -> None:
+    """Accelerate's optimizer is none of ours, and its groups are."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        @property
+        def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+            return self.optimizer.param_groups
+
+    _, optimizer, watch = begin()
+    watch.seen()
+    schedule = warm_up(Wrapper(optimizer))
+    assert watch.find() is schedule
+
+
+def test_one_that_was_resumed_goes_on() -> None:
+    """Its own count is further than the swarm's: a checkpoint of plain torch was loaded."""
+    training, optimizer, watch = begin()
+    schedule = warm_up(optimizer)
+    schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 2})
+    optimizer.param_groups[0]["lr"] = 4.0
+    found = watch.find()
+    training.adopt(found)
+    assert optimizer.param_groups[0]["lr"] == 4.0
+    step(training)
+    assert optimizer.param_groups[0]["lr"] == 6.0
+
+
+def test_a_newcomer_brings_it_to_the_epoch_of_the_others() -> None:
+    """And keeps the rate that came with the state, which its schedule says, too."""
+    training, optimizer, watch = begin()
+    schedule = warm_up(optimizer)
+    training.adopt(watch.find())
+    optimizer.param_groups[0]["lr"] = 5.0
+    training.resume(3, 3)
+    assert optimizer.param_groups[0]["lr"] == 5.0
+    assert schedule.get_last_lr() == [5.0]
+    step(training)
+    assert optimizer.param_groups[0]["lr"] == 8.0
+
+
+def test_two_schedules_are_refused_by_name() -> None:
+    """Which of them is meant is not for us to say."""
+    _, optimizer, watch = begin()
+    both = [warm_up(optimizer), StepLR(optimizer, 2)]
+    with pytest.raises(ConfigError, match=r"2 schedules were made over this optimizer \((LambdaLR|StepLR), "):
+        watch.find()
+    joined = ChainedScheduler(both)
+    assert watch.find() is joined
+
+
+def test_rates_set_by_hand_are_looked_after_ever_less() -> None:
+    """Looking goes through all objects of the program."""
+    _, optimizer, watch = begin()
+    follow(warm_up(optimizer))
+    looked = 0
+    for count in range(64):
+        optimizer.param_groups[0]["lr"] = 1.0 + count
+        before = watch._in_vain
+        assert watch.find() is None
+        looked += watch._in_vain - before
+        watch.seen()
+    assert looked <= 8
+
+
+def test_a_step_left_in_the_loop_does_nothing() -> None:
+    """Of a schedule that was given to the optimizer."""
+    _, optimizer, _ = begin()
+    schedule = warm_up(optimizer)
+    follow(schedule)
+    schedule.step()
+    assert schedule.last_epoch == 0
+    optimizer.step()
+    advance(schedule)
+    assert schedule.last_epoch == 1
+    again = copy.deepcopy(schedule)
+    again.step()
+    assert again.last_epoch == 1

@@ -12,15 +12,20 @@ from shoal import sim
 from shoal.errors import RoundFailed
 from tests.sim.averaging_kit import Trial, same_bits
 
+ALL = -1
 
-async def _trial(contributors: int, assistants: int, **options: Any) -> tuple[Trial, list[list[torch.Tensor]]]:
+
+async def _trial(
+    contributors: int, assistants: int, *, target: int | None = ALL, **options: Any
+) -> tuple[Trial, list[list[torch.Tensor]]]:
     trial = Trial()
     values = [[torch.full((3000,), float(peer)), torch.arange(7.0) * peer] for peer in range(contributors + assistants)]
     size = contributors + assistants
+    target = size if target == ALL else target
     await trial.add("first", [torch.zeros(3000), torch.zeros(7)])  # only a place to join at
     for peer in range(size):
         changes = {"auxiliary": True} if peer >= contributors else options
-        await trial.add(f"p{peer}", values[peer], target_group_size=size, **changes)
+        await trial.add(f"p{peer}", values[peer], target_group_size=target, **changes)
     return trial, values
 
 
@@ -85,16 +90,36 @@ def test_a_dead_assistant_costs_nobody_the_round() -> None:
     sim.run(main, seed=9)
 
 
-def test_assistants_alone_average_nothing() -> None:
-    """There is nobody to assist: the round fails with that reason."""
+@pytest.mark.parametrize(("assistants", "target"), [(2, 2), (3, None), (4, 4), (2, 8), (6, 3)])
+def test_a_group_of_auxiliaries_only_never_forms_and_hangs(assistants: int, target: int | None) -> None:
+    """Not any more: with nobody to assist each fails within seconds, says why, and does not try again."""
 
     async def main() -> None:
-        trial, _ = await _trial(0, 2)
-        results = await asyncio.gather(
-            *(trial.step(f"p{peer}", timeout_s=8.0, allow_retries=False) for peer in range(2)), return_exceptions=True
-        )
+        trial, _ = await _trial(0, assistants, target=target)
+        began = asyncio.get_running_loop().time()
+        steps = (trial.step(f"p{peer}", timeout_s=300.0) for peer in range(assistants))
+        results = await asyncio.gather(*steps, return_exceptions=True)
         assert all(isinstance(result, RoundFailed) for result in results), results
-        assert all("auxiliary" in str(result) for result in results), results
+        assert all("are auxiliary: nobody has values" in str(result) for result in results), results
+        assert asyncio.get_running_loop().time() - began < 10.0
         await trial.close()
 
     sim.run(main, seed=10)
+
+
+@pytest.mark.parametrize("first", ["p0", "p1", "p4"])
+def test_one_with_values_that_comes_with_many_assistants_is_in_the_group(first: str) -> None:
+    """Whoever is first: no place is kept for it, and it has one."""
+
+    async def main() -> None:
+        trial, values = await _trial(1, 4, target=3)
+        order = [first, *(f"p{peer}" for peer in range(5) if f"p{peer}" != first)]
+        steps = [asyncio.ensure_future(trial.step(name, timeout_s=8.0)) for name in order]
+        results = await asyncio.gather(*steps, return_exceptions=True)
+        done = [result for result in results if not isinstance(result, BaseException)]
+        assert len(done) == 3
+        assert all(trial.swarm.peer("p0").core.peer_id in result.gathered for result in done)
+        assert values[0][0].tolist() == [0.0] * 3000
+        await trial.close()
+
+    sim.run(main, seed=2)

@@ -335,23 +335,30 @@ def test_refuses_when_full() -> None:
     assert play.joins(61) == [Refuse(peer_id(61), "full", "the group has its 2 members")]
 
 
-def test_auxiliary_peers_alone_are_no_group() -> None:
-    """They leave a place for one with values, wait for it to the end of the window, and then say what is missing."""
+def test_auxiliary_peers_alone_are_a_group_when_nobody_is_missing() -> None:
+    """At once, as others are; the round fails on each of them (decision 0007), instead of searches without an end."""
     play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
     play.settle()
     assert play.joins(60, contributes=False) == [Accept(peer_id(60))]
-    [refused] = play.joins(61, contributes=False)
-    assert isinstance(refused, Refuse)
-    assert refused.code == "full"
-    assert "only auxiliary peers" in refused.text
-    said = play.wait(WINDOW_S + 1)
-    [failed] = [action for action in said if isinstance(action, Fail)]
-    assert "all 2 peers that are looking are auxiliary" in failed.reason
-    assert not any(isinstance(action, Start) for action in said)
+    assert Start((peer_id(60),)) in play.wait(WINDOW_S / 2)
+
+
+def test_one_with_values_takes_the_place_of_an_auxiliary_peer() -> None:
+    """While there are auxiliary peers only, a group that has its members waits until nobody is missing."""
+    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play.settle()
+    assert play.joins(60, contributes=False) == [Accept(peer_id(60))]
+    assert play.joins(61, contributes=False)[0] == Accept(peer_id(61))
+    assert play.joins(62, contributes=False)[0] == Refuse(peer_id(62), "full", "the group has its 3 members")
+    assert play.joins(63)[:3] == [
+        Refuse(peer_id(61), "full", "the group has its 3 members"),
+        Accept(peer_id(63)),
+        Start((peer_id(60), peer_id(63))),
+    ]
 
 
 def test_one_with_values_makes_auxiliary_peers_a_group() -> None:
-    """Whoever it is: the leader waits for it."""
+    """As soon as it is full."""
     play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
     play.settle()
     play.joins(60, contributes=False)

@@ -186,7 +186,7 @@ class Averager:
                     result = await self._try_once(attempt, deadline)
                 if result is not None:
                     return result
-            except SchemaMismatch as error:
+            except (SchemaMismatch, _NoValues) as error:
                 self._aborted(error)
                 raise
             except RoundFailed as error:
@@ -206,6 +206,9 @@ class Averager:
         search = self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
         if (group := await plan.find(search, self.core.env.clock)) is None:
             return None
+        if not any(member.contributes for member in group.members):
+            group.release()
+            raise _NoValues(f"all {len(group.members)} peers that look for a group are auxiliary: nobody has values")
         formed = loop.time()
         sent, received = self.core.endpoint.traffic
         outcome = await self._run_round(group, attempt, deadline)
@@ -380,6 +383,10 @@ class Averager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._finder.close()
+
+
+class _NoValues(RoundFailed):
+    """A group of auxiliary peers only: not tried again, or it would be found again at once."""
 
 
 class _Attempt(msgspec.Struct, frozen=True):

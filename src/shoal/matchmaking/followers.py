@@ -37,14 +37,20 @@ class Followers:
         return 1 + len(self.members)
 
     def has_room(self, peer: PeerID, *, contributes: bool) -> bool:
-        """Whether this peer may join. Auxiliary members leave a place for one that contributes, or it is no group."""
-        needed = 1 if contributes or self.contributes else 2
-        return peer in self.members or self.size + needed <= self._rules.full_size
+        """Whether this peer may join: one with values also in place of an auxiliary one, where there are no others."""
+        there_is_a_place = peer in self.members or self.size < self._rules.full_size
+        return there_is_a_place or (contributes and not self.contributes)
+
+    def in_the_way(self, peer: PeerID) -> PeerID | None:
+        """Who has to go for this peer to join; None if nobody has to."""
+        if peer in self.members or self.size < self._rules.full_size:
+            return None
+        return next(reversed(self.members))
 
     @property
     def full(self) -> bool:
         """Whether nobody else may join."""
-        return self._rules.leads and self.size >= self._rules.full_size
+        return self._rules.leads and self.size >= self._rules.full_size and self.contributes
 
     @property
     def enough(self) -> bool:
@@ -63,11 +69,9 @@ class Followers:
 
     @property
     def can_start(self) -> bool:
-        """Whether these can average."""
-        return self.enough and self.reduces and self.contributes
+        """Whether these are a group. One without values fails at once, on each of its members (decision 0007)."""
+        return self.enough and self.reduces
 
     def why_not(self) -> str:
         """What is missing for a group, if the window has ended."""
-        if self.enough and not self.contributes:
-            return f"all {self.size} peers that are looking are auxiliary: nobody has values"
         return f"the window ended with {self.size} of at least {self._rules.min_size} peers"

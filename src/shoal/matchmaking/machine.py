@@ -258,19 +258,18 @@ class GroupMachine:
             self._followers.pop(peer, None)
             self._out.append(Refuse(peer, "later", "you are earlier: lead me"))
         elif not self._group.has_room(peer, contributes=event.contributes):
-            self._refuse_as_full(peer)
+            self._out.append(Refuse(peer, "full", self._full_text()))
         else:
             if peer not in self._followers:
                 self._lookout.joined(now)
+            if (other := self._group.in_the_way(peer)) is not None:
+                del self._followers[other]
+                self._out.append(Refuse(other, "full", self._full_text()))
             self._followers[peer] = Follower(event.reduces, event.contributes)
             self._out.append(Accept(peer))
 
-    def _refuse_as_full(self, peer: PeerID) -> None:
-        text = f"the group has its {self._rules.full_size} members"
-        if not self._group.full:
-            text = "only auxiliary peers are looking, and the last place is for one that has values"
-            self._trouble = (text, ())
-        self._out.append(Refuse(peer, "full", text))
+    def _full_text(self) -> str:
+        return f"the group has its {self._rules.full_size} members"
 
     def _mismatch(self, peer: PeerID, text: str) -> None:
         self._declarers.spend(peer, math.inf)

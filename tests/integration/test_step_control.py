@@ -113,8 +113,8 @@ def test_two_names_of_one_argument() -> None:
             shoal.DecentralizedAverager(
                 [torch.ones(1)], dht, averaging_expiration=5.0, min_matchmaking_time=5.0, **options
             )
-        with pytest.raises(ConfigError, match="lower request_timeout or raise averaging_expiration"):
-            shoal.DecentralizedAverager([torch.ones(1)], dht, min_matchmaking_time=2.0, **options)
+        with pytest.raises(ConfigError, match="lower request_timeout or raise min_matchmaking_time"):
+            shoal.DecentralizedAverager([torch.ones(1)], dht, min_matchmaking_time=2.0, request_timeout=3.0, **options)
         one = shoal.DecentralizedAverager(
             [torch.ones(1)], dht, min_matchmaking_time=0.4, request_timeout=0.2, **options
         )

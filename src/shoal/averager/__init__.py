@@ -9,7 +9,7 @@ do, `lock` that of the tensors, `sharing` the state for newcomers, `group_finder
 from shoal.averager.averager import Averager
 from shoal.averager.directory import DhtDirectory, find_donors
 from shoal.averager.lock import TensorLock
-from shoal.averager.plan import AveragingStage, StepPlan, StepResult
+from shoal.averager.plan import AveragingMode, AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import AveragerSettings, check_group_bits
 from shoal.averager.sharing import StateSharing
 from shoal.averager.timeouts import choose_timeouts
@@ -17,6 +17,7 @@ from shoal.averager.timeouts import choose_timeouts
 __all__ = [
     "Averager",
     "AveragerSettings",
+    "AveragingMode",
     "AveragingStage",
     "DhtDirectory",
     "StateSharing",

@@ -21,9 +21,20 @@ from shoal.matchmaking import Group
 from shoal.peer import PeerID
 from shoal.wire import encode_plain
 
-__all__ = ["AveragingStage", "StepPlan", "StepResult"]
+__all__ = ["AveragingMode", "AveragingStage", "StepPlan", "StepResult"]
 
 _MAX_GATHER_BYTES = 65536
+
+
+class AveragingMode(enum.Enum):
+    """How a peer takes part."""
+
+    NODE = 0
+    """Has values, and reduces those of others."""
+    CLIENT = 1
+    """Has values, and only dials."""
+    AUX = 2
+    """Has none, and reduces those of others."""
 
 
 class AveragingStage(enum.Enum):

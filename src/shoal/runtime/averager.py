@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, overload
 import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, StepPlan, check_group_bits, choose_timeouts
+from shoal.averager import Averager, AveragerSettings, AveragingMode, StepPlan, check_group_bits, choose_timeouts
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
@@ -151,6 +151,7 @@ class DecentralizedAverager(SharesState):
             )
         shares = not (self.client_mode or auxiliary)
         self._shares_at_start = shares if allow_state_sharing is None else bool(allow_state_sharing)
+        self._priority_at_start = 0.0
         self._codecs = choose_codecs(averaged_tensors, codec_argument("compression", compression), tensor_infos)
         self._state_compression = codec_argument("state_compression", state_compression)
         self._shutdown_timeout_s = seconds("shutdown_timeout", shutdown_timeout, 5.0)
@@ -203,6 +204,7 @@ class DecentralizedAverager(SharesState):
                 codecs=self._codecs,
                 state=state,
             )
+            averager.sharing.priority = self._priority_at_start
             if self._shares_at_start:
                 averager.sharing.enable()
             return averager
@@ -253,6 +255,13 @@ class DecentralizedAverager(SharesState):
     def peer_id(self) -> PeerID:
         """This peer."""
         return self.dht.peer_id
+
+    @property
+    def mode(self) -> AveragingMode:
+        """Whether this averager has values, and reduces those of others."""
+        if self.client_mode:
+            return AveragingMode.CLIENT
+        return AveragingMode.AUX if self._settings.auxiliary else AveragingMode.NODE
 
     @contextmanager
     def get_tensors(self) -> Iterator[list[torch.Tensor]]:

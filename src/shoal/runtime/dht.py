@@ -7,7 +7,6 @@ collected, and leaves the network; one that is never shut down leaves when the p
 from __future__ import annotations
 
 import concurrent.futures
-import ipaddress
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -21,6 +20,7 @@ from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
 from shoal.runtime.hivemind import DhtOptions, check_options
+from shoal.runtime.places import one_place
 from shoal.runtime.running import Closer, RunningPeer
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
@@ -93,8 +93,8 @@ class DHT:
         _check_seconds("startup_timeout", startup_timeout)
         self.events = EventBus()
         self._initial_peers = parse_peers(initial_peers, skipped=lambda why: self._skip("initial_peers", why))
-        self._listen = self._one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs")
-        self._announce = self._one_place(announce_maddrs, "announce_maddrs") if announce_maddrs else (None, 0)
+        self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
+        self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
         self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
         self._validators = tuple(record_validators)
@@ -109,17 +109,6 @@ class DHT:
 
     def _skip(self, argument: str, why: str) -> None:
         self.events.emit(Warned(where=argument, message=f"one address is skipped: {why}"))
-
-    def _one_place(self, maddrs: str | Sequence[object], argument: str) -> tuple[str, int]:
-        """Host and port of the one TCP address that `maddrs` holds; the same place by UDP (QUIC) is skipped."""
-        texts = [maddrs] if isinstance(maddrs, str) else [str(each) for each in maddrs]
-        places = [text for text in texts if "/udp/" not in text] or texts
-        for text in texts:
-            if text not in places:
-                self._skip(argument, f"shoal speaks TCP only, not {text}")
-        if len(places) != 1:
-            raise ConfigError(f"{argument} must be one address, got {len(places)}")
-        return _place(places[0], argument)
 
     # -------------------------------------------------------------------------------------------------- life and death
 
@@ -429,21 +418,3 @@ def _checked_limit(limit: object) -> float | None:
     except ConfigError as error:
         raise ConfigError(f"state_upload_limit: {error}") from None
     return float(limit)
-
-
-def _place(text: str, argument: str) -> tuple[str, int]:
-    pieces = text.split("/")
-    if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
-        kind, host, port = pieces[1], pieces[2], int(pieces[4])
-        if port <= 65535 and host and _kind(host) == kind:
-            return host, port
-    raise ConfigError(
-        f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {text!r}"
-    )
-
-
-def _kind(host: str) -> str:
-    try:
-        return f"ip{ipaddress.ip_address(host).version}"
-    except ValueError:
-        return "dns"

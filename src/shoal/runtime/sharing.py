@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Coroutine, Sequence
+from numbers import Real
 from typing import Any, Literal, TypeVar, overload
 
 import torch
@@ -30,6 +31,9 @@ class SharesState:
     """The part of `DecentralizedAverager` that is about state."""
 
     dht: DHT
+    client_mode: bool
+    _shares_at_start: bool
+    _priority_at_start: float
     _held: HeldTensors
     _averager: Averager | None
     _state_compression: CompressionBase
@@ -41,7 +45,7 @@ class SharesState:
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
 
-    def get_current_state(self) -> tuple[Any, Sequence[torch.Tensor], Sequence[CompressionInfo] | None]:
+    def get_current_state(self) -> tuple[Any, ...]:
         """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
 
         `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
@@ -50,13 +54,20 @@ class SharesState:
         with infinities in the averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
-            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None). Unless overridden: no
-            metadata, the averaged tensors, and the `tensor_infos` that the averager was made with.
+            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None); the last, or the last
+            two, may be left out. Unless overridden: no metadata, the averaged tensors, and the `tensor_infos` that the
+            averager was made with.
         """
         return None, self._held.tensors, self._tensor_infos
 
     def _shared_state(self) -> SharedState:
-        metadata, tensors, infos = self._held.export(self.get_current_state)
+        state = self._held.export(self.get_current_state)
+        if not isinstance(state, tuple | list) or not 1 <= len(state) <= 3:
+            raise ConfigError(f"get_current_state must return a tuple of 1 to 3 values, got {state!r:.80}")
+        metadata, tensors, infos = [*state, None, None][:3]
+        tensors = tuple(tensors or ())
+        if infos is not None and len(infos) != len(tensors):
+            raise ConfigError(f"get_current_state returned {len(infos)} tensor infos for {len(tensors)} tensors")
         chosen = infos or [CompressionInfo.from_tensor(tensor, key=i) for i, tensor in enumerate(tensors)]
         codecs = [self._state_compression.choose(info) for info in chosen]
         # An epoch is a whole number from 0. It decides only between donors that have declared the same priority.
@@ -67,19 +78,21 @@ class SharesState:
 
     @property
     def allow_state_sharing(self) -> bool:
-        """Whether others can download the state from here; can be set once the averager was started.
+        """Whether others can download the state from here.
 
         Raises:
             ConfigError: it is set to True in client mode: nobody can dial this peer.
-            LocalError: the averager was not started.
         """
-        return self._core().sharing.enabled
+        return self._shares_at_start if self._averager is None else self._core().sharing.enabled
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
-        averager = self._core()
-        if value and averager.settings.client_mode:
+        if value and self.client_mode:
             raise ConfigError("allow_state_sharing=True needs a peer that can be dialed: this one is in client mode")
+        if self._averager is None:
+            self._shares_at_start = bool(value)
+            return
+        averager = self._core()
 
         async def change() -> None:
             if value:
@@ -95,18 +108,20 @@ class SharesState:
 
         Raises:
             ConfigError: the number that is set is not finite, or no number.
-            LocalError: it is set before the averager was started.
         """
-        return self._averager.sharing.priority if self._averager is not None else 0.0
+        return self._averager.sharing.priority if self._averager is not None else self._priority_at_start
 
     @state_sharing_priority.setter
     def state_sharing_priority(self, value: float) -> None:
         try:
-            priority = math.nan if isinstance(value, bool) or not isinstance(value, int | float) else float(value)
+            priority = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
         except OverflowError:
             priority = math.inf
         if not math.isfinite(priority):
             raise ConfigError(f"state_sharing_priority must be a finite number, got {value!r:.80}")
+        if self._averager is None:
+            self._priority_at_start = priority
+            return
         averager = self._core()
         averager.sharing.priority = priority
         self.dht.loop_thread.submit(averager.sharing.declare())

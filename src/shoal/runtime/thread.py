@@ -13,7 +13,7 @@ import concurrent.futures
 import logging
 import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -35,7 +35,10 @@ _CANCEL_S = 2.0
 
 
 class LoopFuture(concurrent.futures.Future[T]):
-    """A future whose result must not be waited for in the loop thread: that would wait for itself."""
+    """A future whose result must not be waited for in the loop thread: that would wait for itself.
+
+    Coroutines `await` it, in whichever event loop they run; as long as one does, cancelling the one cancels the other.
+    """
 
     def __init__(self, thread: LoopThread) -> None:
         super().__init__()
@@ -50,6 +53,9 @@ class LoopFuture(concurrent.futures.Future[T]):
         """As `concurrent.futures.Future.exception`; raises `LocalError` in the loop thread before it is done."""
         self._check()
         return super().exception(timeout)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
 
     def _check(self) -> None:
         if not self.done() and self._thread.is_current():

@@ -1,0 +1,45 @@
+"""Where a peer listens, and what it announces: `/ip4/HOST/tcp/PORT`, an address that names no peer."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Sequence
+
+from shoal.errors import ConfigError
+
+__all__ = ["one_place"]
+
+
+def one_place(maddrs: str | Sequence[object], argument: str, skip: Callable[[str, str], None]) -> tuple[str, int]:
+    """Host and port of the one TCP address that `maddrs` holds.
+
+    Args:
+        maddrs: an address, or a sequence of one; what has it by UDP (QUIC) beside it is skipped.
+        argument: names it to the user.
+        skip: told the argument, and why an address is skipped.
+
+    Raises:
+        ConfigError: it is no such address, or more than one.
+    """
+    texts = [maddrs] if isinstance(maddrs, str) else [str(each) for each in maddrs]
+    places = [text for text in texts if "/udp/" not in text] or texts
+    for text in texts:
+        if text not in places:
+            skip(argument, f"shoal speaks TCP only, not {text}")
+    if len(places) != 1:
+        raise ConfigError(f"{argument} must be one address, got {len(places)}")
+    pieces = places[0].split("/")
+    if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
+        kind, host, port = pieces[1], pieces[2], int(pieces[4])
+        if port <= 65535 and host and _kind(host) == kind:
+            return host, port
+    raise ConfigError(
+        f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {places[0]!r}"
+    )
+
+
+def _kind(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        return "dns"

@@ -25,6 +25,8 @@ from shoal.errors import ConfigError
 from shoal.peer import Address, PeerID
 
 __all__ = [
+    "MAX_EPOCH",
+    "MAX_SAMPLES",
     "PROTOCOL_VERSION",
     "PROTOCOL_VERSIONS",
     "Contact",
@@ -50,6 +52,9 @@ M = TypeVar("M")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 """32 bytes: SHA-256 of states, BLAKE3 of chunks."""
+
+MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
+"""No peer of a run has taken more swarm steps, or counts more samples: who says so is wrong."""
 
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: GMAC of an encoded average, keyed by the round."""
@@ -567,6 +572,10 @@ class AskVerdict(Request[Verdict], frozen=True):
 # ------------------------------------------------------------------------------------------------------------- progress
 
 
+Epoch = Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
+
+
 class Progress(Message, frozen=True):
     """Where one peer of a run stands. Kept in the DHT under `RUN_ID_progress`, and told to the others directly.
 
@@ -577,14 +586,14 @@ class Progress(Message, frozen=True):
     """
 
     contact: Contact
-    epoch: Annotated[int, msgspec.Meta(ge=0)]
+    epoch: Epoch
     digest: Digest
-    branch_samples: Annotated[int, msgspec.Meta(ge=0)]
-    samples: Annotated[int, msgspec.Meta(ge=0)]
+    branch_samples: Samples
+    samples: Samples
     rate: float
     time: float
     settings: dict[str, str]
-    end_epoch: int | None = None
+    end_epoch: Epoch | None = None
     left: bool = False
 
 

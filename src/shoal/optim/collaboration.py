@@ -41,6 +41,7 @@ from shoal.optim.attendance import Attendance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.companions import Companions
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.misfits import Misfits
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.rate import RateMeter
@@ -108,6 +109,7 @@ class Collaboration:
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
         self._notices = Notices(core.env.events, settings.run_id)
+        self._misfits = Misfits()
         self._attendance = Attendance(settings.averager.averaging_expiration_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
@@ -571,23 +573,29 @@ class Collaboration:
                 donors,
                 timeout_s=max(0.001, deadline - self._now()),
                 min_epoch=view.epoch,
-                accept=lambda manifest: why_not_ours(self.training, manifest, ours),
+                accept=lambda manifest: why_not_ours(self.training, manifest, ours, self._misfits),
                 limits=self._states.sharing.limits,
             )
         except StateUnavailable:
             self._known.withheld(view.leaders, self._now())
             self.accumulated()
             raise
-        self._known.gave(state.donors)
-        name = name_of(state.metadata)
+        name, values = name_of(state.metadata), state.metadata["training"]
 
         async def take_over() -> None:
-            await self.core.env.executor.run(self.training.load, state.metadata.get("training"), state.tensors)
+            await self.core.env.executor.run(self.training.load, values, state.tensors)
             self.state = name
             self._update, self._average_due = None, False
             self._shared = True
 
-        async with self.lock.held():
-            await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
+        try:
+            async with self.lock.held():
+                await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
+        except StateUnavailable as error:
+            self._misfits.add(values, state.tensors, str(error))
+            self._known.withheld(view.leaders, self._now())
+            self.accumulated()
+            raise
+        self._known.gave(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s)

@@ -28,7 +28,7 @@ class Notices:
     def __init__(self, events: EventBus, run_id: str) -> None:
         self._events, self._run_id = events, run_id
         self._left_out = self._downloads_in_a_row = 0
-        self._schedule_told = False
+        self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
 
     def warn(self, message: str) -> None:
@@ -78,6 +78,9 @@ class Notices:
         if training.schedule_error is not None and not self._schedule_told:
             self._schedule_told = True
             self.warn(f"{training.schedule_error}; the learning rates stay as they are")
+        if training.kept_back is not None and not self._kept_back_told:
+            self._kept_back_told = True
+            self.warn(training.kept_back)
 
     def interrupted(self) -> None:
         """A step was not taken to its end."""

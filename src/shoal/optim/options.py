@@ -22,13 +22,15 @@ import torch
 from shoal.errors import ConfigError
 from shoal.wire import encode
 
-__all__ = ["HOW", "Difference", "Options", "agreed", "apply", "differences", "misfit", "options_of"]
+__all__ = ["HOW", "LEFT_OUT", "Difference", "Options", "agreed", "apply", "differences", "misfit", "options_of"]
 
 HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of torch optimizers that say how a step is computed, not what it is."""
 
 _KEPT_BY_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-_LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names"}
+LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names"}
+"""What each peer has of its own in its parameter groups."""
+
 
 _MAX_BYTES = 32768
 _RELATIVE, _ABSOLUTE = 1e-6, 1e-12
@@ -89,7 +91,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
     """
     values: dict[str, list[Value]] = {}
     for name in list(groups[0]):  # a copy: a trainer's schedule may add one meanwhile
-        if name in _LEFT_OUT or not isinstance(name, str) or len(name) > 128:
+        if name in LEFT_OUT or not isinstance(name, str) or len(name) > 128:
             continue
         plain = [_plain(group.get(name, _NOTHING)) for group in groups]
         if any(each is _NOTHING for each in plain):

@@ -8,7 +8,8 @@ import msgspec
 
 from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs
 from shoal.errors import StateUnavailable
-from shoal.optim.state_name import StateName
+from shoal.optim.misfits import Misfits
+from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey
 from shoal.state import Manifest, SharedState
@@ -48,15 +49,20 @@ def name_of(metadata: Any) -> StateName:
     """The name of a state of a run.
 
     Raises:
-        StateUnavailable: it has none.
+        StateUnavailable: it has none, or one so near the bounds that nobody could go on from it.
     """
     try:
-        return msgspec.convert(metadata["state"], StateName)
+        name = msgspec.convert(metadata["state"], StateName)
     except (msgspec.ValidationError, KeyError, TypeError) as error:
         raise StateUnavailable(f"its state has no name: {error}") from error
+    if name.epoch > LAST_EPOCH_TAKEN or name.samples > MAX_SAMPLES_TAKEN:
+        raise StateUnavailable(f"its state, of epoch {name.epoch} and {name.samples} samples, is beyond any run")
+    return name
 
 
-def why_not_ours(training: TrainingState, manifest: Manifest, mine: StateKey | None) -> str | None:
+def why_not_ours(
+    training: TrainingState, manifest: Manifest, mine: StateKey | None, misfits: Misfits | None = None
+) -> str | None:
     """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
 
     Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
@@ -65,6 +71,7 @@ def why_not_ours(training: TrainingState, manifest: Manifest, mine: StateKey | N
         training: what is trained here.
         manifest: of the offered state.
         mine: a state that is no better than this is not wanted.
+        misfits: nor one that was downloaded in vain.
     """
     try:
         theirs = name_of(manifest.metadata)
@@ -80,7 +87,8 @@ def why_not_ours(training: TrainingState, manifest: Manifest, mine: StateKey | N
             return f"tensor {index} of its state is not {tuple(tensor.shape)} {tensor.dtype} as ours"
     if wrong := set(manifest.infinite).difference(_extra(training)):
         return f"tensor {min(wrong)} of its state, which is trained, holds infinities"
-    return None
+    values = manifest.metadata.get("training")
+    return training.check(values, offered) or (misfits.why_not(values, offered) if misfits is not None else None)
 
 
 def _extra(training: TrainingState) -> range:

@@ -7,24 +7,25 @@ digest; of two names the one with the larger `key` is the better state (`docs/de
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, NamedTuple
-
-import msgspec
+from typing import NamedTuple
 
 from shoal.averager import StepResult
+from shoal.errors import LocalError
 from shoal.progress import StateKey
-from shoal.wire import Digest, encode
+from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Digest, Epoch, Samples, encode
 
-__all__ = ["MAX_EPOCH", "StateName"]
+__all__ = ["LAST_EPOCH_TAKEN", "MAX_SAMPLES_TAKEN", "StateName"]
 
-MAX_EPOCH = 10**7
-"""More swarm steps than any run takes. Who takes over a state brings a schedule up to its epoch, step by step."""
+LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN = MAX_EPOCH // 2, MAX_SAMPLES // 2
+"""A state beyond is not taken over from others: from there a run has room for as many steps as it took to get there.
+More than any run takes: who takes over a state brings a schedule up to its epoch, step by step."""
 
 
 class StateName(NamedTuple):
     """What the parameters of a peer are: swapped as one value whenever they change.
 
-    One that comes from another peer becomes ours, and part of what we tell everybody: the bounds are for that.
+    Every name that is made of one within the bounds is within the bounds: samples are counted up to the bound, and
+    there is no step beyond the last epoch.
 
     Attributes:
         epoch: swarm steps that went into them.
@@ -33,9 +34,9 @@ class StateName(NamedTuple):
             one, and for each optimizer step that was taken before the run.
     """
 
-    epoch: Annotated[int, msgspec.Meta(ge=0, le=MAX_EPOCH)]
+    epoch: Epoch
     digest: Digest
-    samples: Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+    samples: Samples
 
     @classmethod
     def genesis(cls, fingerprint: bytes, steps: int = 0) -> StateName:
@@ -45,7 +46,7 @@ class StateName(NamedTuple):
             fingerprint: of all parameters, and of what the optimizer keeps.
             steps: that the optimizer has taken before: who resumes has the better state than who begins.
         """
-        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), steps)
+        return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), min(steps, MAX_SAMPLES))
 
     def after_loading(self, fingerprint: bytes) -> StateName:
         """After a checkpoint was loaded that was saved under this name; `fingerprint` is that of what is there now."""
@@ -62,12 +63,18 @@ class StateName(NamedTuple):
 
     def _after_step(self, what: bytes, samples: int) -> StateName:
         digest = hashlib.sha256(b"shoal step" + self.digest + what).digest()
-        return StateName(self.epoch + 1, digest, self.samples + samples)
+        return StateName(self._next_epoch, digest, min(self.samples + samples, MAX_SAMPLES))
+
+    @property
+    def _next_epoch(self) -> int:
+        if self.epoch >= MAX_EPOCH:
+            raise LocalError(f"the run has taken {MAX_EPOCH} steps of the swarm, which is the last one that has a name")
+        return self.epoch + 1
 
     def after_averaging(self, result: StepResult) -> StateName:
         """After the states were averaged in a round."""
         digest = hashlib.sha256(b"shoal state" + self.digest + _history(result)).digest()
-        return StateName(self.epoch, digest, self.samples + 1)
+        return StateName(self.epoch, digest, min(self.samples + 1, MAX_SAMPLES))
 
     def after_interruption(self, chance: bytes, peer: bytes, *, step: bool) -> StateName:
         """After a swarm step, or an averaging of states, that was not taken to its end; 16 random bytes name it.
@@ -75,7 +82,7 @@ class StateName(NamedTuple):
         Better than the state before, and worse than the one that it should have become.
         """
         digest = hashlib.sha256(b"shoal interrupted" + self.digest + chance + peer).digest()
-        return StateName(self.epoch + step, digest, self.samples)
+        return StateName(self._next_epoch if step else self.epoch, digest, self.samples)
 
     @property
     def key(self) -> StateKey:

@@ -15,7 +15,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils import get_total_norm
@@ -24,12 +24,29 @@ from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import Scheduler
+from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
-from shoal.optim.state_name import MAX_EPOCH
+from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.wire import encode
 
-__all__ = ["TrainingState"]
+__all__ = ["PreparedState", "TrainingState"]
+
+
+class PreparedState(NamedTuple):
+    """A state that was looked at whole, and can be taken over.
+
+    Attributes:
+        epoch: swarm steps that went into it.
+        scheduled: the count of its schedule.
+        tensors: parameters and extra tensors.
+        optimizer: options and statistics, where they belong.
+    """
+
+    epoch: int
+    scheduled: int
+    tensors: Sequence[torch.Tensor]
+    optimizer: Prepared
 
 
 class TrainingState:
@@ -48,6 +65,7 @@ class TrainingState:
         epoch: swarm steps that went into the parameters.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
+        kept_back: what the optimizer keeps that newcomers cannot be given; None if nothing was seen.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
             extra tensors that are not finite from the beginning (masks).
@@ -64,6 +82,7 @@ class TrainingState:
     ) -> None:
         self._unit = unit
         self.optimizer, self.scheduler = optimizer, scheduler
+        self._kept = OptimizerState(optimizer)
         self.extra_tensors = tuple(extra_tensors)
         self.parameters: tuple[torch.Tensor, ...] = tuple(
             parameter for group in optimizer.param_groups for parameter in group["params"]
@@ -83,7 +102,8 @@ class TrainingState:
             for index, tensor in enumerate(self.describe(), -len(self.parameters))
             if tensor.dtype.is_floating_point and index not in fixed
         )
-        self.samples = self.left_out = self.left_out_for = 0
+        self.samples = self.left_out = self.left_out_for = self._steps_here = 0
+        self.kept_back: str | None = None
         self.epoch = 0
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
@@ -206,13 +226,34 @@ class TrainingState:
                     self.trained[index].grad = None
             if options is not None:
                 apply(self.optimizer.param_groups, options)
-            self.optimizer.step()
+            self._step_watched()
         finally:
             for parameter, gradient in zip(self.parameters, own, strict=True):
                 parameter.grad = gradient
             self.epoch += 1
             self.discard()
         self._move_schedule(self._scheduled + 1)
+
+    def _step_watched(self) -> None:
+        """Look now and then, ever more rarely, whether newcomers can have what this step leaves behind."""
+        self._steps_here += 1
+        if self._steps_here & (self._steps_here - 1):
+            self.optimizer.step()
+            return
+        before = self._kept.outside()
+        self.optimizer.step()
+        after = self._kept.outside()
+        changed = [name for name, mark in after.items() if name in before and before[name] != mark]
+        try:
+            self._kept.export([])
+        except ConfigError as error:
+            self.kept_back = str(error)
+        else:
+            if changed:
+                self.kept_back = (
+                    f"the optimizer steps by what is no part of its state ({', '.join(changed)}): newcomers do not get "
+                    "it, and peers may step otherwise than others from equal gradients; use another optimizer"
+                )
 
     @property
     def _scheduled(self) -> int:
@@ -271,15 +312,17 @@ class TrainingState:
         return digest.digest()
 
     def steps_before(self) -> int:
-        """How many steps the optimizer has taken, as its statistics say."""
-        counts = [entry["step"] for entry in self.optimizer.state.values() if "step" in entry]
-        return int(max(counts, default=bool(self.optimizer.state)))
+        """How many steps the optimizer has taken, as its statistics, or its groups, say."""
+        entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]
+        counts = [entry["step"] for entry in (*entries, *self.optimizer.param_groups) if "step" in entry]
+        steps = max((float(each) for each in counts if is_number(each)), default=0.0)
+        return int(steps) if 0 < steps < MAX_SAMPLES_TAKEN else int(bool(self.optimizer.state))
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
         tensors = [parameter.detach() for parameter in self.parameters]
         tensors += [extra.detach() for extra in self.extra_tensors]
-        values = _take_out(self.optimizer.state_dict(), tensors)
+        values = self._kept.export(tensors)
         return {
             "epoch": self.epoch,
             "scheduled": self._scheduled,
@@ -291,55 +334,97 @@ class TrainingState:
         """The tensors whose shapes and dtypes every peer of the run shares: the first of `export`."""
         return [*self.parameters, *self.extra_tensors]
 
-    def load(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Take over a state that another peer exported: all of it, or nothing.
+    def check(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
+        """Why an offered state cannot be taken over; None if nothing speaks against it before its values are here.
+
+        Args:
+            values: what `export` of another peer gave.
+            tensors: what its tensors look like.
+        """
+        try:
+            self._check_counts(values, tensors)
+            self._kept.check(values["optimizer"], tensors, len(self.describe()))
+        except Exception as error:  # noqa: BLE001 (whatever stands there: it is the peer's)
+            return str(error) or type(error).__name__
+        return None
+
+    def prepare(self, values: Any, tensors: Sequence[torch.Tensor]) -> PreparedState:
+        """Look at a whole state that another peer exported; nothing is changed.
+
+        Args:
+            values: as `export` gave them.
+            tensors: new ones: they are kept, not copied, where that is possible.
 
         Raises:
-            StateUnavailable: it does not fit this model or this optimizer; nothing was changed.
+            StateUnavailable: it does not fit this model or this optimizer, or no step can be taken from it.
         """
-        own = self.describe()
         try:
-            epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
-            for what, count in (("an epoch", epoch), ("a schedule after a number of steps", scheduled)):
-                if not isinstance(count, int) or not 0 <= count <= MAX_EPOCH:
-                    raise ValueError(f"{what} of {count!r:.80}")
-            if fixed != len(own) or len(tensors) < fixed:
-                raise ValueError(f"{fixed} parameters and extra tensors where there are {len(own)} here")
-            for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
-                if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
-                    raise ValueError(f"tensor {index} is {tuple(theirs.shape)} {theirs.dtype}")
-            optimizer_state = _put_back(values["optimizer"], tensors)
-            self._check_optimizer_state(optimizer_state)
-            before = self.optimizer.state_dict()
-            try:
-                self.load_optimizer(optimizer_state)
-            except Exception:
-                self.load_optimizer(before)
-                raise
-        except (LookupError, TypeError, ArithmeticError, ValueError, RuntimeError, AttributeError) as error:
+            epoch, scheduled = self._check_counts(values, tensors)
+            fixed = len(self.describe())
+            optimizer = self._kept.prepare(values["optimizer"], tensors, fixed)
+        except Exception as error:
             raise StateUnavailable(f"the state does not fit here: {error}") from error
+        return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
+
+    def take_over(self, prepared: PreparedState) -> None:
+        """Become what was prepared. Nothing in it can fail but the schedule, which then says so and stays."""
         with torch.no_grad():
-            for mine, theirs in zip(own, tensors, strict=False):
+            for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
                 mine.copy_(theirs)
-        self.resume(epoch, scheduled)
+        self._kept.switch(prepared.optimizer)
+        self.resume(prepared.epoch, prepared.scheduled)
+
+    def load(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Take over a state that another peer exported: all of it, or nothing. See `prepare`.
+
+        Raises:
+            StateUnavailable: it does not fit here; nothing was changed.
+        """
+        self.take_over(self.prepare(values, tensors))
+
+    def _check_counts(self, values: Any, tensors: Sequence[AnyTensor]) -> tuple[int, int]:
+        own = self.describe()
+        epoch, scheduled, fixed = values["epoch"], values["scheduled"], values["fixed"]
+        for what, count in (("an epoch", epoch), ("a schedule after a number of steps", scheduled)):
+            if type(count) is not int or not 0 <= count <= LAST_EPOCH_TAKEN:
+                raise ValueError(f"{what} of {count!r:.80}")
+        if type(fixed) is not int or fixed != len(own) or len(tensors) < fixed:
+            raise ValueError(f"{fixed!r:.20} parameters and extra tensors where there are {len(own)} here")
+        for index, (mine, theirs) in enumerate(zip(own, tensors, strict=False)):
+            if mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+                raise ValueError(f"tensor {index} is {tuple(theirs.shape)} {theirs.dtype}")
+        return epoch, scheduled
 
     def resume(self, epoch: int, scheduled: int) -> None:
-        """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now."""
+        """Go on from this epoch, with the schedule at this count, and the learning rates that the optimizer has now.
+
+        A schedule that fails on the way says so, in `schedule_error`; it raises nothing.
+        """
         self.epoch = epoch
         # Schedulers compute from their own count: bring it there, then keep the rates.
-        groups = self.optimizer.param_groups
+        groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
         rates = [float(group["lr"]) for group in groups]
-        if self.scheduler is not None and self._first_schedule is not None and scheduled < self._scheduled:
+        if scheduled < self._scheduled:
             # A client that ran ahead alone goes back: its schedule begins anew.
-            self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
-            self._steps_of_schedule = 0
-            for group in groups:
-                _set_rate(group, group.get("initial_lr", group["lr"]))
+            self._restart_schedule()
         self._move_schedule(scheduled)
         for group, rate in zip(groups, rates, strict=True):
             _set_rate(group, rate)
         tell_rates(self.scheduler, groups)
         self.discard()
+
+    def _restart_schedule(self) -> None:
+        if self.scheduler is None or self._first_schedule is None:
+            return
+        try:
+            self.scheduler.load_state_dict(copy.deepcopy(self._first_schedule))
+        except Exception as error:  # noqa: BLE001 (the user's own code)
+            self.schedule_error = f"the schedule does not go back: {type(error).__name__}: {error}"
+            return
+        self._steps_of_schedule = 0
+        for group in self.optimizer.param_groups:
+            if group.get("lr") is not None:
+                _set_rate(group, group.get("initial_lr", group["lr"]))
 
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the optimizer into the groups and statistics that there are.
@@ -358,24 +443,6 @@ class TrainingState:
             state.clear()
             state.update(optimizer.state)
         optimizer.param_groups, optimizer.state = groups, state
-
-    def _check_optimizer_state(self, state: dict[str, Any]) -> None:
-        groups, own = state["param_groups"], self.optimizer.state_dict()["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
-            raise ValueError("its parameter groups have other sizes")
-        for group, mine in zip(groups, own, strict=True):
-            if set(group) != set(mine):
-                raise ValueError(f"its optimizer has options {sorted(set(group) ^ set(mine))} more or less")
-            for name, value in mine.items():
-                if isinstance(value, tuple):
-                    group[name] = tuple(group[name])
-        indices = [index for group in own for index in group["params"]]
-        for index, entry in state["state"].items():
-            parameter = self.parameters[indices.index(index)]
-            kept = self.optimizer.state.get(parameter, {})
-            for name, value in entry.items():
-                if isinstance(value, torch.Tensor) and value.dim() and not _fits(value, parameter, kept.get(name)):
-                    raise ValueError(f"statistic {name!r} of parameter {index} has shape {tuple(value.shape)}")
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:
@@ -413,40 +480,3 @@ def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | N
             if not (-limit <= float(low) and float(high) <= limit):
                 return index
     return None
-
-
-def _fits(statistic: torch.Tensor, parameter: torch.Tensor, kept: Any) -> bool:
-    """Whether it has the shape of what is kept here; else that of its parameter, or of a row or column (Adafactor)."""
-    if isinstance(kept, torch.Tensor):
-        return statistic.shape == kept.shape
-    shape = tuple(parameter.shape)
-    rows_and_columns = [(*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]), shape[:-1], (*shape[:-2], *shape[-1:])]
-    return tuple(statistic.shape) in [shape, *(rows_and_columns if len(shape) > 1 else ())]
-
-
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives."""
-    if isinstance(value, torch.Tensor):
-        tensors.append(value.detach())
-        return {"t": len(tensors) - 1}
-    if isinstance(value, dict):
-        return {"d": [[key, _take_out(item, tensors)] for key, item in value.items()]}
-    if isinstance(value, list | tuple):
-        return {"l": [_take_out(item, tensors) for item in value]}
-    if value is None or isinstance(value, bool):
-        return {"v": value}
-    for kind in (int, float, str):
-        if isinstance(value, kind):
-            return {"v": kind(value)}  # schedulers of numpy's functions leave numbers of its own kinds
-    raise ConfigError(f"the optimizer's state holds a {type(value).__name__}, which cannot be shared with other peers")
-
-
-def _put_back(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    ((kind, item),) = value.items()
-    if kind == "t":
-        return tensors[item]
-    if kind == "d":
-        return {key: _put_back(inner, tensors) for key, inner in item}
-    if kind == "l":
-        return [_put_back(inner, tensors) for inner in item]
-    return item

@@ -1,0 +1,401 @@
+"""What a torch optimizer keeps, as plain values and tensors, and how another peer's optimizer takes it over.
+
+Two things travel: the options of the parameter groups, and the statistics (`optimizer.state`). Optimizers of other
+libraries keep counts in the groups, from their first step on, and matrices, lists or queues among the statistics. So
+nothing is expected by name:
+
+- options that say how a step is computed, that a schedule keeps for itself, or that are objects, stay the receiver's;
+- an option that both have must be of one kind: a number takes theirs, a text or a switch must be equal already;
+- an option that only the donor has came with its steps, and is taken; one that only the receiver has goes, if it came
+  with its steps;
+- the statistics become the donor's, with their dtypes; they go where torch would put them.
+
+`check` needs no values: it looks at what is offered before anything is downloaded. `prepare` looks at all of it, takes
+one step from it with copies (see `shoal.optim.trial`), and changes nothing. `switch` cannot fail.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shoal.errors import ConfigError
+from shoal.optim.options import LEFT_OUT
+from shoal.optim.trial import try_step
+from shoal.state import TensorSpec
+
+__all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
+
+_MAX_COUNT = 1 << 53
+"""No count or other whole number is larger: up to here every one is a float, too."""
+
+_MAX_RATE = 1e6
+_FRACTIONS = frozenset({"betas", "momentum"})
+_MAX_DEPTH = 6
+
+_ON_HOST = frozenset({"step"})
+"""Statistics that torch leaves on the host, unless a step is captured or fused."""
+
+_NOT_ITS_OWN = frozenset({"param_groups", "state", "defaults", "step"})
+_HOST = torch.device("cpu")
+
+AnyTensor = torch.Tensor | TensorSpec
+
+
+class Prepared(NamedTuple):
+    """What an optimizer holds after `switch`.
+
+    Attributes:
+        options: of each group, without its parameters.
+        state: by parameter, or by a name of the optimizer's own.
+    """
+
+    options: list[dict[str, Any]]
+    state: dict[Any, Any]
+
+
+class OptimizerState:
+    """The options and statistics of one optimizer.
+
+    Args:
+        optimizer: whose.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._made_with = [frozenset(group) for group in optimizer.param_groups]
+
+    @property
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    # ------------------------------------------------------------------------------------------------------- take out
+
+    def outside(self) -> dict[str, object]:
+        """Marks of what `export` leaves behind: attributes of the optimizer's own, and the chance that it draws on.
+
+        One that changes in a step is a state of which newcomers know nothing.
+        """
+        own = {name: value for name, value in vars(self._optimizer).items() if name not in _NOT_ITS_OWN}
+        marks = {f"its attribute {name!r}": _mark(value) for name, value in own.items() if name[:11] != "_optimizer_"}
+        return {**marks, "torch's random numbers": bytes(torch.get_rng_state().numpy())}
+
+    def export(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        """Plain values; tensors are appended to `tensors`, by reference, and the values say where.
+
+        Raises:
+            ConfigError: the optimizer keeps something that cannot travel; names it.
+        """
+        groups = [
+            [len(group["params"]), _take_out(_travelling(group), tensors, "option")]
+            for group in self._optimizer.param_groups
+        ]
+        # In one order on all peers: whose states are equal must offer equal bytes.
+        kept = self._optimizer.state
+        state = [
+            [number, _take_out(_sorted(kept[parameter]), tensors, f"statistic of parameter {number}")]
+            for number, parameter in enumerate(self._parameters)
+            if kept.get(parameter)
+        ]
+        own = {key: entry for key, entry in kept.items() if not isinstance(key, torch.Tensor)}
+        others = [
+            [_take_out(key, [], "name"), _take_out(own[key], tensors, f"statistic {key!r}")] for key in _sorted(own)
+        ]
+        return {"groups": groups, "state": state, "others": others}
+
+    # --------------------------------------------------------------------------------------------------------- put in
+
+    def check(self, values: Any, tensors: Sequence[AnyTensor], first: int) -> Prepared:
+        """Look at what `export` of another peer gave, or at the kinds of its tensors; nothing is moved or changed.
+
+        Args:
+            values: what it returned.
+            tensors: all of the state, or what they look like.
+            first: the optimizer's begin here.
+
+        Raises:
+            ValueError: it does not fit; says what.
+        """
+        reader = _Reader(tensors, first)
+        try:
+            groups, state, others = values["groups"], values["state"], values["others"]
+            sizes = [size for size, _ in groups]
+            offered = [_named(reader.read(options)) for _, options in groups]
+            entries = {number: _named(reader.read(entry)) for number, entry in state}
+            rest = {_name(reader.read(key)): reader.read(entry) for key, entry in others}
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"its optimizer's values are not in their form: {error}") from error
+        reader.finish()
+        own = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes != own:
+            raise ValueError(f"its parameter groups have {sizes!s:.80} parameters, and {own!s:.80} here")
+        parameters = self._parameters
+        for number in entries:
+            if type(number) is not int or not 0 <= number < len(parameters):
+                raise ValueError(f"it has statistics of parameter {number!r:.20}")
+        pairs = zip(self._optimizer.param_groups, offered, self._made_with, strict=True)
+        unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
+        options = [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
+        return Prepared(options, {**{parameters[number]: entry for number, entry in entries.items()}, **rest})
+
+    def prepare(self, values: Any, tensors: Sequence[torch.Tensor], first: int) -> Prepared:
+        """As `check`, with everything where it belongs, and tried. Tensors are kept, not copied, where they can be.
+
+        Raises:
+            ValueError: it does not fit, or no step can be taken from it; says what.
+        """
+        prepared = self.check(values, tensors, first)
+        for group, options in zip(self._optimizer.param_groups, prepared.options, strict=True):
+            for name, value in options.items():
+                if value is not group.get(name):
+                    options[name] = _moved(value, group["params"][0].device)
+            on_host = _ON_HOST if not (group.get("capturable") or group.get("fused")) else ()
+            for parameter in group["params"]:
+                if entry := prepared.state.get(parameter):
+                    prepared.state[parameter] = {
+                        name: _moved(value, _HOST if name in on_host else parameter.device)
+                        for name, value in entry.items()
+                    }
+        try_step(self._optimizer, prepared.options, prepared.state)
+        return prepared
+
+    def switch(self, prepared: Prepared) -> None:
+        """Hold this from now on. Groups and statistics stay the objects that they are: schedules hold on to them."""
+        for group, options in zip(self._optimizer.param_groups, prepared.options, strict=True):
+            for name in group.keys() - options.keys() - {"params"}:
+                del group[name]
+            for name, value in options.items():
+                mine = group.get(name)
+                if isinstance(mine, torch.Tensor) and mine is not value and is_number(mine) and is_number(value):
+                    mine.fill_(float(value))  # a captured graph reads it
+                else:
+                    group[name] = value
+        self._optimizer.state.clear()
+        self._optimizer.state.update(prepared.state)
+
+
+# ------------------------------------------------------------------------------------------------------ plain and back
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
+    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value.detach())
+        return {"t": [len(tensors) - 1, *_order(value)]}
+    if isinstance(value, Mapping):
+        return {"d": [[key, _take_out(item, tensors, f"{what} {key!r:.40}")] for key, item in value.items()]}
+    if isinstance(value, list | tuple | deque):
+        kind = "q" if isinstance(value, deque) else "l" if isinstance(value, list) else "u"
+        items = [_take_out(item, tensors, what) for item in value]
+        return {kind: [value.maxlen, *items] if isinstance(value, deque) else items}
+    if (plain := _plain(value)) is not _OBJECT:
+        return {"v": plain}
+    raise ConfigError(
+        f"the optimizer keeps a {type(value).__name__} ({what}), which cannot be given to other peers: no newcomer can "
+        "take over its state; use another optimizer"
+    )
+
+
+_OBJECT = object()
+
+
+def _mark(value: object, depth: int = 0) -> object:
+    """Differs once the value has changed, as far as can be seen. Switches do not count: they say that it is ready."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version  # noqa: SLF001 (how autograd notices changes in place, since torch 0.4)
+    if isinstance(value, Mapping) and depth < _MAX_DEPTH:
+        return [(id(key), _mark(item, depth + 1)) for key, item in value.items()]
+    if isinstance(value, list | tuple | deque) and depth < _MAX_DEPTH:
+        return [_mark(item, depth + 1) for item in value]
+    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The dimensions from the outermost to the innermost in memory; none if they lie in their order.
+
+    A matrix that lies by columns is multiplied in another order than one that lies by rows, and rounded otherwise.
+    """
+    if tensor.is_contiguous():
+        return []
+    order = sorted(range(tensor.dim()), key=lambda dim: tensor.stride()[dim], reverse=True)
+    return order if tensor.permute(order).is_contiguous() else []
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)  # schedulers of numpy's functions leave numbers of its own kinds
+    item = getattr(value, "item", None)
+    return _plain(item()) if callable(item) and getattr(value, "shape", None) == () else _OBJECT
+
+
+def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(sorted(values.items(), key=lambda item: str(item[0])))
+
+
+def _travelling(group: Mapping[str, Any]) -> dict[str, Any]:
+    return _sorted({name: value for name, value in group.items() if name not in LEFT_OUT and _travels(value)})
+
+
+def _travels(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_travels, value))
+    return isinstance(value, torch.Tensor) or _plain(value) is not _OBJECT
+
+
+class _Reader:
+    """Reads values back. Each tensor belongs to one of them, and none is left over.
+
+    Args:
+        tensors: all of the state.
+        first: the optimizer's begin here.
+    """
+
+    def __init__(self, tensors: Sequence[AnyTensor], first: int) -> None:
+        self._tensors, self._left = tensors, set(range(first, len(tensors)))
+
+    def read(self, value: Any, depth: int = 0) -> Any:
+        """The value that `_take_out` was given."""
+        if depth > _MAX_DEPTH:
+            raise ValueError("its optimizer's values are nested too deeply")
+        ((kind, item),) = value.items()
+        if kind == "v":
+            if isinstance(item, int) and abs(item) > _MAX_COUNT:
+                raise ValueError(f"it holds the number {item}")
+            if item is None or isinstance(item, bool | int | float | str):
+                return item
+        elif kind == "t":
+            return self._tensor(*item)
+        elif kind == "d":
+            return {_name(key): self.read(each, depth + 1) for key, each in item}
+        elif kind in ("l", "u"):
+            items = [self.read(each, depth + 1) for each in item]
+            return items if kind == "l" else tuple(items)
+        elif kind == "q" and (item[0] is None or (type(item[0]) is int and item[0] >= 0)):
+            return deque((self.read(each, depth + 1) for each in item[1:]), item[0])
+        raise ValueError(f"a value of the kind {kind!r:.20} holds {item!r:.40}")
+
+    def _tensor(self, place: int, *order: int) -> AnyTensor:
+        if type(place) is not int or place not in self._left:
+            raise ValueError(f"it names tensor {place!r:.20}, which is not there, or another one's")
+        self._left.remove(place)
+        tensor = self._tensors[place]
+        if order and sorted(order) != list(range(len(tensor.shape))):
+            raise ValueError(f"tensor {place} lies in the order {order!s:.40}")
+        if not order or isinstance(tensor, TensorSpec):
+            return tensor
+        back = sorted(range(len(order)), key=lambda dim: order[dim])
+        return tensor.permute(order).contiguous().permute(back)
+
+    def finish(self) -> None:
+        """All was read."""
+        if self._left:
+            raise ValueError(f"tensor {min(self._left)} is no statistic")
+
+
+def _name(key: Any) -> Any:
+    if key is not None and not isinstance(key, bool | int | float | str):
+        raise ValueError(f"a name is {key!r:.40}")
+    return key
+
+
+def _named(value: Any) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{value!r:.40} stands where values have names")
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------------- options
+
+
+def _merged(
+    mine: Mapping[str, Any], theirs: Mapping[Any, Any], made_with: frozenset[str], unset: frozenset[str]
+) -> dict[str, Any]:
+    """The options of a group that takes over another one's; those in `unset` are None at first, and may be anything."""
+    merged = {name: value for name, value in mine.items() if name != "params"}
+    for name in [name for name, value in merged.items() if name not in made_with and name not in LEFT_OUT]:
+        if name not in theirs and is_number(merged[name]):
+            del merged[name]  # came with the receiver's own steps
+    for name, value in theirs.items():
+        if name in LEFT_OUT:
+            continue
+        if not isinstance(name, str):
+            raise ValueError(f"an option is called {name!r:.40}")
+        here = merged.get(name) if name not in unset else None
+        if (why := _misfit(name, here, value)) is not None:
+            raise ValueError(f"option {name!r:.40} {why}")
+        merged[name] = float(value) if isinstance(value, torch.Tensor) and isinstance(here, float) else value
+        if isinstance(here, list | tuple) and isinstance(value, list | tuple):
+            merged[name] = type(here)(value) if type(here) in (list, tuple) else tuple(value)
+    return merged
+
+
+def _misfit(name: str, mine: Any, theirs: Any) -> str | None:
+    """Why an option cannot take this value; None if it can. `mine` is None where there is none."""
+    if mine is not None and (here := _kind(mine)) != (there := _kind(theirs)):
+        return f"is {there} there and {here} here ({_shown(theirs)}, {_shown(mine)})"
+    if isinstance(theirs, list | tuple):
+        own = mine if mine is not None else [None] * len(theirs)
+        if len(own) != len(theirs):
+            return f"has {len(theirs)} values there and {len(own)} here"
+        return next((why for pair in zip(own, theirs, strict=True) if (why := _misfit(name, *pair))), None)
+    if isinstance(theirs, bool | str):
+        return None if mine is None or mine == theirs else f"is {_shown(theirs)} there and {_shown(mine)} here"
+    if isinstance(theirs, torch.Tensor) and not is_number(theirs):
+        return None
+    return _out_of_bounds(name, mine, float(theirs)) if isinstance(theirs, int | float | torch.Tensor) else None
+
+
+def _out_of_bounds(name: str, mine: Any, number: float) -> str | None:
+    if mine is not None and float(mine) == number:
+        return None
+    if not math.isfinite(number) or abs(number) > torch.finfo(torch.float32).max:
+        return f"is {number} there"
+    if mine is not None and float(mine) >= 0 and number < 0:
+        return f"is {number} there, and not negative here"
+    if number > (1.0 if name in _FRACTIONS else _MAX_RATE if name == "lr" else math.inf):
+        return f"is {number:g} there"
+    return None
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number, or a tensor of one."""
+    if isinstance(value, torch.Tensor | TensorSpec):
+        return math.prod(value.shape) == 1
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(value: object) -> str:
+    if is_number(value):
+        return "a number"
+    if isinstance(value, torch.Tensor | TensorSpec):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return {bool: "a switch", str: "a text", type(None): "nothing"}.get(type(value), "an object")
+
+
+def _shown(value: object) -> str:
+    return "a tensor" if isinstance(value, torch.Tensor | TensorSpec) else f"{value!r:.40}"
+
+
+# ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """With all tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(each, device) for name, each in value.items()}
+    if isinstance(value, deque):
+        return deque((_moved(each, device) for each in value), value.maxlen)
+    if isinstance(value, list | tuple):
+        return type(value)([_moved(each, device) for each in value])
+    return value

@@ -1,0 +1,120 @@
+"""One step with copies: whether an optimizer can go on from options and statistics that somebody else gives it.
+
+Which statistics an optimizer needs, and of which shapes, only its own `step` knows. So it is asked: a twin of the
+optimizer, with a copy of one parameter and of what belongs to it, takes a step. The smallest parameter of each sort is
+tried; two are of one sort if their statistics have equal names and dtypes, and shapes that relate to theirs in the
+same way. If the step fails with what is offered, and not with what is here now, the offer is no good.
+
+An optimizer whose twin cannot be made, or which cannot step one parameter alone, is not judged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["try_step"]
+
+_GRADIENT = 1e-3
+
+
+def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
+    """Look whether `optimizer` could step with these options and statistics. It is not changed.
+
+    Args:
+        optimizer: whose parameters they are for.
+        options: of each group.
+        state: by parameter, or by a name of the optimizer's own.
+
+    Raises:
+        ValueError: it could not, and can with its own; says which statistic is the reason, if it shows.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for group, offered in zip(optimizer.param_groups, options, strict=True):
+        smallest: dict[Hashable, torch.Tensor] = {}
+        for parameter in sorted(group["params"], key=torch.numel):
+            if parameter.requires_grad and parameter.numel():
+                smallest.setdefault(_sort(parameter, state.get(parameter, {})), parameter)
+        own = {name: value for name, value in group.items() if name != "params"}
+        for parameter in smallest.values():
+            failure, entry = _step(optimizer, parameter, offered, state)
+            if failure is None:
+                continue
+            own_failure, expected = _step(optimizer, parameter, own, optimizer.state)
+            if own_failure is None:
+                why = _difference(expected, entry) or failure
+                raise ValueError(f"parameter {numbers[id(parameter)]} cannot be stepped from it: {why}")
+
+
+def _sort(parameter: torch.Tensor, entry: Mapping[Any, Any]) -> Hashable:
+    return parameter.dim(), parameter.dtype, parameter.device, _form(entry, parameter.shape)
+
+
+def _form(value: object, shape: Sequence[int]) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        related = tuple(shape.index(size) if size in shape else -size for size in value.shape)
+        return value.dtype, value.device, "same" if value.shape == shape else related
+    if isinstance(value, Mapping):
+        return tuple((name, _form(each, shape)) for name, each in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_form(each, shape) for each in value)
+    return type(value).__name__
+
+
+def _step(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    options: Mapping[str, Any],
+    state: Mapping[Any, Any],
+) -> tuple[str | None, Mapping[Any, Any]]:
+    """Why the step failed, None if it did not; and the statistics afterwards."""
+    own = parameter.detach()
+    substitute = torch.nn.Parameter(own.clone())
+    substitute.grad = torch.full_like(own, _GRADIENT)
+    memo: dict[int, Any] = {id(each): each for each_group in optimizer.param_groups for each in each_group["params"]}
+    memo[id(parameter)] = substitute
+    statistics: defaultdict[Any, Any] = defaultdict(dict)
+    try:
+        twin = _twin(optimizer, memo)
+        for key, entry in state.items():
+            if key is parameter or not isinstance(key, torch.Tensor):
+                statistics[substitute if key is parameter else key] = copy.deepcopy(entry, memo)
+        twin.__dict__["state"] = statistics
+        twin.param_groups = [{"params": [substitute], **copy.deepcopy(options, memo)}]
+        with torch.random.fork_rng([own.device] if own.is_cuda else []):
+            type(optimizer).step(twin)
+    except Exception as error:  # noqa: BLE001 (any code at all; what fails on both sides is not judged)
+        return f"{type(error).__name__}: {error}", statistics.get(substitute, {})
+    finite = bool(torch.isfinite(substitute).all()) or not bool(torch.isfinite(own).all())
+    return None if finite else "it is not finite afterwards", statistics.get(substitute, {})
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """The optimizer again, with attributes of its own, and without hooks, parameters and statistics."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    memo[id(optimizer)] = twin
+    for name, value in vars(optimizer).items():
+        if name.startswith("_optimizer_"):
+            setattr(twin, name, OrderedDict())
+        elif name not in ("param_groups", "state", "step"):  # schedules put a step of theirs before the class's
+            setattr(twin, name, copy.deepcopy(value, memo))
+    return twin
+
+
+def _difference(expected: Mapping[Any, Any], offered: Mapping[Any, Any]) -> str | None:
+    """Which statistic is not as it should be."""
+    for name, mine in expected.items():
+        what = f"statistic {name!r}"
+        if name not in offered:
+            return f"{what} is missing"
+        theirs = offered[name]
+        if isinstance(mine, torch.Tensor) != isinstance(theirs, torch.Tensor):
+            return f"{what} is a {type(theirs).__name__}, and a {type(mine).__name__} here"
+        if isinstance(mine, torch.Tensor) and mine.shape != theirs.shape:
+            return f"{what} has shape {tuple(theirs.shape)}, and {tuple(mine.shape)} here"
+    return None

@@ -1,0 +1,314 @@
+"""Any optimizer's state travels: a newcomer that takes it over steps as the donor does, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.compression import Float16Compression
+from shoal.errors import StateUnavailable
+from shoal.optim.shared_state import why_not_ours
+from shoal.optim.training_state import TrainingState
+from tests.unit.optimizer_cases import (
+    assert_equal,
+    everything,
+    installed,
+    offered,
+    optimizer_by_name,
+    parameters,
+    step,
+    take_over,
+    training_of,
+)
+
+TORCH = [
+    f"torch.optim.{name}"
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
+        "SGD",
+    )
+]
+OTHERS = [
+    *(
+        f"pytorch_optimizer.{name}"
+        for name in ("Lamb", "Lion", "ADOPT", "SOAP", "ScheduleFreeAdamW", "ScheduleFreeSGD", "ScheduleFreeRAdam")
+    ),
+    *(f"pytorch_optimizer.{name}" for name in ("Shampoo", "AdaFactor", "Prodigy", "AggMo", "AdaShift", "MADGRAD")),
+    "transformers.Adafactor",
+    "bitsandbytes.optim.AdamW8bit",
+]
+FAST = [*TORCH, *OTHERS]
+
+CASES = {
+    "fresh": {"steps": 3},
+    "after steps of its own": {"own_steps": 2, "steps": 5},
+    "groups": {"own_steps": 1, "steps": 1, "groups": True},
+    "bfloat16": {"steps": 3, "dtype": torch.bfloat16},
+    "two without statistics": {"own_steps": 2, "steps": 3, "without": (1, 2)},
+}
+
+OUTSIDE = {
+    "Conda": "keeps a GaLoreProjector",
+    "Magma": "its attribute '_state'",
+    "SaRA": "its attribute '_mask_indices'",
+    "ScalableShampoo": "keeps a SGDGraft",
+    "StableSPAM": "its attribute 'total_step'",
+}
+"""Optimizers of `pytorch_optimizer` that keep state where no state dict has it."""
+
+
+def bit_equal_after(
+    name: str,
+    *,
+    steps: int,
+    own_steps: int = 0,
+    groups: bool = False,
+    dtype: torch.dtype = torch.float32,
+    without: tuple[int, ...] = (),
+) -> None:
+    """A donor takes `steps`, a newcomer takes its state over, and both three more."""
+    make = optimizer_by_name(name)
+    donor, newcomer = (training_of(make, parameters(dtype), groups=groups) for _ in range(2))
+    for number in range(steps):
+        step(donor, number, without)
+    for number in range(own_steps):
+        step(newcomer, 100 + number)
+    if any(not bool(torch.isfinite(tensor).all()) for tensor in everything(donor)[1]):
+        pytest.skip("it does not step well on these numbers")
+    take_over(newcomer, donor)
+    assert_equal(newcomer, donor)
+    for number in range(200, 203):
+        step(donor, number)
+        step(newcomer, number)
+    assert_equal(newcomer, donor)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", FAST)
+def test_newcomers_refused_by_strict_keys(name: str, case: str) -> None:
+    """Lamb, SOAP and others put keys into their groups at the first step: a newcomer downloaded again and again."""
+    bit_equal_after(name, **CASES[case])  # type: ignore[arg-type]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", [name for name in installed("pytorch_optimizer") if name not in FAST])
+def test_every_optimizer_of_a_library_travels_or_says_why_not(name: str, case: str) -> None:
+    """All that can be made from parameters alone and step without a closure."""
+    make = optimizer_by_name(name)
+    try:
+        probe = training_of(make)
+        step(probe, 0)
+    except Exception as error:  # noqa: BLE001 (whatever it wants)
+        pytest.skip(f"{type(error).__name__}: {error}"[:80])
+    step(probe, 1)
+    if probe.kept_back is not None:
+        assert name.rpartition(".")[2] in OUTSIDE or "random" in probe.kept_back
+        if "cannot be given" in probe.kept_back or "random" not in probe.kept_back:
+            return
+    bit_equal_after(name, **CASES[case])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_no_state_dict_holds_is_told(name: str) -> None:
+    """A newcomer would have stepped otherwise, without a word."""
+    training = training_of(optimizer_by_name(f"pytorch_optimizer.{name}"))
+    for number in range(4):
+        step(training, number)
+    assert OUTSIDE[name] in (training.kept_back or "")
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_nothing_is_told_of_optimizers_whose_state_travels(name: str) -> None:
+    """Neither for the flags that some keep in attributes."""
+    training = training_of(optimizer_by_name(name))
+    for number in range(4):
+        step(training, number)
+    assert training.kept_back is None
+
+
+def adamw(*, initial_lr: bool = False, **options: Any) -> TrainingState:
+    """A peer with AdamW."""
+    training = training_of(lambda params: torch.optim.AdamW(params, **options))
+    if initial_lr:
+        training.optimizer.param_groups[0]["initial_lr"] = 0.5
+    return training
+
+
+@pytest.mark.parametrize("donor_has", [False, True])
+def test_adamw_with_initial_lr_when_loaded_before_its_schedule_is_made(donor_has: bool) -> None:
+    """The HF Trainer makes its schedule when training begins: who loads before has no such option yet."""
+    donor, newcomer = adamw(initial_lr=donor_has), adamw(initial_lr=not donor_has)
+    step(donor, 0)
+    take_over(newcomer, donor)
+    assert ("initial_lr" in newcomer.optimizer.param_groups[0]) != donor_has
+
+
+def test_how_a_step_is_computed_stays_the_newcomers() -> None:
+    """`capturable=True` was copied from a peer with a GPU to one without, whose steps then failed."""
+    donor, newcomer = adamw(foreach=True), adamw(foreach=False)
+    step(donor, 0)
+    donor.optimizer.param_groups[0]["capturable"] = True
+    take_over(newcomer, donor)
+    assert newcomer.optimizer.param_groups[0]["capturable"] is False
+    assert newcomer.optimizer.param_groups[0]["foreach"] is False
+    step(newcomer, 1)
+
+
+def test_statistics_of_bfloat16_parameters_are_not_rounded() -> None:
+    """Torch's `load_state_dict` casts them to the parameters' dtype."""
+    make = optimizer_by_name("transformers.Adafactor")
+    donor, newcomer = (training_of(make, parameters(torch.bfloat16)) for _ in range(2))
+    step(donor, 0)
+    take_over(newcomer, donor)
+    kept = newcomer.optimizer.state[newcomer.parameters[1]]["exp_avg_sq"]
+    assert kept.dtype is torch.float32
+    assert torch.equal(kept, donor.optimizer.state[donor.parameters[1]]["exp_avg_sq"])
+
+
+def test_matrices_that_lie_by_columns_lie_so_at_the_newcomer() -> None:
+    """They are multiplied in another order than others, and rounded otherwise: SOAP's bases."""
+    donor, newcomer = adamw(), adamw()
+    step(donor, 0)
+    entry = donor.optimizer.state[donor.parameters[0]]
+    entry["basis"] = torch.randn(4, 6).t()
+    entry["kernel"] = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    take_over(newcomer, donor)
+    for name in ("basis", "kernel"):
+        assert newcomer.optimizer.state[newcomer.parameters[0]][name].stride() == entry[name].stride()
+    assert_equal(newcomer, donor)
+
+
+def test_counts_and_moments_travel_beside_codecs() -> None:
+    """Only what is large is compressed; the kinds stay."""
+    donor, newcomer = (training_of(optimizer_by_name("pytorch_optimizer.Lamb")) for _ in range(2))
+    step(donor, 0)
+    manifest, tensors = offered(donor, Float16Compression())
+    assert why_not_ours(newcomer, manifest, None) is None
+    newcomer.load(manifest.metadata["training"], tensors)
+    assert_equal(newcomer, donor)
+
+
+# --------------------------------------------------------------------------------------------- all of it, or nothing
+
+
+def unchanged_by(newcomer: TrainingState, values: Any, tensors: list[torch.Tensor]) -> str:
+    """Loading this fails and changes nothing; returns why."""
+    schedule = copy.deepcopy(newcomer.scheduler.state_dict()) if newcomer.scheduler is not None else None
+    before, groups = everything(newcomer), copy.deepcopy([*newcomer.optimizer.param_groups])
+    with pytest.raises(StateUnavailable) as caught:
+        newcomer.load(values, tensors)
+    after = everything(newcomer)
+    assert before[0] == after[0]
+    assert all(torch.equal(a, b) for a, b in zip(before[1], after[1], strict=True))
+    for group, old in zip(newcomer.optimizer.param_groups, groups, strict=True):
+        assert group.keys() == old.keys()
+    if newcomer.scheduler is not None:
+        assert newcomer.scheduler.state_dict() == schedule
+    return str(caught.value)
+
+
+def with_schedule() -> TrainingState:
+    """A peer with AdamW and a schedule, after two steps."""
+    optimizer = torch.optim.AdamW(parameters(), lr=0.1)
+    training = TrainingState(optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50))
+    for number in range(2):
+        step(training, number)
+    return training
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("lr", "boom", "option 'lr' is a text there and a number here"),
+        ("lr", math.nan, "option 'lr' is nan there"),
+        ("lr", math.inf, "option 'lr' is inf there"),
+        ("lr", -0.1, "option 'lr' is -0.1 there, and not negative here"),
+        ("lr", 1e30, "option 'lr' is 1e\\+30 there"),
+        ("lr", [0.1], "option 'lr' is a list there and a number here"),
+        ("lr", None, "option 'lr' is nothing there"),
+        ("lr", True, "option 'lr' is a switch there"),
+        ("lr", torch.zeros(3), "option 'lr' is a tensor of shape \\(3,\\) there"),
+        ("betas", 0.9, "option 'betas' is a number there"),
+        ("betas", (0.9,), "option 'betas' has 1 values there and 2 here"),
+        ("betas", (0.9, "x"), "option 'betas' is a text there"),
+        ("betas", (0.9, 1.5), "option 'betas' is 1.5 there"),
+        ("eps", -1e-8, "option 'eps' is -1e-08 there"),
+        ("amsgrad", True, "option 'amsgrad' is True there and False here"),
+        ("maximize", 1, "option 'maximize' is a number there and a switch here"),
+    ],
+)
+def test_a_downloaded_state_is_not_all_or_nothing(option: str, value: object, why: str) -> None:
+    """With `lr="boom"` the parameters were overwritten, and then every trainer crashed."""
+    donor, newcomer = with_schedule(), with_schedule()
+    step(donor, 5)
+    donor.optimizer.param_groups[0][option] = value
+    manifest, tensors = offered(donor)
+    failure = unchanged_by(newcomer, manifest.metadata["training"], tensors)
+    assert re.search(why, failure), failure
+    if not isinstance(value, torch.Tensor):
+        assert re.search(why, why_not_ours(newcomer, manifest, None) or ""), "it is seen before anything is downloaded"
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_statistics_that_no_step_can_be_taken_from_are_refused_by_name(fresh: bool) -> None:
+    """Whether the newcomer has any of its own or not: its optimizer is asked, on copies."""
+    donor, newcomer = adamw(), adamw()
+    step(donor, 0)
+    if not fresh:
+        step(newcomer, 1)
+    entry = donor.optimizer.state[donor.parameters[0]]
+    right = dict(entry)
+    del entry["exp_avg"]
+    assert "parameter 0 cannot be stepped from it: statistic 'exp_avg' is missing" in unchanged_by(
+        newcomer, *_values(donor)
+    )
+    entry.update(right, exp_avg_sq=torch.zeros(7, 7))
+    assert "statistic 'exp_avg_sq' has shape (7, 7), and (6, 4) here" in unchanged_by(newcomer, *_values(donor))
+    entry.update(right, step=torch.zeros(()) - 1)
+    assert "ZeroDivisionError" in unchanged_by(newcomer, *_values(donor))
+    entry.update(right, exp_avg_sq=torch.full((6, 4), -1.0))
+    assert "it is not finite afterwards" in unchanged_by(newcomer, *_values(donor))
+    entry.update(right)
+    newcomer.load(*_values(donor))
+
+
+def _values(donor: TrainingState) -> tuple[Any, list[torch.Tensor]]:
+    manifest, tensors = offered(donor)
+    return manifest.metadata["training"], tensors
+
+
+def test_a_trial_leaves_no_trace() -> None:
+    """Neither in the optimizer, nor in the random numbers of the user's program."""
+    donor, newcomer = (training_of(optimizer_by_name("pytorch_optimizer.SCION")) for _ in range(2))
+    step(donor, 0)
+    values = _values(donor)
+    before, chance = everything(newcomer), torch.get_rng_state()
+    newcomer.prepare(*values)
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert before[0] == everything(newcomer)[0]
+    assert not newcomer.optimizer.state
+
+
+def test_an_optimizer_that_cannot_be_tried_alone_takes_states_over() -> None:
+    """One that steps parameters in pairs, say: its twin with a single one fails with any state."""
+
+    class Pairs(torch.optim.SGD):
+        """Raises unless it has all its parameters."""
+
+        def step(self, closure: Any = None) -> Any:
+            """As SGD."""
+            if len(self.param_groups[0]["params"]) != 4:
+                raise RuntimeError("where are the others?")
+            return super().step(closure)
+
+    donor, newcomer = (training_of(lambda params: Pairs(params, lr=0.1, momentum=0.9)) for _ in range(2))
+    step(donor, 0)
+    take_over(newcomer, donor)
+    assert_equal(newcomer, donor)

@@ -144,7 +144,9 @@ class Run:
         state_compression: CompressionBase | None = None,
         lr: float = 0.05,
         width: int = 8,
+        compression: CompressionBase | None = None,
     ) -> None:
+        self.compression = compression
         self.state_compression, self.lr = state_compression, lr
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
@@ -181,7 +183,14 @@ class Run:
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
             training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
-            collaboration = Collaboration(core, training, settings, lock=lock, state_compression=self.state_compression)
+            collaboration = Collaboration(
+                core,
+                training,
+                settings,
+                lock=lock,
+                compression=self.compression,
+                state_compression=self.state_compression,
+            )
             trainer = Trainer(index, parameters, collaboration)
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
             await collaboration.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -10,32 +11,36 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.compression import BlockwiseQuantization, CompressionBase, Float16Compression
+from shoal.events import Warned
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
 
 MEMBERS = ["p0", "p1", "p2"]
-BALLAST = 1 << 18
-"""Elements of an extra tensor: the state is large beside the gradients, and takes long to download."""
+MIB = 1 << 20
+EPOCH_S = 1.25
 
 
-def ballast(seed: int) -> list[torch.Tensor]:
-    """Part of the state that no gradient has."""
-    return [torch.randn(BALLAST, generator=torch.Generator().manual_seed(seed))]
+def ballast(seed: int, nbytes: int) -> list[torch.Tensor]:
+    """Part of the state that no gradient and no average has: whole numbers."""
+    return [torch.randint(1 << 30, (nbytes // 4,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))]
 
 
 class Scene:
     """A swarm of three that goes on, and newcomers whose lines are slow.
 
     Args:
-        line_bytes_s: of each newcomer, in the direction to it.
+        download_s: how long the newcomer's line takes for the state, if there is nothing else on it.
+        state_bytes: size of what no gradient has of the state.
         run: options of the run.
     """
 
-    def __init__(self, line_bytes_s: float, **run: Any) -> None:
+    def __init__(self, download_s: float = 10.0, state_bytes: int = 2 * MIB, **run: Any) -> None:
         loop: Any = asyncio.get_running_loop()
         self.loop = loop
         self.network = SimNetwork(loop.seed, window_bytes=32 << 10)
-        self.network.add_host("late", down_bytes_s=line_bytes_s)
+        self.network.add_host("late", down_bytes_s=state_bytes / download_s)
+        self.state_bytes = state_bytes
         run.setdefault("target", 24)
         self.run = Run(network=self.network, **run)
         self.tasks: dict[str, asyncio.Task[None]] = {}
@@ -44,7 +49,7 @@ class Scene:
     async def begin(self, members: list[str] = MEMBERS) -> None:
         """The members train: an epoch takes them about a second."""
         for name in members:
-            await self.run.add(name, extra_tensors=ballast(0))
+            await self.run.add(name, extra_tensors=ballast(0, self.state_bytes))
         await sim.sleep(3.0)
         for name in members:
             self.train(name)
@@ -57,7 +62,7 @@ class Scene:
 
     async def newcomer(self, name: str = "late", **changes: Any) -> Trainer:
         """One more comes, with another beginning."""
-        late = await self.run.add(name, seed=99, extra_tensors=ballast(99), **changes)
+        late = await self.run.add(name, seed=99, extra_tensors=ballast(99, self.state_bytes), **changes)
         self.train(name)
         return late
 
@@ -89,12 +94,12 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_takes_part(epochs:
     """It takes part right after one download, with the bits of the others, who are not slower for it."""
 
     async def main() -> None:
-        scene = Scene(4 * BALLAST / epochs)
+        scene = Scene(EPOCH_S * epochs, 8 * MIB)
         await scene.begin()
         await sim.sleep(10.0)
         came = scene.loop.time()
         late = await scene.newcomer()
-        first = await scene.first_epoch(late, 2 * epochs + 20)
+        first = await scene.first_epoch(late, 2 * EPOCH_S * epochs + 20)
         names = await scene.end(3)
         assert late.downloads == 1
         assert scene.run.agree(names), {name: scene.run.swarm.peer(name).collaboration.state for name in names}
@@ -108,3 +113,160 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_takes_part(epochs:
         await scene.run.close()
 
     sim.run(main, seed=epochs)
+
+
+async def held(scene: Scene, late: Trainer, within_s: float, epochs: int = 3) -> None:
+    """The newcomer takes part after one download, and ends with the bits of all who are alive."""
+    await scene.first_epoch(late, within_s)
+    names = await scene.end(epochs)
+    assert late.downloads == 1, late.failed_downloads
+    assert scene.run.agree(names), {name: scene.run.swarm.peer(name).collaboration.state for name in names}
+    assert not scene.run.warnings, scene.run.warnings
+    await scene.run.close()
+
+
+@pytest.mark.parametrize("dies", ["a donor", "who is followed", "the decider"])
+def test_a_donor_that_dies_in_the_middle_costs_the_newcomer_nothing(dies: str) -> None:
+    """The others have the same snapshot, and the steps that the dead one was to give."""
+
+    async def main() -> None:
+        scene = Scene()
+        members = [*MEMBERS, "p3"]
+        await scene.begin(members)
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await sim.sleep(5.0)
+        followed = [name for name in members if scene.run.swarm.peer(name).collaboration._steps._followers]
+        assert len(followed) == 2
+        others = [name for name in members if name not in followed]
+        last = scene.run.swarm.peer(members[0]).collaboration.last_round
+        assert last is not None
+        victim = {"a donor": others[0], "who is followed": followed[0], "the decider": members[0]}[dies]
+        scene.run.swarm.crash(victim)
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=5)
+
+
+@pytest.mark.parametrize("codec", [None, Float16Compression(), BlockwiseQuantization()])
+def test_averagings_of_states_are_among_the_steps_that_a_newcomer_takes(codec: CompressionBase | None) -> None:
+    """Also those that are coded against an average which the newcomer has not got."""
+
+    async def main() -> None:
+        scene = Scene(average_state_every=2, state_compression=codec)
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=6)
+
+
+def test_gradients_that_were_sent_with_a_codec_are_taken_as_the_members_took_them() -> None:
+    """What is kept is as small as what the members were sent, and becomes the same bits."""
+
+    async def main() -> None:
+        scene = Scene(compression=BlockwiseQuantization(), width=512, dtype=torch.float32)
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=7)
+
+
+def test_a_newcomer_gets_in_beside_a_peer_that_is_alone() -> None:
+    """Its steps are no rounds, and can be followed like these."""
+
+    async def main() -> None:
+        scene = Scene(target=8)
+        await scene.begin(["p0"])
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=8)
+
+
+def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_swarm() -> None:
+    """Ctrl+C between two of them: the parameters are those of their name, and the next call goes on."""
+
+    async def main() -> None:
+        scene = Scene()
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.run.add("late", seed=99, extra_tensors=ballast(99, scene.state_bytes))
+        collaboration, names = late.collaboration, dict[bytes, list[torch.Tensor]]()
+        await sim.sleep(3.0)
+        member = scene.run.swarm.peer("p0")
+        member.collaboration.core.env.events.subscribe(lambda event: note(member, names))
+        download = scene.run.swarm.spawn("late", collaboration.download(60.0))
+        taken, take = 0, collaboration.step
+
+        def step() -> None:
+            nonlocal taken
+            take()
+            taken += 1
+            if taken == 2:
+                download.cancel()
+
+        collaboration.step = step  # type: ignore[method-assign]
+        await asyncio.wait([download])
+        assert download.cancelled()
+        assert taken == 2
+        assert collaboration.state.digest in names, "a state that nobody else ever had"
+        pairs = zip(names[collaboration.state.digest], late.parameters, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+        scene.train("late")
+        await scene.first_epoch(late, 30.0)
+        assert scene.run.agree(await scene.end(3))
+        await scene.run.close()
+
+    sim.run(main, seed=9)
+
+
+def note(member: Trainer, names: dict[bytes, list[torch.Tensor]]) -> None:
+    """Remember the parameters of the state that this member is at."""
+    parameters = [parameter.detach().clone() for parameter in member.parameters]
+    names.setdefault(member.collaboration.state.digest, parameters)
+
+
+@pytest.mark.parametrize("why", ["its line is too slow", "it may not keep so much"])
+def test_a_newcomer_that_cannot_get_in_is_told_so_with_numbers(why: str) -> None:
+    """How long a download and a step take, how large one is, what the line carries, and what to change."""
+
+    async def main() -> None:
+        slow = why == "its line is too slow"
+        scene = Scene(8.0, MIB, width=4096 if slow else 8)
+        warned: list[str] = []
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer(catch_up_bytes=1 << 30 if slow else 2000)
+        late.collaboration.core.env.events.subscribe(
+            lambda event: warned.append(event.message) if isinstance(event, Warned) else None
+        )
+        scene.until = scene.loop.time() + 60.0
+        await asyncio.wait(list(scene.tasks.values()))
+        assert late.downloads >= 1
+        told = [message for message in warned if "Raise target_batch_size" in message]
+        assert told, warned
+        expected = (
+            r"took \d+\.\d s, .* A step takes them about 1\.\d s and has \d+ bytes; this line carried \d+ bytes/s"
+        )
+        assert re.search(expected, told[0]), told
+        await scene.run.close()
+
+    sim.run(main, seed=10)
+
+
+def test_a_line_that_carries_little_more_than_the_steps_is_enough() -> None:
+    """The steps come first, and the state has what is left of the line."""
+
+    async def main() -> None:
+        scene = Scene(4.5, MIB, width=4096)  # a step has 229 kB and takes 1.25 s, the line carries 233 kB/s
+        await scene.begin()
+        await sim.sleep(10.0)
+        late = await scene.newcomer()
+        await held(scene, late, 120.0)
+
+    sim.run(main, seed=11)

@@ -22,7 +22,6 @@ from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, agreement_of, land, name_after
 from shoal.optim.training_state import TrainingState
 from shoal.optim.update import Update
-from shoal.progress import StateKey
 from shoal.wire import Contact
 
 __all__ = ["CatchUp"]
@@ -61,9 +60,9 @@ class CatchUp:
         self._since = self._received_before = 0.0
 
     @property
-    def base(self) -> StateKey | None:
-        """Whoever comes to this state or a better one is led on from there, as far as it is known."""
-        return self._following.base if self._following is not None else None
+    def from_epoch(self) -> int:
+        """Whoever comes to a state of this epoch or a later one is led on from there."""
+        return self._following.base.epoch if self._following is not None and self._following.base is not None else 0
 
     @asynccontextmanager
     async def following(self, contacts: Callable[[], Sequence[Contact]]) -> AsyncIterator[None]:
@@ -85,6 +84,11 @@ class CatchUp:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+
+    async def steps_first(self) -> None:
+        """Return when no step is being fetched: a state has time, and a step is kept for two epochs only."""
+        if self._following is not None:
+            await self._following.first()
 
     async def next(self, state: StateName) -> Update | None:
         """What leads on from this state, once it is here; None if nobody tells of it."""
@@ -126,24 +130,23 @@ class CatchUp:
             self._vectors[averaging] = Vector(averager.tensors, averager.vector.layout)
         return self._vectors[averaging]
 
-    def trouble(self, took_s: float) -> str | None:
-        """Why this peer is still behind after a download that took so long, if steps are missing."""
+    async def give_up(self, took_s: float) -> str | None:
+        """Why nothing leads on from the state that we have, after so many seconds; None if nothing is missing.
+
+        If something is, nobody is followed any more: with the next state it is tried anew.
+        """
         following = self._following
         if following is None or not following.missed:
             return None
-        elapsed_s = max(self._now() - self._since, 1e-3)
-        rate = (self._core.endpoint.traffic[1] - self._received_before) / elapsed_s
-        first, last = following.told_at or (self._since, self._now())
-        steps = max(1, following.steps)
-        text = (
-            f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile some are "
-            f"missing: {following.missed}. A step takes them about {(last - first) / steps:.1f} s and has "
-            f"{following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. "
-        )
-        following.missed = ""
-        return text + (
-            "Raise target_batch_size so that a step takes longer, make steps or the state smaller (grad_compression, "
-            "load_state_compression), or give this peer a faster line or more catch_up_bytes"
+        rate = (self._core.endpoint.traffic[1] - self._received_before) / max(self._now() - self._since, 1e-3)
+        (epoch, since), (last, until) = following.told or ((0, 0.0), (0, 0.0))
+        await self.leave()
+        return (
+            f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile one is "
+            f"missing: {following.missed}. A step takes them about {(until - since) / max(1, last - epoch):.1f} s and "
+            f"has {following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. Raise target_batch_size so that "
+            "a step takes longer, make steps or the state smaller (grad_compression, load_state_compression), or give "
+            "this peer a faster line, or more catch_up_bytes"
         )
 
     async def leave(self) -> None:

@@ -528,7 +528,7 @@ class Collaboration:
                     await self._take_steps(began + timeout_s)
         finally:
             self._taking_over = False
-            if self.view().behind and (trouble := self._catch_up.trouble(self._now() - began)) is not None:
+            if self.view().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
                 self._notices.warn(trouble)
             if self.state != before:
                 self._companions.forget()
@@ -572,9 +572,10 @@ class Collaboration:
                 self._states.prefix,
                 donors,
                 timeout_s=max(0.001, deadline - self._now()),
-                min_epoch=view.epoch,
+                min_epoch=max(view.epoch, self._catch_up.from_epoch),
                 accept=lambda manifest: why_not_ours(self.training, manifest, ours, self._misfits),
                 limits=self._states.sharing.limits,
+                may_read=self._catch_up.steps_first,
             )
         except StateUnavailable:
             self._known.withheld(view.leaders, self._now())

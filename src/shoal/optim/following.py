@@ -2,7 +2,7 @@
 
 Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. What
 is kept lies here, bounded by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step
-that nobody has any more is a gap: what was kept before it leads nowhere, and is forgotten.
+that nobody has any more is a gap, over which nothing leads: no more steps are fetched then, and none are kept.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ _SOURCES = 2
 _GREETED_WITHIN_S = 3.0
 _PIECE_WITHIN_S = 30.0
 """Longer than a piece is held back beside rounds; who is lost is noticed by its link."""
+
+_URGENT_S = 10.0
+"""A state waits so long for a step that is being fetched: less than its donors wait for us."""
+
+_SMALL_BYTES = 64 << 10
+"""What goes beside a state in no time."""
 
 _TOLD = 16
 """More steps of one member than it can still have."""
@@ -72,10 +78,9 @@ class Following:
 
     Attributes:
         base: whoever comes to a state from this one on can be led on from there; None while nobody is followed.
-        steps: how many were kept so far.
         step_bytes: of the largest one that we were told of.
-        missed: why there was a gap, the last time; empty: there was none.
-        told_at: when we were told of the first step, and of the last one (loop time).
+        missed: why there is a gap; empty: there is none.
+        told: of the first step that we were told of, and of the last one: its epoch, and when that was (loop time).
     """
 
     def __init__(self, core: PeerCore, run_id: str, vector: Callable[[bool], Vector], *, max_bytes: int) -> None:
@@ -88,9 +93,9 @@ class Following:
         self._news = asyncio.Event()
         self._closed = False
         self.base: StateKey | None = None
-        self.steps = self.step_bytes = 0
+        self.step_bytes = 0
         self.missed = ""
-        self.told_at: tuple[float, float] | None = None
+        self.told: tuple[tuple[int, float], tuple[int, float]] | None = None
 
     async def follow(self, contacts: Iterable[Contact]) -> None:
         """See to it that two of these are followed, if there are as many; returns when they have greeted us."""
@@ -106,6 +111,18 @@ class Following:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_GREETED_WITHIN_S):
                     await asyncio.gather(*(source.greeted.wait() for source in new))
+
+    async def first(self) -> None:
+        """Return when most of what is being fetched is here, or after a while, or if there is a gap already."""
+        until = asyncio.get_running_loop().time() + _URGENT_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                while not self.missed and self._missing_bytes >= _SMALL_BYTES:
+                    await self._news.wait()
+
+    @property
+    def _missing_bytes(self) -> int:
+        return sum(len(coming.step.data) - coming.received for coming in self._coming.values())
 
     async def next(self, state: StateName, *, patience_s: float) -> Step | None:
         """The step that leads on from this state: waits while it comes; None if nobody tells of one.
@@ -205,14 +222,15 @@ class Following:
         size_of(header, self._vector(not header.agreement))
         source.at = name_after(header)
         source.tells.append(header.digest)
-        now = asyncio.get_running_loop().time()
-        self.told_at = (self.told_at[0] if self.told_at else now, now)
         self.step_bytes = max(self.step_bytes, header.nbytes)
-        if header.digest in self._kept or header.digest in self._coming:
+        last = header.epoch, asyncio.get_running_loop().time()
+        if self.told is None or last[0] > self.told[1][0]:
+            self.told = (self.told[0] if self.told else last, last)
+        if self.missed or header.digest in self._kept or header.digest in self._coming:
             return
         if self.kept_bytes + header.nbytes > self._max_bytes:
             what = f"{self.kept_bytes} bytes of {len(self._kept)} steps are kept, and at most {self._max_bytes} may be"
-            self._miss(header, f"{what} (catch_up_bytes)")
+            self._miss(f"{what} (catch_up_bytes)")
             return
         await self._want(source, header)
 
@@ -229,16 +247,12 @@ class Following:
             if digest in other.tells and other is not coming.source:
                 await self._want(other, coming.step.header)
                 return
-        self._miss(coming.step.header, "the members whom it followed were gone, or kept it no longer when it was due")
+        self._miss("the members that were followed are gone, or kept it no longer when it was due")
 
-    def _miss(self, header: StepTaken, reason: str) -> None:
-        """There is a gap: nothing leads over it."""
+    def _miss(self, reason: str) -> None:
+        """There is a gap."""
         self.missed = reason
-        after = name_after(header).key
-        if self.base is not None:
-            self.base = max(self.base, after)
-        for digest in [digest for digest, step in self._kept.items() if name_before(step.header).key < after]:
-            del self._kept[digest]
+        self._kept.clear()
 
     async def _receive(self, source: _Source, message: StepBytes, nbytes: int) -> None:
         coming = self._coming.get(message.digest)
@@ -254,6 +268,5 @@ class Following:
         if coming.received == len(step.data):
             vector = self._vector(not step.header.agreement)
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)
-            if self._coming.pop(message.digest, None) is not None:
+            if self._coming.pop(message.digest, None) is not None and not self.missed:
                 self._kept[message.digest] = step
-                self.steps += 1

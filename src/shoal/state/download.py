@@ -33,7 +33,7 @@ from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.state.candidates import Candidates, Donor
-from shoal.state.feed import END_WITHIN_S, Feed, Target
+from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
 from shoal.state.manifest import Accept, Manifest, read_manifest, shares
 from shoal.wire import GetManifest, ManifestPending
 
@@ -83,7 +83,7 @@ class DownloadedState:
     duration_s: float
 
 
-async def download_state(
+async def download_state(  # noqa: PLR0913 (all but four by name)
     endpoint: Endpoint,
     env: Env,
     prefix: str,
@@ -93,6 +93,7 @@ async def download_state(
     min_epoch: int = 0,
     accept: Accept | None = None,
     limits: DownloadLimits | None = None,
+    may_read: MayRead | None = None,
 ) -> DownloadedState:
     """Download the state that is shared under `prefix`.
 
@@ -105,6 +106,7 @@ async def download_state(
         min_epoch: a state of an earlier epoch is not wanted.
         accept: looks at each manifest before anything is fetched; None takes any. See `matching`.
         limits: what a donor may cost.
+        may_read: awaited before every read, for what has to come first on our line.
 
     Raises:
         StateUnavailable: no donor gave it; the message has each donor's reason. Nothing was changed.
@@ -115,7 +117,7 @@ async def download_state(
         raise ConfigError(f"timeout_s is {timeout_s}, must be more than 0 seconds")
     if limits.max_donors < 1:
         raise ConfigError(f"max_donors is {limits.max_donors}, must be at least 1")
-    download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits)
+    download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits, may_read)
     try:
         async with asyncio.timeout(timeout_s):
             with env.prompt():
@@ -144,9 +146,10 @@ class _Download:
         min_epoch: int,
         accept: Accept | None,
         limits: DownloadLimits,
+        may_read: MayRead | None,
     ) -> None:
         self._endpoint, self._env, self._prefix = endpoint, env, prefix
-        self._min_epoch, self._accept, self._limits = min_epoch, accept, limits
+        self._min_epoch, self._accept, self._limits, self._may_read = min_epoch, accept, limits, may_read
         self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
         self._turns: dict[asyncio.Task[None], Donor] = {}
         self._described: dict[PeerID, Manifest] = {}  # by each donor, the last time
@@ -287,7 +290,16 @@ class _Download:
         if not target.manifest.same_content(manifest):
             raise _OtherState
         stall_s = self._limits.stall_s
-        return Feed(self._endpoint, self._env, self._prefix, donor.contact, manifest.snapshot, target, stall_s=stall_s)
+        return Feed(
+            self._endpoint,
+            self._env,
+            self._prefix,
+            donor.contact,
+            manifest.snapshot,
+            target,
+            stall_s=stall_s,
+            may_read=self._may_read,
+        )
 
     def _choose(self) -> None:
         """Choose a state once all who were asked have described theirs, or had time to."""

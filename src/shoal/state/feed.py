@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from itertools import chain
 from typing import Any
@@ -33,11 +33,16 @@ from shoal.state.plan import ChunkPlan
 from shoal.state.tempo import MIN_AHEAD, Tempo
 from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 
-__all__ = ["Feed", "Target"]
+__all__ = ["Feed", "MayRead", "Target"]
 
 _READ_BYTES = 128 << 10
 """Within the stall limit a whole piece must arrive, or this much of a larger one. A donor cuts pieces as small as its
 upload limit needs (`Pacer`), so that slow is not stalled: what bounds slow ones is the deadline of the download."""
+
+_READ_AT_ONCE = 32 << 10
+"""Where something else may have to come first."""
+
+MayRead = Callable[[], Awaitable[None]]
 
 _LOOKS = 8
 """How often it is looked within the stall limit how much of a piece has come."""
@@ -125,6 +130,7 @@ class Feed:
         snapshot: the snapshot's name at this donor.
         target: what is fed.
         stall_s: a donor that sends neither a piece nor much of one for this long is left.
+        may_read: awaited before every read, for what has to come first on our line; None: nothing has.
 
     Attributes:
         chunks_brought: chunks that were verified, from this donor, in this turn.
@@ -141,8 +147,10 @@ class Feed:
         target: Target,
         *,
         stall_s: float,
+        may_read: MayRead | None = None,
     ) -> None:
         self._endpoint, self._env, self._prefix, self._stall_s = endpoint, env, prefix, stall_s
+        self._may_read = may_read
         self._contact, self._snapshot, self._target, self._plan = contact, snapshot, target, target.plan
         self._peer = contact.peer if isinstance(contact, Contact) else contact
         self._tempo = Tempo()
@@ -291,6 +299,11 @@ class Feed:
                 announced = await self._next_piece(stream, chunk, received, stop - start)
             place = places.popleft()
             part = place[:announced]
+            if self._may_read is not None:
+                part = part[:_READ_AT_ONCE]
+                patience.pause()  # the donor waits for us
+                await self._may_read()
+                patience.renew()
             if part.nbytes < place.nbytes:
                 places.appendleft(place[part.nbytes :])
             await stream.readinto(part)

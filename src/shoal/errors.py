@@ -33,6 +33,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "LocalError",
+    "NobodyContributes",
     "PeerError",
     "PeerProtocolError",
     "PeerRefused",
@@ -126,6 +127,10 @@ class RoundFailed(ShoalError):
 
 class SchemaMismatch(RoundFailed):
     """The peers' tensors, codecs or run settings differ; `reason` names the first difference."""
+
+
+class NobodyContributes(RoundFailed):
+    """All peers that looked for a group are auxiliary: there is nothing to average. Not tried again."""
 
 
 class StateUnavailable(ShoalError):

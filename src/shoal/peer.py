@@ -157,6 +157,14 @@ class Address:
         """The text behind a protocol's name, as in `address["p2p"]`; KeyError for a name that is not in the address."""
         return {self.kind: self.host, "tcp": str(self.port), "p2p": str(self.peer_id)}[protocol]
 
+    def __contains__(self, protocol: str) -> bool:
+        """Whether there is such a name in the address: `ip4`, `ip6` or `dns`, `tcp`, `p2p`."""
+        return protocol in {self.kind, "tcp", "p2p"}
+
+    def values(self) -> list[str]:
+        """Host, port and peer id, as text."""
+        return [self[self.kind], self["tcp"], self["p2p"]]
+
     def __str__(self) -> str:
         return f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/{self.peer_id}"
 

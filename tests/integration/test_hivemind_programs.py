@@ -12,7 +12,7 @@ import torch
 import shoal
 from shoal.averager import AveragingMode
 from shoal.dht import SchemaValidator
-from shoal.errors import ClosedError
+from shoal.errors import ClosedError, NobodyContributes
 from shoal.events import Warned
 from tests.integration.test_runtime import averager, two_peers
 from tests.integration.workers import LONG_S, until
@@ -139,5 +139,5 @@ def test_auxiliary_peers_alone_are_told_at_once() -> None:
     with two_peers() as (first, second):
         one, two = averager(first, torch.zeros(2), auxiliary=True), averager(second, torch.ones(2), auxiliary=True)
         for step in (one.step(wait=False), two.step(wait=False)):
-            with pytest.raises(shoal.RoundFailed, match="all 2 peers that look for a group are auxiliary"):
+            with pytest.raises(NobodyContributes, match="all 2 peers that look for a group are auxiliary"):
                 step.result(LONG_S)

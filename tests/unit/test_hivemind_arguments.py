@@ -214,7 +214,6 @@ def test_arguments_that_change_nothing_are_refused(given: dict[str, Any]) -> Non
     [
         ({"p2p": object()}, "share one DHT"),
         ({"node_id": 5}, "identity_path"),
-        ({"bootstrap_timeout": 10}, "startup_timeout"),
         ({"cache_locally": False}, "latest=True"),
         ({"record_validator": object()}, "record_validators"),
         ({"authorizer": object()}, "not restricted yet"),
@@ -233,6 +232,13 @@ def test_what_does_not_exist_here_is_refused_with_what_does(given: dict[str, Any
     ((name, _),) = given.items()
     with pytest.raises(ConfigError, match=f"^{name}=.* has no counterpart in shoal: .*{instead}"):
         shoal.DHT(start=False, **given)
+
+
+def test_bootstrap_timeout_is_startup_timeout() -> None:
+    """Where both are given, it counts."""
+    shoal.DHT(start=False, bootstrap_timeout=45, startup_timeout=15)
+    with pytest.raises(ConfigError, match="bootstrap_timeout must be a number of seconds"):
+        shoal.DHT(start=False, bootstrap_timeout=0)
 
 
 def test_a_misspelt_argument_is_no_option() -> None:

@@ -94,6 +94,8 @@ class TestAddress:
         """As from hivemind's addresses; all are text."""
         assert (HERE["ip4"], HERE["tcp"], HERE["p2p"]) == ("192.0.2.7", "4000", str(PEER))
         assert THERE["ip6"] == "2001:db8::1"
+        assert [name in HERE for name in ("ip4", "ip6", "tcp", "udp", "p2p")] == [True, False, True, False, True]
+        assert HERE.values() == ["192.0.2.7", "4000", str(PEER)]
         with pytest.raises(KeyError):
             HERE["udp"]
 

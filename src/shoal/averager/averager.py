@@ -29,7 +29,7 @@ from shoal.averager.sharing import StateSharing
 from shoal.clock import Backoff, to_the_end
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
-from shoal.errors import ClosedError, ConfigError, LocalError, RoundFailed, SchemaMismatch
+from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
 from shoal.state import SharedState
@@ -146,6 +146,7 @@ class Averager:
         Raises:
             RoundFailed: no average; no tensor was touched.
             SchemaMismatch: only peers with other tensors or settings were met.
+            NobodyContributes: this peer is auxiliary, and so are all that look for a group.
             ConfigError: `gather` or `weight` cannot be sent.
             LocalError: another step goes on. One that was cancelled is waited for.
             ClosedError: the averager was closed, also while the step went on.
@@ -186,7 +187,7 @@ class Averager:
                     result = await self._try_once(attempt, deadline)
                 if result is not None:
                     return result
-            except (SchemaMismatch, _NoValues) as error:
+            except (SchemaMismatch, NobodyContributes) as error:
                 self._aborted(error)
                 raise
             except RoundFailed as error:
@@ -208,7 +209,8 @@ class Averager:
             return None
         if not any(member.contributes for member in group.members):
             group.release()
-            raise _NoValues(f"all {len(group.members)} peers that look for a group are auxiliary: nobody has values")
+            size = len(group.members)
+            raise NobodyContributes(f"all {size} peers that look for a group are auxiliary: nobody has values")
         formed = loop.time()
         sent, received = self.core.endpoint.traffic
         outcome = await self._run_round(group, attempt, deadline)
@@ -383,10 +385,6 @@ class Averager:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._finder.close()
-
-
-class _NoValues(RoundFailed):
-    """A group of auxiliary peers only: not tried again, or it would be found again at once."""
 
 
 class _Attempt(msgspec.Struct, frozen=True):

@@ -335,6 +335,7 @@ class DecentralizedAverager(SharesState):
         Raises:
             RoundFailed: no average; no tensor was touched.
             SchemaMismatch: only peers with other tensors or settings were met; names the first difference.
+            NobodyContributes: this peer is auxiliary, and so are all that look for a group.
             ConfigError: an argument is wrong.
             LocalError: a step goes on already; or the caller holds the tensors (`get_tensors`), or is shoal's thread.
             ClosedError: the averager or its DHT was shut down, also while the step went on.

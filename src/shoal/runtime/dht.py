@@ -89,6 +89,9 @@ class DHT:
         **options: Unpack[DhtOptions],
     ) -> None:
         check_options(options)
+        if (bootstrap_timeout := options.get("bootstrap_timeout")) is not None:
+            _check_seconds("bootstrap_timeout", bootstrap_timeout)
+            startup_timeout = bootstrap_timeout
         _check_seconds("shutdown_timeout", shutdown_timeout)
         _check_seconds("startup_timeout", startup_timeout)
         self.events = EventBus()

@@ -15,7 +15,7 @@ __all__ = ["DhtOptions", "check_options"]
 
 
 class DhtOptions(TypedDict, total=False):
-    """What `DHT` takes and does not use; of hivemind's `DHT`, `DHTNode.create` and `P2P.create`."""
+    """Of hivemind's `DHT`, `DHTNode.create` and `P2P.create`; `bootstrap_timeout` stands for `startup_timeout`."""
 
     p2p: object
     num_workers: int
@@ -76,7 +76,6 @@ _RELAYS = "no peer relays for others here: forward a port and give announce_madd
 _ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
     "p2p": (_nothing, "there is no daemon to share: several averagers can share one DHT"),
     "node_id": (_nothing, "a node's place follows from its identity: give identity_path"),
-    "bootstrap_timeout": (_nothing, "give startup_timeout"),
     "cache_locally": (_true, "get(key, latest=True) asks the others each time"),
     "record_validator": (_nothing, "give record_validators"),
     "authorizer": (_nothing, "there is none: who may join is not restricted yet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,6 +240,12 @@ def test_bootstrap_timeout_is_startup_timeout() -> None:
     shoal.DHT(start=False, bootstrap_timeout=45, startup_timeout=15)
     with pytest.raises(ConfigError, match="bootstrap_timeout must be a number of seconds"):
         shoal.DHT(start=False, bootstrap_timeout=0)
+
+
+def test_the_page_for_hiveminds_users_names_every_option() -> None:
+    """Whether it is taken, and what is to be used in its place."""
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert [name for name in DhtOptions.__annotations__ if f"`{name}" not in page] == []
 
 
 def test_a_misspelt_argument_is_no_option() -> None:

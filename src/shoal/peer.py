@@ -139,6 +139,8 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Read the printed form back. Raises `ConfigError` that says which piece is wrong."""
         pieces = text.strip().split("/")
+        if "udp" in pieces:
+            raise ConfigError(f"not an address that shoal can use, which speaks TCP only: {text!r}")
         if len(pieces) != 7 or pieces[0] or pieces[3] != "tcp" or pieces[5] != "p2p":
             raise ConfigError(
                 f"not an address: {text!r} (expected /ip4/HOST/tcp/PORT/p2p/PEERID, as printed by `shoal dht`)"

@@ -68,6 +68,14 @@ def test_the_state_of_another_rank_is_refused(pool: Ranks, stage: int) -> None:
         assert kept
 
 
+@pytest.mark.parametrize("name", ["Muon", "Adafactor", "Hugging Face's", "lamb", "lars", "shampoo", "soap"])
+def test_what_is_said_of_optimizers_of_whole_tensors_in_stage_3_is_true(pool: Ranks, name: str) -> None:
+    """Muon steps DTensors, to bfloat16's rounding; the others raise at a step: "use stage 3" was wrong advice."""
+    for apart, words in pool.play(2, programs.stepped_whole, name):
+        assert (apart < 2.0) == (name == "Muon")
+        assert ("Error: " in words) == (name != "Muon")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_sharded_optimizer_is_refused_by_the_swarm_when_it_is_made(pool: Ranks, stage: int) -> None:
     """`shoal.Optimizer` shares whole models: it says so before it does anything, not in the middle of a run."""

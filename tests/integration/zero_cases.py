@@ -451,6 +451,13 @@ def bad_whole() -> None:
     shoal.zero.shard(Odd(), torch.optim.Adafactor, stage=2)
 
 
+def bad_projection() -> None:
+    """One that looks at rows where a gradient is orthogonal to them."""
+    import pytorch_optimizer
+
+    shoal.zero.shard(Odd(), lambda each: pytorch_optimizer.AdamP(each, lr=1e-3), stage=1)
+
+
 def bad_nothing() -> None:
     """All frozen."""
     shoal.zero.shard(Odd().requires_grad_(requires_grad=False), _sgd, stage=1)

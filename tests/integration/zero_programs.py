@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +31,45 @@ def said(function: Callable[[], object]) -> str:
     """What it raises, in words; empty if it does not."""
     try:
         function()
-    except (LocalError, RuntimeError, ValueError, ArithmeticError) as error:
+    except (LocalError, RuntimeError, ValueError, ArithmeticError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def of_whole_tensors(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Makes an optimizer that needs them."""
+    import pytorch_optimizer
+    from transformers.optimization import Adafactor
+
+    if name == "Muon":
+        return lambda each: torch.optim.Muon([value for value in each if value.ndim == 2], lr=1e-2)
+    kinds: dict[str, Any] = {"Adafactor": torch.optim.Adafactor, "Hugging Face's": Adafactor}
+    made: Any = kinds.get(name) or pytorch_optimizer.load_optimizer(name)
+    return made  # type: ignore[no-any-return]
+
+
+def stepped_whole(name: str) -> tuple[float, str]:
+    """In stage 3, two steps: how far weights are from those of one process; and what it says.
+
+    A unit is how far they are if gradients differ by a thousandth: Muon computes in bfloat16.
+    """
+    model, plain, noisy = Odd(), Odd(), Odd()
+    _, optimizer = shoal.zero.shard(model, of_whole_tensors(name), stage=3)
+    made = torch.Generator().manual_seed(0)
+    alone = [(each, of_whole_tensors(name)([*each.parameters()])) for each in (plain, noisy)]
+    for step in range(2):
+        torch.autograd.backward(loss_of(model, step, 0))
+        if words := said(optimizer.step):
+            return math.inf, words
+        optimizer.zero_grad()
+        for each, stepper in alone:
+            torch.autograd.backward(loss_of(each, step, 0))
+            for value in each.parameters() if each is noisy else ():
+                if value.grad is not None:
+                    value.grad *= 1.0 + 1e-3 * torch.randn(value.shape, generator=made)
+            stepper.step()
+            stepper.zero_grad()
+    return moved(model, plain.state_dict()) / moved(noisy, plain.state_dict()), ""
 
 
 def given_to_the_swarm(stage: int) -> str:

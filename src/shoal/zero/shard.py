@@ -20,6 +20,7 @@ from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
+from shoal.zero.probe import why_not_cut
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Watch
 from shoal.zero.weights import overwrite
@@ -33,8 +34,6 @@ _partitioned: weakref.WeakKeyDictionary[torch.nn.Module, tuple[torch.dtype | Non
 )
 """Models of stage 3: the dtype that was given, and that in which gradients are sent."""
 _models = itertools.count(1)
-_WHOLE = {"Adafactor", "LAMB", "LARS", "LBFGS", "Lamb", "Muon", "SOAP", "Shampoo", "SparseAdam"}
-"""Optimizers that need more than a value and its own statistics; some are of other packages."""
 OptimizerFactory = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -58,8 +57,9 @@ def shard(
             optimizer.zero_grad()
 
     Gradients are averaged over the ranks. Stages 1 and 2 need an optimizer that treats each value by itself (SGD, Adam,
-    AdamW, RMSprop, Adagrad, and most others; not Adafactor, LBFGS, Muon or SparseAdam); stage 3 one that works on
-    DTensors.
+    AdamW, RMSprop, Adagrad, Lion and others; not Adafactor, LAMB, LBFGS, Muon or SparseAdam): it is tried on small
+    tensors and on pieces of them (`shoal.zero.probe`), and refused if that makes a difference. Stage 3 needs one that
+    steps DTensors.
 
     Args:
         model: on its device already. Parameters, frozen ones and buffers as they are on rank 0. With stages 1 and 2 the
@@ -118,7 +118,7 @@ def shard(
                 _partitioned[model] = dtype, partition(model, found, collectives.device, dtype)
             carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
-        inner = _build(optimizer_factory, parameters, cuts=carrier is None)
+        inner = _build(optimizer_factory, model, parameters, cuts=carrier is None)
         listed = _names(inner, parameters)
     agreement.alike(_groups(inner, listed), "optimizer")
     if carrier is None:  # the model is as it was until here
@@ -210,7 +210,7 @@ class _Cast:
 
 
 def _build(
-    factory: OptimizerFactory, parameters: Mapping[str, torch.nn.Parameter], *, cuts: bool
+    factory: OptimizerFactory, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], *, cuts: bool
 ) -> torch.optim.Optimizer:
     """Call the factory, and look at what it built, for stages that cut parameters or not. Raises `ConfigError`."""
     inner = factory([each for each in parameters.values() if each.requires_grad])
@@ -222,10 +222,12 @@ def _build(
             "optimizer_factory built an optimizer of other tensors than the model's parameters, or of those from "
             "before sharding: build it of the parameters that it is called with"
         )
-    if cuts and (whole := _WHOLE & {each.__name__ for each in type(inner).__mro__}):
+    if cuts and (reason := why_not_cut(inner, model)):
         raise ConfigError(
-            f"{min(whole)} looks at whole parameters, and stages 1 and 2 cut them into tiles: use stage 3, or an "
-            "optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, Adagrad)"
+            f"optimizer_factory built {type(inner).__name__}, which {reason}: stages 1 and 2 cut tensors into pieces, "
+            "each stepped by one rank. Use an optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, "
+            "Adagrad, Lion and others), or train without sharding. Stage 3 keeps whole tensors, but as DTensors, which "
+            "few such optimizers step: torch's Muon does; Adafactor, LAMB, LARS, Shampoo and SOAP raise at a step"
         )
     return inner
 

@@ -1,0 +1,290 @@
+"""Whether an optimizer treats each value by itself, so that stages 1 and 2 may cut parameters: tried out, on copies.
+
+Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps whole tensors, two
+others flat pieces of them, as two ranks would step their tiles. Gradients are the same, and go through several regimes,
+since some optimizers look beyond a value only now and then: AdamP where gradient and weight are orthogonal, others
+behind a spike, or when a gradient keeps its direction. If weights differ, the optimizer needs whole tensors. So it does
+if it keeps anything else than a value for each value and single numbers that do not depend on the cuts, whatever its
+weights are: Shampoo may first use what it keeps after a thousand steps.
+
+What cannot be tried is refused: a step that raises, or draws random numbers. A probe leaves nothing behind: model,
+optimizer and generators of random numbers are as they were, and it always finds the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shoal.zero.copies import wide_dtype
+
+__all__ = ["why_not_cut"]
+
+_SEED = 20261123
+_STEPS, _COMPARED_EVERY = 36, 6
+_TOLERANCE = 5e-5
+"""Of how far weights have moved. Pieces may be rounded otherwise: 7e-6 was seen at most, and else 3e-4 at least."""
+_LEAST_RATE = 1e-3
+"""A warm-up begins with 0, with which nothing moves."""
+_CUTS = (0.0, 0.29, 0.71, 1.0)
+"""Where tensors are cut: within rows. The middle piece is another rank's."""
+_SHAPES: dict[int, Sequence[tuple[int, ...]]] = {0: [()], 1: [(67,)], 2: [(17, 23)], 4: [(6, 5, 3, 3)]}
+_LARGE = {2: [(131, 130)]}
+"""Some optimizers look at rows only above 128 of them, or keep 8 bits only above 4,096 values."""
+_PLAIN: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever the program's defaults are
+
+
+class _Subject(NamedTuple):
+    """A tensor to try, in the place of parameters of a kind.
+
+    Attributes:
+        group: whose number it has in the optimizer.
+        real: one of those parameters.
+        values: to begin with.
+        state: what the optimizer keeps of such a tensor before its first step.
+    """
+
+    group: int
+    real: torch.Tensor
+    values: torch.Tensor
+    state: Mapping[str, Any]
+
+
+class _Part(NamedTuple):
+    """The values `start` to `stop` of the subject with a number, which an optimizer steps."""
+
+    number: int
+    start: int
+    stop: int
+    tensor: torch.Tensor
+
+
+def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why the parameters of an optimizer cannot be cut: words that follow its name. None if they can.
+
+    Args:
+        inner: as it was built of the model's parameters, before its first step.
+        model: that it was built of.
+    """
+    reals = [each for group in inner.param_groups for each in group["params"]]
+    if problem := _of_state(inner.state, reals):
+        return problem
+    with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:  # what makes a matrix of each tensor's rows, and would take long for large ones, is found by small ones
+            for shapes in (_SHAPES, _LARGE):
+                subjects = list(_subjects(inner, shapes))
+                if subjects and (problem := _tried(subjects, inner, model, chance)):
+                    return problem
+        except Exception as error:  # noqa: BLE001 (whatever it is: it was not seen to work)
+            said = (str(error).strip() or "it says no more").split("\n", 1)[0]
+            return f"raises when it steps small tensors, whole and in pieces: {type(error).__name__}: {said}"
+    return None
+
+
+def _subjects(inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[int, ...]]]) -> Iterator[_Subject]:
+    """What to try: tensors for each kind of parameters, in each kind of groups. A learning rate makes no kind."""
+    known = set()
+    for number, group in enumerate(inner.param_groups):
+        settings = repr({key: each for key, each in group.items() if key not in ("params", "lr", "initial_lr")})
+        for real in group["params"]:
+            state = inner.state.get(real, {})
+            kind = (settings, real.ndim, real.dtype, real.device, *sorted(state))
+            if not real.requires_grad or not real.numel() or kind in known:
+                continue
+            known.add(kind)
+            for shape in shapes.get(real.ndim, [(3,) * real.ndim] if shapes is _SHAPES else []):
+                made = torch.Generator().manual_seed(_SEED + len(known))
+                values = torch.randn(shape, generator=made, **_PLAIN).mul_(_by_row(shape))
+                values = values.to(real.device, wide_dtype(real.dtype))
+                yield _Subject(number, real, values, {key: _fitted(each, real, shape) for key, each in state.items()})
+
+
+def _tried(
+    subjects: Sequence[_Subject], inner: torch.optim.Optimizer, model: torch.nn.Module, chance: Callable[[], object]
+) -> str | None:
+    whole = [_Part(number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+    pieces = [
+        _Part(part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
+        for part in whole
+        for start, stop in pairwise(round(cut * part.stop) for cut in _CUTS)
+    ]
+    one, *ranks = (
+        _copy(inner, model, subjects, parts)
+        for parts in (whole, [each for index, each in enumerate(pieces) if index % 3 != 1], pieces[1::3])
+    )
+    made, before = torch.Generator().manual_seed(_SEED), chance()
+    for step in range(_STEPS):
+        gradients = [_gradient(part.tensor, step, made) for part in whole]
+        for part in (*whole, *pieces):
+            values = gradients[part.number].reshape(-1)[part.start : part.stop]
+            part.tensor.grad = values.reshape(part.tensor.shape).clone()
+        for optimizer in (one, *ranks):
+            optimizer.step()
+        if chance() != before:
+            return "draws random numbers, and each rank has others"
+        if problem := _of_state(one.state, [part.tensor for part in whole]):
+            return problem
+        if step % _COMPARED_EVERY == _COMPARED_EVERY - 1 and (
+            problem := _of_weights(subjects, whole, pieces) or _of_numbers(one, ranks, whole, pieces)
+        ):
+            return problem
+    return None
+
+
+def _gradient(weight: torch.Tensor, step: int, made: torch.Generator) -> torch.Tensor:
+    """Noise: about one direction at first and at last, else orthogonal to a weight's rows, small, or with a spike."""
+    rows = _by_row(weight.shape)
+    noise = torch.randn(weight.shape, generator=made, **_PLAIN).mul_(rows)
+    if step < 8 or step >= 30:
+        noise = noise * 0.1 + rows
+    elif 18 <= step < 24:
+        noise *= 1e-3
+    elif step == 24:
+        noise *= 30.0
+    noise = noise.to(weight.device, weight.dtype)
+    if not 10 <= step < 18 or not weight.ndim:
+        return noise
+    flat, values = (each.reshape(len(weight) if weight.ndim > 1 else 1, -1) for each in (noise, weight.detach()))
+    along = (flat * values).sum(1, keepdim=True) / values.square().sum(1, keepdim=True)
+    return (flat - along * values).reshape(weight.shape)
+
+
+def _by_row(shape: Sequence[int]) -> torch.Tensor:
+    """Rows of different sizes: to be multiplied with values."""
+    return (
+        torch.linspace(0.5, 1.5, shape[0], **_PLAIN).reshape(-1, *[1] * (len(shape) - 1))
+        if shape
+        else torch.ones((), **_PLAIN)
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+def _copy(
+    inner: torch.optim.Optimizer, model: torch.nn.Module, subjects: Sequence[_Subject], parts: Sequence[_Part]
+) -> torch.optim.Optimizer:
+    """The same optimizer, of these tensors; of the model it knows nothing."""
+    made = object.__new__(type(inner))
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update({key: deepcopy(each) for key, each in inner.state.items() if not isinstance(key, torch.Tensor)})
+    memo: dict[int, Any] = {id(inner): made, id(inner.state): state}
+    memo.update(dict.fromkeys(map(id, [*model.modules(), *model.parameters(), *model.buffers()])))
+    # A schedule puts a step of its own into the optimizer, which would step the real one.
+    made.__dict__.update({key: deepcopy(each, memo) for key, each in inner.__dict__.items() if key != "step"})
+    for group in made.param_groups:
+        group["params"] = []
+        if isinstance(rate := group.get("lr"), float | int | torch.Tensor) and not rate > _LEAST_RATE:
+            group["lr"] = rate * 0 + _LEAST_RATE
+    for part in parts:
+        subject, tensor = subjects[part.number], part.tensor.requires_grad_()
+        made.param_groups[subject.group]["params"].append(tensor)
+        if subject.state:
+            state[tensor] = {key: _cut(each, subject.values, part) for key, each in subject.state.items()}
+    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
+    return made
+
+
+def _fitted(value: Any, real: torch.Tensor, shape: Sequence[int]) -> Any:
+    """What an optimizer keeps of a parameter from the beginning, for a tensor in its place: its values, repeated."""
+    if not isinstance(value, torch.Tensor) or value.shape != real.shape:
+        return value
+    numel = math.prod(shape)
+    flat = value.detach().reshape(-1)[:numel]
+    return flat.repeat(-(-numel // len(flat)))[:numel].reshape(shape)
+
+
+def _cut(value: Any, whole: torch.Tensor, part: _Part) -> Any:
+    if not isinstance(value, torch.Tensor) or value.shape != whole.shape:
+        return deepcopy(value)
+    return value.reshape(-1)[part.start : part.stop].reshape(part.tensor.shape).clone()
+
+
+# ------------------------------------------------------------------------------------------------------------- findings
+
+
+def _of_state(state: Mapping[Any, Any], tensors: Iterable[torch.Tensor]) -> str | None:
+    """Whether there is more of a tensor than values for its values, and numbers: that can be neither cut nor saved."""
+    for tensor in tensors:
+        for key, value in state.get(tensor, {}).items():
+            if isinstance(value, torch.Tensor):
+                if value.shape != tensor.shape and value.numel() != 1:
+                    return f"keeps {key!r} of shape {tuple(value.shape)} for a tensor of shape {tuple(tensor.shape)}"
+            elif not isinstance(value, bool | int | float):
+                return f"keeps {key!r} for each tensor, which is no tensor or number but a {type(value).__name__}"
+    return None
+
+
+def _of_weights(subjects: Sequence[_Subject], whole: Sequence[_Part], pieces: Sequence[_Part]) -> str | None:
+    for part in whole:
+        weights = part.tensor.detach().reshape(-1)
+        others = torch.cat([each.tensor.detach() for each in pieces if each.number == part.number])
+        moved = float((weights - subjects[part.number].values.reshape(-1)).abs().max())
+        apart = float((weights - others).abs().max())
+        if not moved > 0:
+            return "does not move small tensors in a few steps, so that it cannot be tried"
+        if not apart <= _TOLERANCE * moved:
+            return "gives a tensor other weights than the pieces of it"
+    return None
+
+
+def _of_numbers(
+    one: torch.optim.Optimizer,
+    ranks: Sequence[torch.optim.Optimizer],
+    whole: Sequence[_Part],
+    pieces: Sequence[_Part],
+) -> str | None:
+    """Whether single numbers, of tensors or of groups, depend on the cuts: weights will, sooner or later."""
+    pairs = [
+        (one.state.get(part.tensor, {}), rank.state.get(piece.tensor, {}))
+        for part in whole
+        for piece in pieces
+        for rank in ranks
+        if piece.number == part.number and piece.tensor in rank.state
+    ]
+    pairs += [each for rank in ranks for each in zip(one.param_groups, rank.param_groups, strict=True)]
+    for there, here in pairs:
+        for key, value in there.items():
+            number = _number(value)
+            if number is not None and not math.isclose(number, _number(here.get(key)) or 0.0, rel_tol=_TOLERANCE):
+                return f"keeps another {key!r} for a tensor than for the pieces of it"
+    return None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+@contextlib.contextmanager
+def _same_chance(devices: Iterable[torch.device]) -> Iterator[Callable[[], object]]:
+    """Behind this block generators of random numbers are as they were; gives what tells whether they are in it."""
+    modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    of_devices = [module.get_rng_state(device) for module, device in modules]
+
+    def tell() -> object:
+        numbers: Any = np.random.get_state()  # noqa: NPY002 (programs draw from it)
+        states = [torch.get_rng_state(), *(module.get_rng_state(device) for module, device in modules)]
+        return random.getstate(), numbers[1].tobytes(), numbers[2:], [each.numpy().tobytes() for each in states]
+
+    try:
+        yield tell
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)  # noqa: NPY002
+        torch.set_rng_state(of_torch)
+        for (module, device), found in zip(modules, of_devices, strict=True):
+            module.set_rng_state(found, device)

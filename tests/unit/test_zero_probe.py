@@ -1,0 +1,204 @@
+"""Which optimizers stages 1 and 2 may cut into tiles: every one of torch and of pytorch_optimizer, tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import bitsandbytes
+import numpy as np
+import pytest
+import pytorch_optimizer
+import torch
+from transformers.optimization import Adafactor
+
+from shoal.zero.probe import why_not_cut
+
+EIGHT_BITS: Any = bitsandbytes.optim
+WEIGHTS = "gives a tensor other weights"
+STATE = "keeps '"
+NUMBER = "keeps another '"
+RANDOM = "draws random numbers"
+RAISES = "raises when it steps"
+
+TORCH = {
+    None: "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD",
+    STATE: "Adafactor",
+    RAISES: "LBFGS Muon SparseAdam",
+}
+"""Of `torch.optim`. LBFGS needs a closure, Muon matrices, SparseAdam sparse gradients."""
+OTHERS = {
+    None: (
+        "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adams adamw adamwsn adan adapnm "
+        "adasmooth ademamix adopt ano apollo bcos diffgrad dualadam emolynx emonavi exadam fira focus ftrl galore "
+        "grams grokfastadamw kate laprop lion madgrad msvag nadam padam pid pnm qhadam qhm radam rmsprop "
+        "schedulefreeadamw schedulefreeradam schedulefreesgd sgd sgdw signsgd simplifiedademamix srmm tiger vsgd "
+        "yogi"
+    ),
+    WEIGHTS: (
+        "a2grad adagc adago adai adammini adamp adatam aida amos apollodqn asgd avagrad dadaptadagrad dadaptadam "
+        "dadaptadan dadaptsgd fadam fromage lamb lars mars muon muonclip novograd prodigy ranger ranger21 rose "
+        "scion scionlight sgdp sgdsai stablespam tam"
+    ),
+    NUMBER: "adanorm dadaptlion swats",
+    STATE: (
+        "adafactor adalite adashift aggmo came conda emofact flashadamw nero normuon racs sara scalableshampoo "
+        "shampoo sm3 soap spam splus stableadamw"
+    ),
+    RANDOM: "alice dash gravity kron magma",
+    RAISES: "adahessian adalomo adamuon alig bsam lbfgs lomo lorarite sophiah spectralsphere",
+}
+"""Of pytorch_optimizer, at their defaults. What raises needs a closure, second derivatives, the model, or matrices."""
+UNBUILT = {"demo", "distributedmuon"}
+"""They need another package, and a process group of their own."""
+
+
+class Model(torch.nn.Module):
+    """Parameters of one, two and four dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.images, self.matrix = torch.nn.Conv2d(3, 8, 3), torch.nn.Linear(20, 10)
+        self.frozen = torch.nn.Linear(2, 2).requires_grad_(requires_grad=False)
+
+
+def tried(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> str | None:
+    """What the probe says of what `make` builds; nothing may have changed."""
+    model = Model()
+    optimizer = make([each for each in model.parameters() if each.requires_grad])
+    before = snapshot(model, optimizer)
+    found = why_not_cut(optimizer, model)
+    assert snapshot(model, optimizer) == before
+    assert why_not_cut(optimizer, model) == found
+    return found
+
+
+def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What a probe must leave alone: values, gradients, groups, state, and generators of random numbers."""
+    return [
+        [(id(each), each.tolist(), each.grad, each.requires_grad) for each in model.parameters()],
+        [{**group, "params": [*map(id, group["params"])]} for group in optimizer.param_groups],
+        str(dict(optimizer.state)),
+        random.getstate(),
+        str(np.random.get_state()),  # noqa: NPY002
+        torch.get_rng_state().tolist(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+    ]
+
+
+def of_torch(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Muon takes matrices only."""
+    kind = getattr(torch.optim, name)
+    return lambda parameters: kind([each for each in parameters if each.ndim == 2] if name == "Muon" else parameters)
+
+
+def of_others(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Some need to be told more than parameters."""
+    kind: Any = pytorch_optimizer.load_optimizer(name)
+    if name in ("adago", "adamuon", "muon", "muonclip", "normuon"):
+        return lambda parameters: kind(muon_groups(parameters, matrices=True))
+    if name in ("adalomo", "adammini", "lomo"):
+        return lambda _: kind(Model())
+    more = {"ranger21": {"num_iterations": 100}, "bsam": {"num_data": 100}}
+    return lambda parameters: kind(parameters, **more.get(name, {}))
+
+
+def muon_groups(parameters: list[torch.nn.Parameter], *, matrices: bool) -> list[dict[str, Any]]:
+    """Vectors by AdamW, in a group of their own; matrices by Muon, or not."""
+    return [
+        {"params": [each for each in parameters if each.ndim > 1], "use_muon": matrices},
+        {"params": [each for each in parameters if each.ndim < 2], "use_muon": False},
+    ]
+
+
+def cases(table: dict[str | None, str]) -> list[tuple[str, str | None]]:
+    """Each name with its verdict."""
+    return [(name, verdict) for verdict, names in table.items() for name in names.split()]
+
+
+def test_every_optimizer_of_torch_and_of_pytorch_optimizer_has_a_verdict() -> None:
+    """One that comes with a later version is missed here, not in somebody's training."""
+    kinds = {name for name, each in vars(torch.optim).items() if isinstance(each, type)} - {"Optimizer"}
+    assert sorted(name for name, _ in cases(TORCH)) == sorted(kinds)
+    names = pytorch_optimizer.get_supported_optimizers()
+    assert sorted([*(name for name, _ in cases(OTHERS)), *UNBUILT]) == sorted(names)
+
+
+@pytest.mark.parametrize(("name", "verdict"), cases(TORCH))
+def test_optimizers_of_torch(name: str, verdict: str | None) -> None:
+    """What treats each value by itself may be cut, and nothing else."""
+    found = tried(of_torch(name))
+    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+
+
+@pytest.mark.parametrize(("name", "verdict"), cases(OTHERS))
+def test_optimizers_that_need_whole_tensors_are_found_by_trying(name: str, verdict: str | None) -> None:
+    """They were refused by the names of some classes: NovoGrad, AdamP, CAME and others gave wrong weights, silently."""
+    found = tried(of_others(name))
+    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+
+
+def projected(**more: Any) -> dict[str, Any]:
+    """Options of a group whose gradients are projected to few dimensions."""
+    return {"rank": 4, "update_proj_gap": 200, "scale": 1.0, "projection_type": "std", **more}
+
+
+OPTIONS: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "foreach": (lambda each: torch.optim.AdamW(each, foreach=True), None),
+    "fused": (lambda each: torch.optim.AdamW(each, fused=True), None),
+    "a rate of 0": (lambda each: torch.optim.AdamW(each, lr=0.0), None),
+    "a rate that is a tensor": (lambda each: torch.optim.AdamW(each, lr=torch.tensor(0.0)), None),
+    "a high rate": (lambda each: torch.optim.SGD(each, lr=10.0, momentum=0.9), None),
+    "state from the beginning": (lambda each: torch.optim.Adagrad(each, initial_accumulator_value=0.1), None),
+    "without matrices": (lambda each: of_class("muon")(muon_groups(each, matrices=False)), None),
+    "of vectors alone": (lambda each: of_class("adamp")([value for value in each if value.ndim < 2]), None),
+    "around another": (lambda each: pytorch_optimizer.Lookahead(torch.optim.AdamW(each)), None),
+    "with a schedule": (lambda each: scheduled(torch.optim.AdamW(each)), None),
+    "clips": (lambda each: of_class("adan")(each, max_grad_norm=1.0), WEIGHTS),
+    "in one group": (
+        lambda each: of_class("galore")([{"params": each[:1]}, {"params": each[1:], **projected()}]),
+        STATE,
+    ),
+    "a random projection": (
+        lambda each: of_class("apollo")([{"params": each, **projected(scale_type="tensor")}]),
+        RANDOM,
+    ),
+    "Hugging Face": (Adafactor, STATE),
+    "8 bits": (EIGHT_BITS.AdamW8bit, STATE),
+    "32 bits": (EIGHT_BITS.AdamW32bit, None),
+    "LAMB": (EIGHT_BITS.LAMB, WEIGHTS),
+    "a closure": (lambda each: pytorch_optimizer.SAM(each, base_optimizer=torch.optim.AdamW), RAISES),
+}
+
+
+def of_class(name: str) -> Any:
+    """Of pytorch_optimizer."""
+    return pytorch_optimizer.load_optimizer(name)
+
+
+def scheduled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A schedule puts a step of its own in the place of the optimizer's."""
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    return optimizer
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_decide_too(name: str) -> None:
+    """Of the optimizer, and of each of its groups: what is tried is what the factory built."""
+    make, verdict = OPTIONS[name]
+    found = tried(make)
+    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+
+
+def test_the_verdict_does_not_depend_on_the_default_dtype() -> None:
+    """Nor does a probe change it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert tried(torch.optim.AdamW) is None
+        assert tried(of_class("lamb")) is not None
+    finally:
+        torch.set_default_dtype(before)

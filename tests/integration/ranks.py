@@ -56,8 +56,18 @@ class Ranks:
                 raise result
         return results
 
-    def outcomes(self, ranks: int, function: Callable[..., Any], *args: object, killed: int | None = None) -> list[Any]:
-        """As `play`, but a rank's `Failed` is what it returned; None for `killed`, which is killed when it says so."""
+    def outcomes(
+        self,
+        ranks: int,
+        function: Callable[..., Any],
+        *args: object,
+        killed: int | None = None,
+        frozen: int | None = None,
+    ) -> list[Any]:
+        """As `play`, but a rank's `Failed` is what it returned; None for `killed`, which is killed when it says so.
+
+        `frozen` stops itself, and is woken when all others have asked for that.
+        """
         while len(self._idle) < ranks:
             here, there = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(there,), daemon=True)
@@ -76,6 +86,12 @@ class Ranks:
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()
                 pipe.close()
+        for rank, (_, pipe) in enumerate(crew):
+            if frozen not in (None, rank):
+                assert pipe.poll(LONG_S), f"rank {rank} does not notice"
+                assert pipe.recv_bytes() == b"wake it"
+        if frozen is not None:
+            os.kill(crew[frozen][0].pid, signal.SIGCONT)
         for rank, (_, pipe) in enumerate(crew):
             if rank == killed:
                 results.append(None)
@@ -115,6 +131,17 @@ def die_here() -> None:
     assert _pipe is not None
     _pipe.send_bytes(b"kill me")
     signal.pause()
+
+
+def freeze_here() -> None:
+    """Stop this rank's process, now."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wake_the_frozen() -> None:
+    """Have the rank that has frozen woken."""
+    assert _pipe is not None
+    _pipe.send_bytes(b"wake it")
 
 
 def _serve(pipe: Connection) -> None:

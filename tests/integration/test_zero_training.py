@@ -271,6 +271,16 @@ def test_a_rank_that_is_killed_is_named_by_all_others(pool: Ranks, stage: int) -
         assert "rank 1 gone" in outcomes[rank].message
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_frozen_rank_is_named_while_others_wait_for_it(pool: Ranks, stage: int) -> None:
+    """Within seconds, by a warning, not after the group's timeout; when it wakes, all goes on as before."""
+    first, second, third = pool.outcomes(3, cases.frozen, stage, frozen=1)
+    for named, same in (first, third):
+        assert [words.partition(" gives no sign of life")[0] for words in named] == ["rank 1"]
+        assert same
+    assert second == ([], True)
+
+
 def test_ranks_that_do_different_things_are_told_what(pool: Ranks) -> None:
     """Nobody is gone, and all wait in vain: each learns where it and the others are."""
     first, second = pool.outcomes(2, cases.out_of_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -19,7 +20,7 @@ from shoal.zero.collectives import Collectives, Run, Traffic
 from shoal.zero.optimizer import ShardedOptimizer, local
 from shoal.zero.tiles import Plan, Tile
 from shoal.zero.watch import Watch
-from tests.integration.ranks import die_here
+from tests.integration.ranks import die_here, freeze_here, wake_the_frozen
 
 STEPS = 7
 BATCH = 3
@@ -314,6 +315,33 @@ def killed(stage: int) -> None:
     if dist.get_rank() == 1:
         model.layers[1].register_full_backward_hook(lambda *_: die_here())
     train(optimizer, model, steps=2)
+
+
+class _Notice(logging.Handler):
+    """Keeps what is logged, and has the frozen rank woken."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Take one."""
+        self.found.append(record.getMessage())
+        wake_the_frozen()
+
+
+def frozen(stage: int) -> tuple[list[str], bool]:
+    """Rank 1 freezes in the middle of training, until the others have named it; what they say, and if all went on."""
+    model, optimizer = _shard(stage, "adamw")
+    train(optimizer, model, steps=2)
+    logger, notice = logging.getLogger("shoal.zero"), _Notice()
+    logger.addHandler(notice)
+    if dist.get_rank() == 1:
+        freeze_here()
+    train(optimizer, model, first=2, steps=STEPS - 2)
+    logger.removeHandler(notice)
+    wanted, found = alone(dist.get_world_size(), "adamw")[0], shoal.zero.full_state_dict(model)
+    return notice.found, all(torch.equal(value, wanted[name]) for name, value in found.items())
 
 
 def _sgd(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

@@ -4,14 +4,20 @@
 dies, others fail because of each other. So each rank counts up a key of its own in the group's store, and when
 something fails, those whose count stands still are named. If all are alive, what each of them was about is: ranks that
 do not call the same things in the same order wait for each other until the group's time is up.
+
+A process that is frozen (stopped, swapping, its machine asleep) closes no connection, and may wake: it is not lost
+before the group's time is up. Meanwhile whoever waits for it names it in a warning. The store may be in the frozen
+process: so one thread asks it, and another one looks at the answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
@@ -23,6 +29,14 @@ __all__ = ["Watch"]
 BEAT_S = 0.5
 VERDICT_S = 4 * BEAT_S
 """How long a count may stand still once something has failed."""
+FROZEN_BEATS = 5
+"""A rank whose count stands still so long, while another one waits, seems to be frozen."""
+_WAITED_BEATS = 1
+"""How long something waits before others' counts are read."""
+_ANSWER_S = 5 * VERDICT_S
+"""How long a verdict may take: the store may be in a process that is frozen."""
+_NO_STORE = "the store of the process group, or the process that holds it (rank 0 or a launcher),"
+_logger = logging.getLogger("shoal.zero")
 _VERDICT = "shoal.zero/lost"
 _TOLD = "shoal.zero/told"
 _JOIN_S = 2.0
@@ -31,7 +45,8 @@ _JOIN_S = 2.0
 class Watch:
     """The heartbeat of this rank, and an eye on the others'.
 
-    A thread beats until the watch is dropped or closed, the process group is destroyed, or store or program are gone.
+    Threads beat and look until the watch is dropped or closed, the process group is destroyed, or store or program are
+    gone.
 
     Args:
         group: the ranks.
@@ -45,10 +60,15 @@ class Watch:
         self._closed = threading.Event()
         self._turn = 0
         self._store.add(_key(self._rank), 1)
-        thread = threading.Thread(target=_beat, args=(self._store, self._rank, self._closed), daemon=True)
-        thread.start()
+        self._pulse = _Pulse(self._rank, self._ranks)
+        threads = [
+            threading.Thread(target=task, args=(self._store, self._pulse, self._closed), daemon=True)
+            for task in (_beat, _look)
+        ]
+        for thread in threads:
+            thread.start()
         # Also when the program ends: a thread that comes back from the store into a Python that is gone aborts it.
-        self._end = weakref.finalize(self, _end, self._closed, thread)
+        self._end = weakref.finalize(self, _end, self._closed, threads)
 
     def close(self) -> None:
         """Stop to beat."""
@@ -61,14 +81,28 @@ class Watch:
 
     @contextlib.contextmanager
     def named(self, turn: str) -> Iterator[None]:
-        """Turn the failure of what `turn` named into `RankLost`, which names the ranks that are gone."""
+        """Turn the failure of what `turn` named into `RankLost`, which names the ranks that are gone.
+
+        Who is frozen while this waits is named in a warning.
+        """
+        self._pulse.waits[turn] = self._pulse.looks
         try:
             yield
         except RuntimeError as error:  # what all backends raise
             raise self.verdict(error, turn) from error
+        finally:
+            self._pulse.waits.pop(turn, None)
 
     def verdict(self, error: RuntimeError, turn: str) -> RankLost:
-        """Who is to blame for an error; takes up to `VERDICT_S`."""
+        """Who is to blame for an error; takes up to `VERDICT_S`, or somewhat longer if the store does not answer."""
+        found: list[RankLost] = []
+        thread = threading.Thread(target=lambda: found.append(self._verdict(error, turn)), daemon=True)
+        thread.start()
+        thread.join(_ANSWER_S)
+        said = str(error).strip().split("\n", 1)[0]
+        return found[0] if found else RankLost(f"{_NO_STORE} does not answer; what failed: {turn}: {said}")
+
+    def _verdict(self, error: RuntimeError, turn: str) -> RankLost:
         said = f"{turn}: {str(error).strip().split(chr(10), 1)[0]}"
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         try:
@@ -80,10 +114,7 @@ class Watch:
             at = [self._store.get(_at(rank)).decode() if self._store.check([_at(rank)]) else "" for rank in others]
             self._let_others_ask(lost)
         except RuntimeError:
-            reason = (
-                "the store of the process group is gone, and with it the process that held it (rank 0 or a launcher)"
-            )
-            return RankLost(f"{reason}; what failed: {said}")
+            return RankLost(f"{_NO_STORE} is gone; what failed: {said}")
         if not lost:
             elsewhere = [
                 f"rank {rank} in {place or 'none that failed'}" for rank, place in zip(others, at, strict=True)
@@ -114,16 +145,79 @@ class Watch:
         return self._store.add(_key(rank), 0)
 
 
-def _beat(store: Store, rank: int, closed: threading.Event) -> None:
+class _Count(NamedTuple):
+    """A number that a thread has read, and at which of its own beats it was last another one."""
+
+    value: int
+    since: int
+
+
+class _Pulse:
+    """What the threads of one rank know.
+
+    Attributes:
+        ranks: all but this one.
+        waits: what this rank waits for, and since which look.
+        beats: how often this rank has beaten.
+        looks: how often it has looked around.
+        counts: of the other ranks, as they were last read; empty while nothing waits.
+    """
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.others = rank, [each for each in range(ranks) if each != rank]
+        self.waits: dict[str, int] = {}
+        self.beats = self.looks = 0
+        self.counts: dict[int, _Count] = {}
+
+    @property
+    def waiting(self) -> str:
+        """What has been waited for some time; empty if nothing has."""
+        return next((turn for turn, since in list(self.waits.items()) if self.looks - since >= _WAITED_BEATS), "")
+
+
+def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
+    """Count up, and read others' counts while this rank waits."""
     with contextlib.suppress(RuntimeError):  # the store is gone: whoever asks will notice
         while not closed.wait(BEAT_S) and dist.is_initialized():
-            store.add(_key(rank), 1)
+            store.add(_key(pulse.rank), 1)
+            found = {rank: store.add(_key(rank), 0) for rank in pulse.others} if pulse.waiting else {}
+            known, pulse.beats = pulse.counts, pulse.beats + 1
+            pulse.counts = {
+                rank: each if (each := known.get(rank)) and each.value == value else _Count(value, pulse.beats)
+                for rank, value in found.items()
+            }
 
 
-def _end(closed: threading.Event, thread: threading.Thread) -> None:
+def _look(_: Store, pulse: _Pulse, closed: threading.Event) -> None:
+    """Say who seems to be frozen, once for each time."""
+    said: set[str] = set()
+    last = _Count(0, 0)
+    while not closed.wait(BEAT_S) and dist.is_initialized():
+        pulse.looks += 1
+        last = last if last.value == pulse.beats else _Count(pulse.beats, pulse.looks)
+        turn, counts = pulse.waiting, pulse.counts
+        frozen: set[str] = set()
+        if turn:
+            still = [rank for rank, each in counts.items() if each.value and pulse.beats - each.since >= FROZEN_BEATS]
+            frozen.update(f"rank {rank}" for rank in still)
+            if pulse.looks - last.since >= FROZEN_BEATS:
+                frozen.add(_NO_STORE)
+        for who in sorted(frozen - said):
+            _logger.warning(
+                "%s gives no sign of life for %g s, and this rank waits in %s: that process seems to be frozen. "
+                "Wake it (kill -CONT) or end it; training goes on if it wakes within the group's timeout",
+                who,
+                FROZEN_BEATS * BEAT_S,
+                turn,
+            )
+        said = frozen
+
+
+def _end(closed: threading.Event, threads: list[threading.Thread]) -> None:
     closed.set()
-    if thread is not threading.current_thread():
-        thread.join(_JOIN_S)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_JOIN_S)
 
 
 def _key(rank: int) -> str:

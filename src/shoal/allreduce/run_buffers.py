@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from shoal.compression import (
     dtype_by_name,
 )
 
-__all__ = ["LARGEST", "RunBuffers", "sum_dtype"]
+__all__ = ["LARGEST", "RoundMemory", "RunBuffers", "sum_dtype"]
 
 LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
 """No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
@@ -29,6 +30,31 @@ _LOSSLESS = NoCompression()
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     """What sums of tensors of `dtype` are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+_ALIGNED = 64
+
+
+class RoundMemory:
+    """The flat memory of vectors that are in rounds by turns: as much as the largest of them takes, once.
+
+    What one of them holds is over when the next one copies in.
+
+    Args:
+        lists: the tensors of each vector.
+    """
+
+    def __init__(self, *lists: Sequence[torch.Tensor]) -> None:
+        # Each tensor may be a run of its own.
+        sizes = [sum(each.numel() * each.itemsize + _ALIGNED for each in tensors) for tensors in lists]
+        # Not zeros: whoever writes first takes the memory.
+        self._local, self._result = (torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2))
+
+    def take(self, start: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Two tensors of so many elements from this byte on, and where the next ones begin."""
+        stop = start + numel * dtype.itemsize
+        local, result = (whole[start:stop].view(dtype) for whole in (self._local, self._result))
+        return local, result, -(-stop // _ALIGNED) * _ALIGNED
 
 
 class RunBuffers(NamedTuple):
@@ -43,10 +69,9 @@ class RunBuffers(NamedTuple):
     reference: Reference | None
 
     @classmethod
-    def of(cls, run: Run) -> RunBuffers:
-        """New memory."""
-        dtype, codec = dtype_by_name(run.dtype), codec_by_name(run.codec)
-        local = torch.empty(run.stop - run.start, dtype=dtype)  # not zeros: whoever writes first takes the memory
+    def of(cls, run: Run, local: torch.Tensor, result: torch.Tensor) -> RunBuffers:
+        """In this memory; new memory for what a codec keeps."""
+        dtype, codec = local.dtype, codec_by_name(run.codec)
         residual = reference = None
         if isinstance(codec, Differences):
             reference = Reference(run.start, torch.zeros_like(local))
@@ -54,7 +79,16 @@ class RunBuffers(NamedTuple):
             kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype))
             # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
             residual = Residual(dtype, run.start, kept, limit=LARGEST[kept.dtype] / 2)
-        return cls(run.start, dtype, codec, local, torch.empty_like(local), residual, reference)
+        return cls(run.start, dtype, codec, local, result, residual, reference)
+
+    @classmethod
+    def of_all(cls, runs: Iterable[Run], memory: RoundMemory) -> list[RunBuffers]:
+        """Of these runs, one after another."""
+        found, start = [], 0
+        for run in runs:
+            local, result, start = memory.take(start, run.stop - run.start, dtype_by_name(run.dtype))
+            found.append(cls.of(run, local, result))
+        return found
 
     @property
     def codec(self) -> CompressionBase:

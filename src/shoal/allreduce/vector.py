@@ -19,7 +19,7 @@ import torch
 
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Layout, Part, TensorSpec
-from shoal.allreduce.run_buffers import LARGEST, RunBuffers, sum_dtype
+from shoal.allreduce.run_buffers import LARGEST, RoundMemory, RunBuffers, sum_dtype
 from shoal.compression import (
     DTYPES,
     CompressionBase,
@@ -106,14 +106,15 @@ class Vector:
     Args:
         tensors: what is averaged; any floating dtype, shape, strides and device. Kept by reference.
         layout: of these tensors.
+        memory: for the copies; None for memory of its own.
 
     Attributes:
         reference_name: the round whose average later ones may code against; empty: none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout, memory: RoundMemory | None = None) -> None:
         self.tensors, self.layout = tuple(tensors), layout
-        self._runs = [RunBuffers.of(run) for run in layout.runs]
+        self._runs = RunBuffers.of_all(layout.runs, memory or RoundMemory(tensors))
         self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}

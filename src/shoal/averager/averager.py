@@ -20,6 +20,7 @@ import msgspec
 import torch
 
 from shoal.allreduce.round import Outcome, Round, RoundOptions
+from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
@@ -56,6 +57,7 @@ class Averager:
         compression: codec for averaging.
         state: gives the state to share; default the averaged tensors. Called under the lock.
         codecs: one codec for each tensor, in place of `compression`.
+        memory: that averagers share whose rounds never overlap: call `release` of one before a `step` of another.
 
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
@@ -65,7 +67,7 @@ class Averager:
         ConfigError: an argument is wrong; it is named.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all but four by name)
         self,
         core: PeerCore,
         tensors: Sequence[torch.Tensor],
@@ -76,6 +78,7 @@ class Averager:
         compression: CompressionBase | None = None,
         codecs: Sequence[CompressionBase] | None = None,
         state: Callable[[], SharedState] | None = None,
+        memory: RoundMemory | None = None,
     ) -> None:
         settings.check()
         if not isinstance(prefix, str) or not prefix or len(prefix) > 256:
@@ -83,7 +86,7 @@ class Averager:
         self.core, self.prefix, self.settings, self.lock = core, prefix, settings, lock
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
-        self.vector = Vector(self.tensors, describe(self.tensors, chosen))
+        self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
         self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP)
         self.group_tag = ""
         self.sharing = StateSharing(
@@ -300,6 +303,10 @@ class Averager:
             leader = group.members[group.decider].contact.peer
             reason = f"the group's plan does not fit: {error}"
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
+
+    async def release(self) -> None:
+        """Give no more averages of the last round: another averager needs the memory that they share."""
+        await self._close_last_round()
 
     async def _close_last_round(self) -> None:
         """It gave its averages to whoever was left out, until now that the vector is needed for others."""

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
 from shoal.clock import to_the_end
@@ -113,8 +114,9 @@ class Collaboration:
         self._attendance = Attendance(settings.averager.averaging_expiration_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
-        self._gradients = gradient_averager(core, training, settings, lock, compression)
-        self._states = state_averager(core, training, settings, lock, state_compression, self._share)
+        memory = RoundMemory(training.accumulators, training.state_tensors)
+        self._gradients = gradient_averager(core, training, settings, lock, compression, memory)
+        self._states = state_averager(core, training, settings, lock, state_compression, self._share, memory)
         self._steps = StepFeed(core, settings.run_id, lambda: self.state)
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from shoal.allreduce.run_buffers import RoundMemory
 from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
 from shoal.clock import Env
 from shoal.compression import (
@@ -41,6 +42,7 @@ def gradient_averager(
     settings: CollaborationSettings,
     lock: TensorLock,
     compression: CompressionBase | None,
+    memory: RoundMemory,
 ) -> Averager:
     """Of the accumulators. Without a codec gradients travel as wide as their parameters, not as they are summed."""
     if compression is None:
@@ -52,7 +54,7 @@ def gradient_averager(
     else:
         codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
     name = f"{settings.run_id}_grad"
-    return Averager(core, training.accumulators, name, _averaging(settings), lock=lock, codecs=codecs)
+    return Averager(core, training.accumulators, name, _averaging(settings), lock=lock, codecs=codecs, memory=memory)
 
 
 def state_averager(
@@ -62,12 +64,14 @@ def state_averager(
     lock: TensorLock,
     compression: CompressionBase | None,
     share: Callable[[], SharedState],
+    memory: RoundMemory,
 ) -> Averager:
     """Of the parameters and extra tensors; it gives newcomers what `share` gives."""
     chosen = choose_codecs(compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
     codecs = [for_parameters(*each) for each in zip(chosen, (t.dtype for t in training.state_tensors), strict=True)]
     name = f"{settings.run_id}_state"
-    return Averager(core, training.state_tensors, name, _averaging(settings), lock=lock, codecs=codecs, state=share)
+    tensors, averaging = training.state_tensors, _averaging(settings)
+    return Averager(core, tensors, name, averaging, lock=lock, codecs=codecs, state=share, memory=memory)
 
 
 def _averaging(settings: CollaborationSettings) -> AveragerSettings:
@@ -86,6 +90,7 @@ class Rounds:
     def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
         self._env, self._look, self._news = env, look, news
         self._failed: dict[str, int] = {}
+        self._last: Averager | None = None
 
     async def run(
         self,
@@ -106,6 +111,9 @@ class Rounds:
             options: for `Averager.step`.
         """
         loop, settings = asyncio.get_running_loop(), averager.settings
+        if self._last is not None and self._last is not averager:
+            await self._last.release()  # they share their memory
+        self._last = averager
         averager.group_tag = tag
         step = averager.step(
             timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,

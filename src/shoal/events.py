@@ -27,6 +27,7 @@ __all__ = [
     "RoundFinished",
     "StateDownloaded",
     "StateServed",
+    "SteppedAlone",
     "Warned",
 ]
 
@@ -126,6 +127,15 @@ class EpochAdvanced(Event, frozen=True, kw_only=True):
     samples: int
     peers: int
     digest: bytes
+
+
+class SteppedAlone(Event, frozen=True, kw_only=True):
+    """The optimizer took a swarm step (`EpochAdvanced` comes, too) in which nobody else had a part."""
+
+    run_id: str
+    epoch: int
+    others: int
+    """How many other peers of the run are known here; they are at other states."""
 
 
 class Warned(Event, frozen=True, kw_only=True):

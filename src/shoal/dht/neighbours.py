@@ -126,6 +126,11 @@ class Neighbours:
         """Keep trying these (the initial peers) whenever they are not in the table."""
         self._always.update((contact.peer, contact) for contact in contacts)
 
+    @property
+    def given(self) -> bool:
+        """Whether there are initial peers."""
+        return bool(self._always)
+
     def lately_lost(self, count: int) -> list[Contact]:
         """The nodes that were lost last."""
         return [contact for contact, _ in list(self._lost.values())[-count:]]

@@ -188,6 +188,16 @@ class DhtNode:
         self._check_open()
         knocking.check()
 
+    @property
+    def was_given_peers(self) -> bool:
+        """Whether this node was told of others when it began."""
+        return self._neighbours.given
+
+    async def find_lost(self) -> None:
+        """Ask a few of the nodes that were lost, and of the initial peers that are missing, whether they are there."""
+        self._check_open()
+        await self._upkeep.retry_lost()
+
     # ---------------------------------------------------------------------------------------------------------- storing
 
     async def store(

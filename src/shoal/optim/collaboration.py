@@ -130,6 +130,7 @@ class Collaboration:
         self._update: Update | None = None
         self._average_due = False
         self._shared = False
+        self._sought = False  # whether the others were looked for since somebody was known last
         self._closed = False
         self._gossip = ProgressGossip(
             core,
@@ -223,6 +224,7 @@ class Collaboration:
         if companions.look(view, self.settings.target_batch_size, now):
             return self.view()
         self.others_samples = view.samples - self.training.samples
+        self._sought = self._sought and len(view.peers) == 1
         if self._end.announce(view.end_epoch):
             self._gossip.renamed()
         if self._end.look(self.epoch, view, self._now()):
@@ -298,7 +300,11 @@ class Collaboration:
             self._move(Phase.COLLECTING)  # somebody left, with the samples
             return
         if view.together == {self.core.peer_id}:
-            await self._step_alone()
+            if len(view.peers) == 1 and not self._sought:
+                self._sought = True
+                await self._gossip.seek()
+            else:
+                await self._step_alone()
             return
         alone, name = {self.core.peer_id}, self.state
         said = self._said()
@@ -464,6 +470,10 @@ class Collaboration:
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
         self._notices.stepped(self.training)
+        if peers == 1:
+            self._notices.alone(epoch, len(self.view().peers) - 1, expected=self.core.node.was_given_peers)
+        else:
+            self._notices.in_company()
         self._average_due = bool(every) and epoch % every == 0 and not self.at_end
 
     def _renewed(self) -> None:

@@ -31,6 +31,9 @@ _CALL_TIMEOUT_S = 3.0
 _LEAVE_S = 1.0
 _SILENCE_S = 1.0
 
+_SEEK_S = 5.0
+"""Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
+
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
 
@@ -178,18 +181,28 @@ class ProgressGossip:
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT."""
         for looks in itertools.count(1):
-            with suppress(ShoalError):
-                found = await self._core.node.get(self._key, latest=True, of_peers=True)
-                entries = found.value if found is not None and isinstance(found.value, dict) else {}
-                for subkey, entry in entries.items():
-                    with suppress(msgspec.MsgspecError, TypeError, ConfigError):
-                        progress = decode(entry.value, Progress)
-                        if progress.contact.peer.raw == subkey:
-                            self._hear(progress, direct=False)
+            await self._look()
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._on_news()
             await asyncio.sleep(self._publish_period_s / 2)
+
+    async def _look(self) -> None:
+        with suppress(ShoalError):
+            found = await self._core.node.get(self._key, latest=True, of_peers=True)
+            entries = found.value if found is not None and isinstance(found.value, dict) else {}
+            for subkey, entry in entries.items():
+                with suppress(msgspec.MsgspecError, TypeError, ConfigError):
+                    progress = decode(entry.value, Progress)
+                    if progress.contact.peer.raw == subkey:
+                        self._hear(progress, direct=False)
+
+    async def seek(self) -> None:
+        """Look for the others now, whom nobody knows here: after a start, a sleep, or the loss of all links."""
+        with suppress(TimeoutError, ShoalError):
+            async with asyncio.timeout(_SEEK_S):
+                await self._core.node.find_lost()
+                await self._look()
 
     # ------------------------------------------------------------------------------------------------------- directly
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shoal.events import EventBus, LocalValuesRejected, Warned
+from shoal.events import EventBus, LocalValuesRejected, SteppedAlone, Warned
 from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
@@ -30,6 +30,7 @@ class Notices:
         self._left_out = self._downloads_in_a_row = 0
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
+        self._alone_told = False
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -81,6 +82,30 @@ class Notices:
         if training.kept_back is not None and not self._kept_back_told:
             self._kept_back_told = True
             self.warn(training.kept_back)
+
+    def alone(self, epoch: int, others: int, *, expected: bool) -> None:
+        """A step was taken without anybody else.
+
+        Args:
+            epoch: that it made.
+            others: peers of the run that are known, at other states.
+            expected: whether this peer was told of others when it began.
+        """
+        self._events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
+        if expected and not self._alone_told:
+            self._alone_told = True
+            known = (
+                f"{others} other peers of it are known, at other states" if others else "no other peer of it is known"
+            )
+            self.warn(
+                f"run {self._run_id!r}: epoch {epoch} was made by this peer alone; {known}. It goes on looking. "
+                "If others train, check that the run's name is the same there, that they can reach this peer at the "
+                "address that it announces, that its initial peers are up (`shoal status`), and all clocks"
+            )
+
+    def in_company(self) -> None:
+        """A step was taken with others."""
+        self._alone_told = False
 
     def interrupted(self) -> None:
         """A step was not taken to its end."""

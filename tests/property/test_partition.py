@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -60,6 +60,11 @@ def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[Te
         assert 0 < encoded_bytes(run.dtype, run.codec, part.numel) <= part_bytes
         assert run.start <= part.start < part.stop <= run.stop
         assert borders[part.owner] <= part.start < part.stop <= borders[part.owner + 1]
+        assert min(part.sizes) > 0
+        assert sum(part.sizes) == part.numel
+        inside = set(accumulate(part.sizes, initial=part.start))
+        assert {start for start in layout.offsets if part.start < start < part.stop} <= inside
+        assert inside <= {part.start, part.stop, *layout.offsets}
     for before, after in pairwise(parts):
         assert before.stop == after.start
         if (before.owner, before.run) == (after.owner, after.run):
@@ -70,17 +75,18 @@ def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[Te
 
 @given(specs)
 def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
-    """Neighbouring runs differ in kind; every tensor lies in one run of its own kind."""
+    """There is one run of each kind; every tensor lies in that of its own, in order, and nowhere else."""
     layout = make(found)
     assert layout.numel == sum(spec.numel for spec in found)
     assert [run.start for run in layout.runs] == [0, *(run.stop for run in layout.runs[:-1])]
     assert layout.runs[-1].stop == layout.numel
-    for before, after in pairwise(layout.runs):
-        assert (before.dtype, before.codec) != (after.dtype, after.codec)
-    for spec, start, stop in zip(found, layout.offsets, layout.offsets[1:], strict=False):
-        if start < stop:
-            [run] = [run for run in layout.runs if run.start <= start and stop <= run.stop]
-            assert (run.dtype, run.codec) == (spec.dtype, spec.codec)
+    assert len({(run.dtype, run.codec) for run in layout.runs}) == len(layout.runs)
+    stops = {(run.dtype, run.codec): run.start for run in layout.runs}
+    for spec, start in zip(found, layout.offsets, strict=True):
+        if spec.numel:
+            assert start == stops[spec.dtype, spec.codec]
+            stops[spec.dtype, spec.codec] += spec.numel
+    assert set(stops.values()) == {run.stop for run in layout.runs}
 
 
 @given(specs, specs)

@@ -138,11 +138,11 @@ def test_values_of_one_sign_get_all_codes() -> None:
 
 
 def test_uniform_writes_a_step_and_signed_or_unsigned_codes() -> None:
-    """A float32, a byte, and a code for each element."""
+    """Three bytes of a float32 with a mark in them, and a code for each element; less 128 where all have one sign."""
     both, positive, negative = [1.0, -127.0, 63.0, 0.0], [255.0, 0.0, 7.0, -0.9], [-255.0, 0.0, -7.0, 0.9]
-    assert bytes(BYTE.encode(torch.tensor(both))) == struct.pack("<fB4b", 1.0, 0, 1, -127, 63, 0)
-    assert bytes(BYTE.encode(torch.tensor(positive))) == struct.pack("<fB4B", 1.0, 1, 255, 0, 7, 0)
-    assert bytes(BYTE.encode(torch.tensor(negative))) == struct.pack("<fB4B", -1.0, 1, 255, 0, 7, 0)
+    assert bytes(BYTE.encode(torch.tensor(both))) == struct.pack("<f4b", 1.0, 1, -127, 63, 0)[1:]
+    assert bytes(BYTE.encode(torch.tensor(positive))) == b"\x01" + struct.pack("<f4b", 1.0, 127, -128, -121, -128)[2:]
+    assert bytes(BYTE.encode(torch.tensor(negative))) == b"\x01" + struct.pack("<f4b", -1.0, 127, -128, -121, -128)[2:]
 
 
 def test_blockwise_writes_scales_and_codes() -> None:
@@ -159,8 +159,8 @@ def test_decoding_rounds_nowhere() -> None:
     """Step times code is exact, so that no processor can come to another result."""
     values = normal(1000) * 1.2345
     uniform = BYTE.encode(values)
-    step, _ = struct.unpack_from("<fB", uniform)
-    codes = torch.frombuffer(bytearray(uniform[5:]), dtype=torch.int8)
+    (step,) = struct.unpack("<f", b"\0" + bytes(uniform[:3]))
+    codes = torch.frombuffer(bytearray(uniform[3:]), dtype=torch.int8)
     assert torch.equal(BYTE.decode(uniform, 1000, torch.float32).double(), codes.double() * step)
     blockwise = BlockwiseQuantization(8, 256).encode(values)
     scales = torch.frombuffer(bytearray(blockwise[:8]), dtype=torch.bfloat16).double().repeat_interleave(256)[:1000]
@@ -210,21 +210,24 @@ INFINITE, WIDE_INFINITE = struct.pack("<H", 0x7F80), struct.pack("<f", math.inf)
 
 
 @pytest.mark.parametrize(
-    ("codec", "header"),
+    ("codec", "header", "trailer"),
     [
-        (ScaledFloat16Compression(), WIDE_INFINITE + bytes(4)),
-        (ScaledFloat16Compression(), bytes(4) + WIDE_INFINITE),
-        (BYTE, WIDE_INFINITE),
-        (Quantile8BitQuantization(), WIDE_INFINITE * 256),
-        (BlockwiseQuantization(), INFINITE * 8),
-        (BlockwiseQuantization(4), INFINITE * 8),
+        (ScaledFloat16Compression(), b"", WIDE_INFINITE + b"\x7f"),
+        (ScaledFloat16Compression(), b"", bytes(4) + b"\xff"),
+        (BYTE, WIDE_INFINITE[1:], b""),
+        (Quantile8BitQuantization(), WIDE_INFINITE * 256 + bytes(4) + b"\x7f", b""),
+        (Quantile8BitQuantization(), bytes(1024) + WIDE_INFINITE + b"\x7f", b""),
+        (Quantile8BitQuantization(), bytes(1024) + bytes(4) + b"\xff", b""),
+        (BlockwiseQuantization(), INFINITE * 8, b""),
+        (BlockwiseQuantization(4), INFINITE * 8, b""),
     ],
     ids=repr,
 )
-def test_what_a_hostile_header_says_is_seen(codec: CompressionBase, header: bytes) -> None:
+def test_what_a_hostile_header_says_is_seen(codec: CompressionBase, header: bytes, trailer: bytes) -> None:
     """Scales, centers and codebooks of infinity or NaN decode to what is not finite."""
     size = codec.encoded_bytes(500, torch.float32)
-    for data in (header.ljust(size, b"\x03"), header + bytes(size - len(header)), b"\xff" * size):
+    codes = size - len(header) - len(trailer)
+    for data in (header + b"\x03" * codes + trailer, header + bytes(codes) + trailer, b"\xff" * size):
         assert not bool(torch.isfinite(codec.decode(data, 500, torch.float32)).any())
 
 
@@ -247,15 +250,15 @@ def test_blockwise_names_the_wrong_argument(bits: int, block_size: int) -> None:
 # --------------------------------------------------------------------------------------------------------- what chooses
 
 
-def info(numel: int = 10, key: str | int | None = None, role: TensorRole = TensorRole.UNSPECIFIED) -> CompressionInfo:
+def info(numel: int = 20, key: str | int | None = None, role: TensorRole = TensorRole.UNSPECIFIED) -> CompressionInfo:
     """Of a float32 tensor."""
     return CompressionInfo.from_tensor(torch.zeros(numel), key, role)
 
 
 def test_size_adaptive_chooses_by_the_number_of_elements() -> None:
     """Fewer than the threshold, or as many and more."""
-    codec = SizeAdaptiveCompression(threshold=10, less=HALF, greater_equal=BYTE)
-    assert [codec.choose(info(numel)) for numel in (0, 9, 10, 11)] == [HALF, HALF, BYTE, BYTE]
+    codec = SizeAdaptiveCompression(threshold=20, less=HALF, greater_equal=BYTE)
+    assert [codec.choose(info(numel)) for numel in (0, 19, 20, 21)] == [HALF, HALF, BYTE, BYTE]
 
 
 def test_role_adaptive_chooses_by_role() -> None:

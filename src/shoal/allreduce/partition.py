@@ -1,9 +1,10 @@
 """How a list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
 
-All averaged tensors, one after another, form the *flat vector*. Neighbours with the same dtype and codec form a *run*:
-within a run the vector is contiguous in memory and on the wire, so a part never cares where one tensor ends. Slice i
-belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded. Everyone
-derives the same parts from (layout, slices, part_bytes), which the leader sends once.
+The averaged tensors of one dtype and codec form a *run*, in their order; the runs, in that of their first tensors, one
+after another form the *flat vector*. Within a run the vector is contiguous in memory and on the wire, so a part may
+hold pieces of many tensors; it says how many elements each has, as no scale of a codec crosses a tensor's border. Slice
+i belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded if it were of
+one tensor. Everyone derives the same parts from (layout, slices, part_bytes), which the leader sends once.
 
 The *schema* is what must be equal for that: index, shape, dtype and codec of each tensor. It rides in the join as plain
 bytes, so that a refusal can name the first tensor that differs.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Annotated, NamedTuple
@@ -60,7 +61,7 @@ _schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpa
 
 
 class Run(NamedTuple):
-    """Neighbouring tensors of one dtype and codec: elements `start` to `stop` of the flat vector."""
+    """The tensors of one dtype and codec: elements `start` to `stop` of the flat vector."""
 
     start: int
     stop: int
@@ -69,13 +70,17 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements `start` to `stop` of the flat vector, within one run, at first owned by member `owner`."""
+    """Elements `start` to `stop` of the flat vector, within one run, at first owned by member `owner`.
+
+    `sizes` are how many of them each tensor has that it holds a piece of.
+    """
 
     number: int
     owner: int
     run: int
     start: int
     stop: int
+    sizes: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -84,7 +89,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """Where each tensor lies in the flat vector.
+    """Where each tensor lies in the flat vector: at `offsets`, in its run.
 
     Args:
         specs: the tensors in order; at least one element in all.
@@ -98,19 +103,23 @@ class Layout:
         if len(specs) > _MAX_TENSORS:
             raise ConfigError(f"averaged_tensors has {len(specs)} tensors, the most is {_MAX_TENSORS}")
         self.specs = tuple(specs)
-        self.offsets = tuple(accumulate((spec.numel for spec in specs), initial=0))
-        self.numel = self.offsets[-1]
-        if not self.numel:
+        alike: dict[tuple[str, str], list[int]] = {}
+        for index, spec in enumerate(specs):
+            if spec.numel:
+                alike.setdefault((spec.dtype, spec.codec), []).append(index)
+        if not alike:
             raise ConfigError("averaged_tensors has no elements: give at least one tensor that is not empty")
         runs: list[Run] = []
-        for spec, start, stop in zip(specs, self.offsets, self.offsets[1:], strict=False):
-            if start == stop:
-                continue
-            if runs and (runs[-1].dtype, runs[-1].codec) == (spec.dtype, spec.codec):
-                runs[-1] = runs[-1]._replace(stop=stop)
-            else:
-                runs.append(Run(start, stop, spec.dtype, spec.codec))
-        self.runs = tuple(runs)
+        offsets = [0] * len(specs)
+        stop = 0
+        for (dtype, codec), indices in alike.items():
+            start = stop
+            for index in indices:
+                offsets[index] = stop
+                stop += specs[index].numel
+            runs.append(Run(start, stop, dtype, codec))
+        self.runs, self.offsets, self.numel = tuple(runs), tuple(offsets), stop
+        self._borders = [*sorted(offsets[index] for indices in alike.values() for index in indices), stop]
         self._encoded_bytes = encoded_bytes
 
     @property
@@ -140,7 +149,9 @@ class Layout:
         for owner, number, start, stop, count in pieces:
             # Equal pieces rather than a short last one: the pipeline ends evenly.
             cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
-            parts += [Part(len(parts) + i, owner, number, *cut) for i, cut in enumerate(pairwise(cuts))]
+            parts += [
+                Part(len(parts) + i, owner, number, *cut, self._sizes(*cut)) for i, cut in enumerate(pairwise(cuts))
+            ]
         return parts
 
     def check_part_bytes(self, part_bytes: int, members: int, codecs: Sequence[str] | None = None) -> None:
@@ -149,8 +160,13 @@ class Layout:
         if count > MAX_PARTS:
             raise ConfigError(
                 f"part_size_bytes={part_bytes} makes up to {count} parts of these tensors, there can be {MAX_PARTS}, "
-                f"in a group of {members}: choose a larger part_size_bytes, or the same codec for neighboring tensors"
+                f"in a group of {members}: choose a larger part_size_bytes, or fewer different codecs"
             )
+
+    def _sizes(self, start: int, stop: int) -> tuple[int, ...]:
+        """How many of these elements each tensor has, without those that have none."""
+        inside = self._borders[bisect_right(self._borders, start) : bisect_left(self._borders, stop)]
+        return tuple(after - before for before, after in pairwise((start, *inside, stop)))
 
     def _pieces(
         self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None

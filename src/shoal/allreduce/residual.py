@@ -62,7 +62,7 @@ class Residual:
         """My values of a part and what is due of earlier rounds, encoded; the same bytes however often it is sent."""
         if (data := self._sent.get(part.number)) is None:
             due = self._piece(part).div(self._weight).add_(values)
-            data = self._sent[part.number] = codec.encode(self._within(due, max(self._weight, 1.0)))
+            data = self._sent[part.number] = codec.encode(self._within(due, max(self._weight, 1.0)), part.sizes)
         return data
 
     def average(
@@ -70,8 +70,8 @@ class Residual:
     ) -> memoryview:
         """The average, encoded; `out` gets its decoded values, and may be the memory of `sums`."""
         due = sums + self._piece(part)
-        data = codec.encode(self._within(due / total_weight, 1.0))
-        codec.decode_into(data, self._dtype, out)
+        data = codec.encode(self._within(due / total_weight, 1.0), part.sizes)
+        codec.decode_into(data, self._dtype, out, part.sizes)
         self._lost[part.number] = due.sub_(out, alpha=total_weight)
         return data
 
@@ -82,7 +82,7 @@ class Residual:
             kept.copy_(self._lost[part.number])
         elif (data := self._sent.get(part.number)) is not None:
             # The difference first: it is small where the codec is good.
-            decoded = codec.decode(data, part.numel, self._dtype)
+            decoded = codec.decode(data, part.numel, self._dtype, part.sizes)
             kept.add_(values.to(kept.dtype).sub(decoded), alpha=self._weight)
 
     def _piece(self, part: Part) -> torch.Tensor:

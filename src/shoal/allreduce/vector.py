@@ -177,16 +177,16 @@ class Vector:
                     tensor.detach().copy_(self._view(index, result=True).view(tensor.shape))
 
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
-        start, stop = self.layout.offsets[tensor], self.layout.offsets[tensor + 1]
+        start = self.layout.offsets[tensor]
         run = next(run for run in reversed(self._runs) if run.start <= start)
-        return (run.result if result else run.local)[start - run.start : stop - run.start]
+        return (run.result if result else run.local)[start - run.start :][: self.tensors[tensor].numel()]
 
     # ---------------------------------------------------------------------------------------------------- my values
 
     def encoded_bytes(self, part: Part) -> int:
         """Size of a part on the wire."""
         run = self._runs[part.run]
-        return run.codec.encoded_bytes(part.numel, run.dtype)
+        return run.codec.pieces_bytes(part.sizes, run.dtype)
 
     def is_light(self, part: Part) -> bool:
         """Whether to decode, to add and to encode this part takes little more than to copy it."""
@@ -198,7 +198,7 @@ class Vector:
         values = run.mine(part)
         if run.residual is not None:
             return run.residual.contribution(part, values, run.codec)
-        return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+        return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values, part.sizes)
 
     # ------------------------------------------------------------------------------------------ from round to round
 
@@ -267,7 +267,7 @@ class Vector:
             PeerProtocolError: some are not finite, or too large to be counted with this weight.
         """
         run = self._runs[part.run]
-        values = run.codec.decode(data, part.numel, run.dtype)
+        values = run.codec.decode(data, part.numel, run.dtype, part.sizes)
         if not _summable(values, weight, run.dtype):
             raise PeerProtocolError("values that are not finite, or too large")
         return values
@@ -289,8 +289,8 @@ class Vector:
             wire = view_bytes(result)
         else:
             sums = self._sums.pop(part.number).div_(total_weight)
-            wire = run.codec.encode(sums.to(run.dtype))
-            run.codec.decode_into(wire, run.dtype, result)
+            wire = run.codec.encode(sums.to(run.dtype), part.sizes)
+            run.codec.decode_into(wire, run.dtype, result, part.sizes)
         if run.against is not None:
             run.against.restore(part, result)
         self._wire[part.number] = wire
@@ -308,7 +308,7 @@ class Vector:
             if run.against is not None:
                 return None
             values = run.piece(run.result, part)
-            wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values)
+            wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values, part.sizes)
             if digests.of(part.number, wire) != digest:
                 return None
         return wire
@@ -330,7 +330,7 @@ class Vector:
         result = run.piece(run.result, part)
         self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
         if run.codec.name != "none":
-            run.codec.decode_into(data, run.dtype, result)
+            run.codec.decode_into(data, run.dtype, result, part.sizes)
             if run.against is not None:
                 run.against.restore(part, result)
             # What could be encoded again, for whoever asks, needs not be kept. A difference is not there any more.

@@ -6,6 +6,8 @@ Invariants that every codec keeps, and that one set of property tests holds:
   gives an equal codec on any machine. A codec has no other state, and nothing is pickled.
 - **The size is known before.** `encoded_bytes` depends on the number of elements and the dtype only, so part borders,
   limits and buffers are fixed before a byte arrives.
+- **No scale crosses a tensor's border.** Pieces of several tensors may be encoded at once: `sizes` says how many
+  elements each has. By default their encodings stand one after another; codecs with scales do them all together.
 - **The error is stated.** What is decoded differs from the value by at most `error_bound`, element by element.
 - **Finite stays finite, and the rest is never hidden.** A tensor without NaN and infinities decodes to one without,
   also when it is then converted back to its dtype. A value that is not finite decodes to one that is not: to itself
@@ -26,7 +28,7 @@ from __future__ import annotations
 import enum
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,7 +100,14 @@ class CompressionInfo:
 
 
 class CompressionBase(ABC):
-    """Base of all codecs. Codecs are values: equal if their names are."""
+    """Base of all codecs. Codecs are values: equal if their names are.
+
+    Attributes:
+        has_scales: whether the code of an element may depend on the size of its neighbours, so that pieces of several
+            tensors have to be kept apart.
+    """
+
+    has_scales = True
 
     @property
     @abstractmethod
@@ -147,35 +156,73 @@ class CompressionBase(ABC):
         dtype_name(info.descriptor.dtype)
         return self if self.supports(info.descriptor.dtype) else codec_by_name("none")
 
-    def encode_into(self, values: torch.Tensor, out: memoryview) -> None:
+    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        """Exact size of the encoding of pieces of tensors that have so many elements each."""
+        if not self.has_scales:
+            return self.encoded_bytes(sum(sizes), dtype)
+        return sum(self.encoded_bytes(size, dtype) for size in sizes)
+
+    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """`error_bound` of values that are such pieces, one after another."""
+        if not self.has_scales:
+            return self.error_bound(values)
+        return torch.cat([self.error_bound(piece) for piece in torch.split(values, list(sizes))])
+
+    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        """As `_encode`, of pieces of several tensors; `values` is 1-D."""
+        stop = 0
+        for piece in torch.split(values, list(sizes)):
+            start, stop = stop, stop + self.encoded_bytes(piece.numel(), piece.dtype)
+            self._encode(piece, out[start:stop])
+
+    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        """As `_decode`, of pieces of several tensors."""
+        stop, pieces = 0, []
+        for size in sizes:
+            start, stop = stop, stop + self.encoded_bytes(size, dtype)
+            pieces.append(self._decode(data[start:stop], size, dtype))
+        return torch.cat(pieces)
+
+    def encode_into(self, values: torch.Tensor, out: memoryview, sizes: Sequence[int] = ()) -> None:
         """Encode a tensor. Any shape, strides and device; elements in row-major order.
 
         Args:
             values: what to encode; it is not changed.
             out: writable bytes, exactly `encoded_bytes(values.numel(), values.dtype)` of them.
+            sizes: where `values` are pieces of several tensors, one after another in one dimension: how many elements
+                each has, none of them 0. `out` then has `pieces_bytes(sizes, values.dtype)`.
 
         Raises:
             ConfigError: the codec does not support the dtype.
             LocalError: `out` has another size.
         """
         self._check_dtype(values.dtype)
-        needed = self.encoded_bytes(values.numel(), values.dtype)
+        needed = self._needed(values.numel(), values.dtype, sizes)
         if out.nbytes != needed or out.readonly:
             raise LocalError(f"{self.name} needs a writable buffer of {needed} bytes, got {out.nbytes}")
-        if needed:
-            self._encode(values.detach(), out)
+        self._fill(values.detach(), out, sizes)
 
-    def encode(self, values: torch.Tensor) -> memoryview:
+    def encode(self, values: torch.Tensor, sizes: Sequence[int] = ()) -> memoryview:
         """As `encode_into`, into new memory."""
         self._check_dtype(values.dtype)
-        nbytes = self.encoded_bytes(values.numel(), values.dtype)
+        nbytes = self._needed(values.numel(), values.dtype, sizes)
         # To set few bytes to 0 takes less time than to see a tensor as bytes.
         out = memoryview(bytearray(nbytes)) if nbytes <= _FEW_BYTES else allocate(nbytes, torch.uint8)[1]
-        if nbytes:
-            self._encode(values.detach(), out)
+        self._fill(values.detach(), out, sizes)
         return out
 
-    def decode(self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _needed(self, numel: int, dtype: torch.dtype, sizes: Sequence[int]) -> int:
+        return self.pieces_bytes(sizes, dtype) if sizes else self.encoded_bytes(numel, dtype)
+
+    def _fill(self, values: torch.Tensor, out: memoryview, sizes: Sequence[int]) -> None:
+        if len(sizes) > 1 and self.has_scales:
+            self._encode_pieces(values, out, tuple(sizes))
+        elif out.nbytes:
+            self._encode(values, out)
+
+    def decode(
+        self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype, sizes: Sequence[int] = ()
+    ) -> torch.Tensor:
         """The values as a 1-D tensor in host memory, of some dtype that holds them exactly.
 
         The tensor may be a view of `data`: read it, do not write it, and not after `data` is used for something else.
@@ -185,27 +232,31 @@ class CompressionBase(ABC):
             data: one encoding, writable or not.
             numel: number of elements that were encoded.
             dtype: the dtype that they had.
+            sizes: as they were encoded.
 
         Raises:
             ConfigError: the size of `data` is not that of such an encoding, or the codec does not support `dtype`.
         """
         self._check_dtype(dtype)
-        view = memoryview(data).cast("B")
-        if view.nbytes != self.encoded_bytes(numel, dtype):
+        view, needed = memoryview(data).cast("B"), self._needed(numel, dtype, sizes)
+        if view.nbytes != needed:
             raise ConfigError(
-                f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in "
-                f"{self.encoded_bytes(numel, dtype)} bytes, not in {view.nbytes}"
+                f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in {needed} bytes, not in {view.nbytes}"
             )
+        if len(sizes) > 1 and self.has_scales:
+            return self._decode_pieces(view, dtype, tuple(sizes))
         return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype)
 
-    def decode_into(self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor) -> None:
+    def decode_into(
+        self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor, sizes: Sequence[int] = ()
+    ) -> None:
         """Decode values that had `dtype` into `out` (any shape and dtype), converting to its dtype.
 
         Raises:
             ConfigError: as `decode`.
         """
         with torch.no_grad():
-            out.copy_(self.decode(data, out.numel(), dtype).view(out.shape))
+            out.copy_(self.decode(data, out.numel(), dtype, sizes).view(out.shape))
 
     def max_error(self, values: torch.Tensor) -> float:
         """The largest `error_bound` over a tensor; 0.0 for an empty one."""

@@ -9,8 +9,9 @@ blockwise:4:BLOCK  2 per block + 1 per two elements      ``top · 17.5 / 127``: 
 
 Both times ``1 + 2^-7``, plus 2^-101 (8 bits) or 18 · 2^-100 (4 bits). The default block is 64: 8.25 and 4.25 bits.
 
-A block has one scale: its largest absolute value / 127, as bfloat16. Eight bits: the nearest multiple of the scale,
-from -127 to 127. Four bits: the nearest of 16 of these multiples, `_LEVELS`, denser around 0, where most values are.
+No block crosses a tensor's border: the last one of each piece may be shorter. A block has one scale: its largest
+absolute value / 127, as bfloat16. Eight bits: the nearest multiple of the scale, from -127 to 127. Four bits: the
+nearest of 16 of these multiples, `_LEVELS`, denser around 0, where most values are.
 They were chosen by search, for least squared error in blocks of 64 on normal, Laplace and Student t (3) data. All gaps
 but one are odd, so that the nearest level is found by way of the nearest multiple; two elements share a byte, the first
 in the low half.
@@ -36,6 +37,7 @@ import torch
 from shoal.compression.base import CompressionBase, register_codec, wire_view
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
+from shoal.compression.pieces import blocks_of
 from shoal.errors import ConfigError
 
 __all__ = ["BlockwiseQuantization"]
@@ -49,9 +51,6 @@ _WIDEST_GAP = 35
 
 _TOP = torch.tensor(127.0)
 """The largest code; to divide by a tensor takes a third of the time that a number takes."""
-
-_FEW = 1 << 14
-"""Of fewer values it counts how many operations there are, of more how many passes over memory."""
 
 
 class BlockwiseQuantization(PackedCompression):
@@ -84,81 +83,47 @@ class BlockwiseQuantization(PackedCompression):
     def idempotent(self, dtype: torch.dtype) -> bool:
         return self.bits == 8 or dtype is not torch.float16
 
-    def packed_bytes(self, numel: int) -> int:
-        return 2 * self._blocks(numel) + (numel if self.bits == 8 else (numel + 1) // 2)
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        return 2 * self._blocks(sizes) + (sum(sizes) if self.bits == 8 else (sum(sizes) + 1) // 2)
 
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
-        numel, split = values.numel(), 2 * self._blocks(values.numel())
-        if numel < _FEW and numel % self.block_size:
-            # One short block would be half of all operations, each of which takes as long as to fill it up.
-            values = torch.constant_pad_nd(values, (0, -numel % self.block_size))
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        numel, split, blocks = values.numel(), 2 * self._blocks(sizes), blocks_of(sizes, self.block_size)
         wire, shared = wire_view(out[:split], torch.bfloat16)
-        scales = wire.copy_(self._top(values).div_(_TOP).clamp_min_(MIN_STEP)).float()
+        scales = wire.copy_(blocks.top(values).div_(_TOP).clamp_min_(MIN_STEP)).float()
         all_finite = math.isfinite(scales.amax().item())
         if not all_finite:
             wire[~torch.isfinite(scales)] = math.nan
         if not shared:
             as_tensor(out[:split], torch.uint8).copy_(wire.view(torch.uint8))
-        steps = self._over_blocks(values, scales.reciprocal_())
+        steps = blocks.scale(values, scales.reciprocal_(), torch.empty_like(values))
         if not all_finite:
             steps.nan_to_num_(0.0, 0.0, 0.0)  # what integer a NaN becomes is up to the processor
         if self.bits == 8:
-            as_tensor(out[split:], torch.int8).copy_(steps[:numel].round_())
+            as_tensor(out[split:], torch.int8).copy_(steps.round_())
         else:
             codes = torch.zeros(numel + numel % 2, dtype=torch.int8)
-            codes[:numel].copy_(steps[:numel].round_())
+            codes[:numel].copy_(steps.round_())
             _gather(_pack_table(), codes, out=as_tensor(out[split:], torch.uint8))
 
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
-        split = 2 * self._blocks(numel)
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+        split = 2 * self._blocks(sizes)
         codes = as_tensor(data[split:], torch.int8)
         if self.bits == 4:
             quads = torch.zeros(-(-codes.numel() // 2) * 2, dtype=torch.int8)
             quads[: codes.numel()].copy_(codes)
             unpacked = torch.empty(quads.numel() // 2, dtype=torch.int32)
             _gather(_unpack_table(), quads, out=unpacked)
-            codes = unpacked.view(torch.int8)[:numel]
-        scales = as_tensor(data[:split], torch.bfloat16).float()
-        return self._over_blocks(codes.float(), scales, in_place=True)
+            codes = unpacked.view(torch.int8)[: sum(sizes)]
+        scales, values = as_tensor(data[:split], torch.bfloat16).float(), codes.float()
+        return blocks_of(sizes, self.block_size).scale(values, scales, values)
 
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
-        top = self._top(values).repeat_interleave(self.block_size)[: values.numel()]
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        blocks = blocks_of(sizes, self.block_size)
         steps = 0.5 if self.bits == 8 else _WIDEST_GAP / 2
-        return top / 127 * (steps * (1 + 2**-7)) + MIN_STEP * (steps + 0.5)
+        return blocks.spread(blocks.top(values)) / 127 * (steps * (1 + 2**-7)) + MIN_STEP * (steps + 0.5)
 
-    def _blocks(self, numel: int) -> int:
-        return -(-numel // self.block_size)
-
-    def _is_few(self, values: torch.Tensor) -> bool:
-        """Whether these are few values in whole blocks."""
-        return values.numel() < _FEW and values.numel() % self.block_size == 0
-
-    def _top(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest absolute value of each block; NaN if it holds one."""
-        if self._is_few(values):
-            return values.abs().view(-1, self.block_size).amax(dim=1)
-        whole = values.numel() // self.block_size * self.block_size
-        top = torch.empty(self._blocks(values.numel()), dtype=values.dtype)
-        for block, part in (
-            (slice(whole // self.block_size), values[:whole].view(-1, self.block_size)),
-            (slice(whole // self.block_size, None), values[whole:].view(1, -1)),
-        ):
-            if part.numel():
-                # Twice as fast as to take the absolute values first, and ten times as fast as aminmax.
-                torch.maximum(part.amax(dim=1), part.amin(dim=1).neg_(), out=top[block])
-        return top
-
-    def _over_blocks(self, values: torch.Tensor, factors: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
-        """Each value times the factor of its block."""
-        if self._is_few(values):
-            return (values.view(-1, self.block_size) * factors.unsqueeze(1)).view(-1)
-        out = values if in_place else torch.empty_like(values)
-        whole = values.numel() // self.block_size * self.block_size
-        shape = (-1, self.block_size)
-        torch.mul(values[:whole].view(shape), factors[: whole // self.block_size, None], out=out[:whole].view(shape))
-        if whole < values.numel():
-            torch.mul(values[whole:], factors[-1], out=out[whole:])
-        return out
+    def _blocks(self, sizes: tuple[int, ...]) -> int:
+        return sum(-(-size // self.block_size) for size in sizes)
 
 
 def _gather(table: torch.Tensor, pairs: torch.Tensor, *, out: torch.Tensor) -> None:

@@ -41,6 +41,8 @@ _FEW_BYTES = 1 << 16
 class _Cast(CompressionBase):
     """A codec that is a conversion to `wire_dtype`."""
 
+    has_scales = False
+
     @abstractmethod
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of one element as it is sent."""

@@ -2,8 +2,9 @@
 
 It does for all of them what has nothing to do with how they round:
 
-- **Small tensors are sent as they are**, exactly, where header and codes would take no fewer bytes. So a bias of ten
-  elements does not pay for a codebook, and no encoding is larger than the tensor.
+- **Small tensors are sent as they are**, exactly: of less than `TINY` elements, and what header and codes would take no
+  fewer bytes for. So no encoding is larger than the tensor.
+- **Each piece has a scale of its own** where several tensors are encoded at once.
 - **Values come as float32**, one after another, in host memory. Finite float64 values beyond its range are cut to it.
 - **What is decoded fits the tensor's dtype**: a step of a 16-bit tensor's largest value may be rounded up, out of its
   range. It is cut there.
@@ -15,18 +16,22 @@ extremes that it computes anyway.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 
 import torch
 
-from shoal.compression.base import CompressionBase
+from shoal.compression.base import CompressionBase, CompressionInfo
 from shoal.compression.floating import FLOATS, NoCompression
 
-__all__ = ["MIN_STEP", "PackedCompression"]
+__all__ = ["MIN_STEP", "TINY", "PackedCompression"]
 
 _LARGEST = torch.finfo(torch.float32).max
 
 MIN_STEP = 2.0**-100
 """No scale is smaller, so that its inverse is finite: what is below half of it becomes 0."""
+
+TINY = 16
+"""Tensors of fewer elements, scalars for instance, are averaged and downloaded as they are."""
 
 _RAW = NoCompression()
 
@@ -35,51 +40,70 @@ class PackedCompression(CompressionBase):
     """A codec with a header. What it packs is not empty, float32, 1-D and contiguous."""
 
     @abstractmethod
-    def packed_bytes(self, numel: int) -> int:
-        """Size of header and codes."""
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        """Size of header and codes of pieces of tensors."""
 
     @abstractmethod
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
         """Fill `out`; `values` must not be changed."""
 
     @abstractmethod
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
         """The values as float32, in memory of their own."""
 
     @abstractmethod
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         """Error bound for values as they are packed (but in float64), without what `float64` itself loses."""
 
-    def is_raw(self, numel: int, dtype: torch.dtype) -> bool:
-        """Whether so many elements are sent as they are."""
-        return self.packed_bytes(numel) >= numel * dtype.itemsize
+    def choose(self, info: CompressionInfo) -> CompressionBase:
+        """The codec for this tensor: none at all for less than `TINY` elements."""
+        return _RAW if info.descriptor.numel < TINY else super().choose(info)
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in FLOATS
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        return min(self.packed_bytes(numel), numel * dtype.itemsize)
+        return self.pieces_bytes((numel,), dtype) if numel else 0
+
+    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return min(self.packed_bytes(self._apart(sizes)), sum(sizes) * dtype.itemsize)
 
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
+        return self.pieces_bound(values, (values.numel(),))
+
+    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         wide = values.detach().to(device="cpu", dtype=torch.float64)
-        if not values.numel() or self.is_raw(values.numel(), values.dtype):
+        if not values.numel() or self._is_raw(sizes, values.dtype):
             return torch.zeros_like(wide)
         cut = wide.clamp(-_LARGEST, _LARGEST)
-        bound = self._packed_bound(cut.reshape(-1)).view(values.shape)
+        bound = self._packed_bound(cut.reshape(-1), self._apart(sizes)).view(values.shape)
         if values.dtype is torch.float64:
             bound = bound + cut.abs() * 2**-24 + 2**-150 + (wide - cut).abs()
         return bound
 
+    def _apart(self, sizes: Sequence[int]) -> tuple[int, ...]:
+        return tuple(sizes) if self.has_scales else (sum(sizes),)
+
+    def _is_raw(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether these are sent as they are."""
+        return self.packed_bytes(self._apart(sizes)) >= sum(sizes) * dtype.itemsize
+
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
-        if self.is_raw(values.numel(), values.dtype):
+        self._encode_pieces(values, out, (values.numel(),))
+
+    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        if self._is_raw(sizes, values.dtype):
             _RAW.encode_into(values, out)
         else:
-            self._pack(_as_float32(values), out)
+            self._pack(_as_float32(values), out, sizes)
 
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if self.is_raw(numel, dtype):
-            return _RAW.decode(data, numel, dtype)
-        values = self._unpack(data, numel)
+        return self._decode_pieces(data, dtype, (numel,))
+
+    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        if self._is_raw(sizes, dtype):
+            return _RAW.decode(data, sum(sizes), dtype)
+        values = self._unpack(data, sizes)
         if dtype.itemsize == 2:
             largest = torch.finfo(dtype).max
             values.clamp_(-largest, largest)  # NaN stays NaN

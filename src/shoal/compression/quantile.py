@@ -3,7 +3,7 @@
 ============ ===================== =================================================================================
 name         bytes                 error, where `range` is the largest value less the smallest
 ============ ===================== =================================================================================
-quantile8bit 1024 + 1 per element  ``range / 85``, and ``|x - center| · (2^-11 + 2^-20) + range · 2^-20 + |x| · 2^-22``
+quantile8bit 1029 + 1 per element  ``range / 85``, and ``|x - center| · (2^-11 + 2^-20) + range · 2^-20 + |x| · 2^-22``
                                    for the way the nearest level is found, plus 2^-100
 ============ ===================== =================================================================================
 
@@ -22,14 +22,20 @@ after scaling, and its 16 bits look up the code in a table, which is made anew e
 can choose the second nearest where both are about equally near: the other terms of the bound. The center is the median
 of the sample, so the table is finest where values are.
 
-Encoding again what was decoded makes other levels: the bytes differ. A codebook of NaN makes all values NaN.
+*Several tensors at once* share a codebook, which is the most of what is sent beside the codes, and no scale: each piece
+is scaled by a power of two, to the same range, and centered as by `scaled_float16`. Half of the sample is as many
+values of each piece. The range in the bound is then that of all pieces after scaling, times the piece's scale: at most
+four times its own.
+
+Encoding again what was decoded makes other levels: the bytes differ. A scale of NaN makes its piece NaN.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -37,11 +43,12 @@ from shoal.compression.base import wire_view
 from shoal.compression.floating import register_plain
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
+from shoal.compression.pieces import Pieces, pieces_of
+from shoal.compression.scaled import FIT_BYTES, fit, read_fits, write_fits
 
 __all__ = ["Quantile8BitQuantization"]
 
 _LEVELS = 256
-_HEADER_BYTES = 4 * _LEVELS
 _SAMPLE = 1024
 _GAPS = 256
 _EVEN = 0.25
@@ -67,42 +74,96 @@ class Quantile8BitQuantization(PackedCompression):
     def idempotent(self, dtype: torch.dtype) -> bool:
         return False
 
-    def packed_bytes(self, numel: int) -> int:
-        return _HEADER_BYTES + numel
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        return 4 * _LEVELS + FIT_BYTES * len(sizes) + sum(sizes)
 
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
-        low, high = (extreme.item() for extreme in torch.aminmax(values))
-        codes = as_tensor(out[_HEADER_BYTES:], torch.uint8)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            _write(torch.full((_LEVELS,), math.nan), out)
-            codes.zero_()
-            return
-        sample = _sample(values)
-        center = sample[sample.numel() // 2].item()
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        pieces, book, split = pieces_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
+        fits, low, high = _fits(pieces, values)
+        write_fits(fits, out[book:split])
+        sample = _sample(values, sizes, fits)
+        center = _middle(sample, sizes)
         levels = _levels(sample, low, high)
-        _write(levels, out)
+        wire, shared = wire_view(out[:book], torch.float32)
+        wire.copy_(levels)
+        if not shared:
+            as_tensor(out[:book], torch.uint8).copy_(wire.view(torch.uint8))
         scale = max(high - center, center - low, max(-low, high) * 2.0**-22, MIN_STEP) / _LARGEST
-        scaled = torch.add(torch.tensor(-center / scale), values, alpha=1 / scale).to(torch.float16)
+        addends = [-(middle / each + center) / scale for each, middle in fits]
+        scaled = pieces.affine(addends, [1 / (scale * each) for each, _ in fits], values).to(torch.float16)
         wide = levels.double()
         borders = (wide[1:] + wide[:-1] - 2 * center) / (2 * scale)
+        codes = as_tensor(out[split:], torch.uint8)
         torch.index_select(_table(borders), 0, scaled.view(torch.uint16).to(torch.int32), out=codes)
 
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
-        levels = as_tensor(data[:_HEADER_BYTES], torch.float32)
-        return levels.index_select(0, as_tensor(data[_HEADER_BYTES:], torch.uint8).to(torch.int32))
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces, book, split = pieces_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
+        scales, centers = read_fits(data[book:split])
+        levels = as_tensor(data[:book], torch.float32)
+        values = levels.index_select(0, as_tensor(data[split:], torch.uint8).to(torch.int32))
+        if any(scale != 1.0 for scale in scales):
+            pieces.scale(values, scales)
+        return pieces.shift(values, centers)
 
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
-        flat = values.float()
-        low, high = (extreme.item() for extreme in flat.aminmax())
-        sample = _sample(flat)
-        away = (values - sample[sample.numel() // 2].item()).abs()
-        reach = high - low
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces, flat = pieces_of(sizes), values.float()
+        fits, low, high = _fits(pieces, flat)
+        center = _middle(_sample(flat, sizes, fits), sizes)
+        scales = pieces.spread([scale for scale, _ in fits])
+        middles = pieces.spread([middle for _, middle in fits])
+        away = (values - middles - center * scales).abs()
+        reach = (high - low) * scales
         return reach / 85 + away * (2**-11 + 2**-20) + reach * 2**-20 + values.abs() * 2**-22 + MIN_STEP
 
 
-def _sample(values: torch.Tensor) -> torch.Tensor:
-    """About `_SAMPLE` of the values, sorted. An odd stride meets all columns of a matrix."""
-    return values[:: (values.numel() // _SAMPLE) | 1].sort().values
+def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float]], float, float]:
+    """For each piece what its values are scaled and centered by, and between what they all are then.
+
+    One piece stays as it is. A piece with a value that is not finite has a scale of NaN.
+    """
+    extremes = pieces.extremes(values)
+    fits = [fit(*each) for each in extremes]
+    if len(fits) == 1 and not math.isnan(fits[0][0]):
+        fits = [(1.0, 0.0)]
+    found = [
+        (value - center) / scale
+        for (scale, center), pair in zip(fits, extremes, strict=True)
+        for value in pair
+        if not math.isnan(scale)
+    ]
+    return fits, min(found, default=0.0), max(found, default=0.0)
+
+
+def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float, float]]) -> torch.Tensor:
+    """About `_SAMPLE` of the finite values, scaled and centered as their pieces, sorted."""
+    if fits == [(1.0, 0.0)]:
+        sample = values[:: (values.numel() // _SAMPLE) | 1]
+    else:
+        places, pieces = _sampled(sizes)
+        scales, centers = torch.tensor(fits).unbind(1)
+        sample = (values.index_select(0, places) - centers.index_select(0, pieces)) / scales.index_select(0, pieces)
+    sample = sample[torch.isfinite(sample)].sort().values
+    return sample if sample.numel() else torch.zeros(1)
+
+
+@lru_cache(maxsize=64)
+def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which values of several pieces are in the sample, and of which piece each is.
+
+    Half of them are as many of each piece, so that the levels suit the small ones too, half of all. An odd stride meets
+    all columns of a matrix.
+    """
+    stops = list(accumulate(sizes))
+    each = max(_SAMPLE // 2 // len(sizes), 1)
+    places = list(range(0, stops[-1], (2 * stops[-1] // _SAMPLE) | 1))
+    for size, stop in zip(sizes[: _SAMPLE // 2], stops, strict=False):
+        places += range(stop - size, stop, (size // each) | 1)
+    return torch.tensor(places), torch.tensor([bisect_right(stops, place) for place in places])
+
+
+def _middle(sample: torch.Tensor, sizes: tuple[int, ...]) -> float:
+    """Where the table is finest: at the median; with several pieces, which are centered already, at 0."""
+    return sample[sample.numel() // 2].item() if len(sizes) == 1 else 0.0
 
 
 def _levels(sample: torch.Tensor, low: float, high: float) -> torch.Tensor:
@@ -152,13 +213,6 @@ def _ascending() -> torch.Tensor:
     """All finite float16 numbers, from the smallest."""
     positive = torch.arange(_HALVES, dtype=torch.int16).view(torch.float16).double()
     return torch.cat([-positive.flip(0), positive])
-
-
-def _write(levels: torch.Tensor, out: memoryview) -> None:
-    wire, shared = wire_view(out[:_HEADER_BYTES], torch.float32)
-    wire.copy_(levels)
-    if not shared:
-        as_tensor(out[:_HEADER_BYTES], torch.uint8).copy_(wire.view(torch.uint8))
 
 
 register_plain(Quantile8BitQuantization)

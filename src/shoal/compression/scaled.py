@@ -3,17 +3,18 @@
 ============== =================== ==============================================================================
 name           bytes               error
 ============== =================== ==============================================================================
-scaled_float16 8 + 2 per element   ``|x - center| · (2^-11 + 2^-22) + span · 2^-38 + |x| · 2^-23 + 2^-125``
+scaled_float16 5 + 2 per element   ``|x - center| · (2^-11 + 2^-22) + span · 2^-38 + |x| · 2^-23 + 2^-125``
 ============== =================== ==============================================================================
 
 An element is sent as float16 of ``(x - center) / scale``. The scale is the power of two that takes the largest
 difference, `span`, to between 2^14 and 2^15: nothing is cut, what is 2^29 times smaller keeps its 11 significant bits,
 and to scale costs no accuracy. The center is 0 unless 0 is farther from the values than they are from each other; then
 it is the middle between the smallest and the largest, and what they have in common costs no bits. So a zero among other
-values stays exactly 0. The header is scale and center, float32 each; a scale of NaN makes all values NaN.
+values stays exactly 0. Behind the values are the centers (float32) of all pieces of tensors, then their scales, which
+are powers of two, as the exponents of float32 (bytes); 255 is NaN.
 
 16-bit tensors are sent as they are. (hivemind has one mean and deviation for each row of the last axis; here there is
-one center and scale for all that is encoded at once, because a part of a round knows no rows.)
+one center and scale for each tensor, or piece of it, because a part of a round knows no rows.)
 """
 
 from __future__ import annotations
@@ -27,17 +28,20 @@ from shoal.compression.base import wire_view
 from shoal.compression.floating import register_plain
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
+from shoal.compression.pieces import pieces_of
 
-__all__ = ["ScaledFloat16Compression"]
+__all__ = ["FIT_BYTES", "ScaledFloat16Compression", "fit", "read_fits", "write_fits"]
 
-_HEADER = struct.Struct("<ff")
+FIT_BYTES = 5
+"""Of center (float32) and scale of one piece."""
+
 _NEAR_OVERFLOW = 2.0**126
 _LARGEST = 32752.0
 """The largest float16 below 2^15."""
 
 
 class ScaledFloat16Compression(PackedCompression):
-    """Float16 of ``(x - center) / scale``, with one center and one scale for all values."""
+    """Float16 of ``(x - center) / scale``, with one center and one scale for all values of a tensor."""
 
     @property
     def name(self) -> str:
@@ -46,48 +50,62 @@ class ScaledFloat16Compression(PackedCompression):
     def idempotent(self, dtype: torch.dtype) -> bool:
         return dtype.itemsize == 2
 
-    def packed_bytes(self, numel: int) -> int:
-        return _HEADER.size + 2 * numel
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        return 2 * sum(sizes) + FIT_BYTES * len(sizes)
 
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
-        low, high = (extreme.item() for extreme in torch.aminmax(values))
-        wire, shared = wire_view(out[_HEADER.size :], torch.float16)
-        if math.isfinite(low) and math.isfinite(high):
-            center, scale = _fit(low, high)
-            _HEADER.pack_into(out, 0, scale, center)
-            # Both products are exact, so this rounds once, with or without a fused multiply-add.
-            scaled = torch.add(torch.tensor(-center / scale), values, alpha=1 / scale)
-            if max(-low, high) >= _NEAR_OVERFLOW:
-                scaled.clamp_(-_LARGEST, _LARGEST)  # rounded up, the largest values would decode to infinity
-            wire.copy_(scaled)
-        else:
-            _HEADER.pack_into(out, 0, math.nan, 0.0)
-            wire.zero_()
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        pieces, split = pieces_of(sizes), 2 * sum(sizes)
+        extremes = pieces.extremes(values)
+        fits = [fit(*each) for each in extremes]
+        write_fits(fits, out[split:])
+        wire, shared = wire_view(out[:split], torch.float16)
+        # Both products are exact, so this rounds once, with or without a fused multiply-add.
+        scaled = pieces.affine([-center / scale for scale, center in fits], [1 / scale for scale, _ in fits], values)
+        if not all(max(-low, high) < _NEAR_OVERFLOW for low, high in extremes):
+            scaled.nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST)  # the largest, rounded up, would decode to infinity
+        wire.copy_(scaled)
         if not shared:
-            as_tensor(out[_HEADER.size :], torch.uint8).copy_(wire.view(torch.uint8))
+            as_tensor(out[:split], torch.uint8).copy_(wire.view(torch.uint8))
 
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
-        scale, center = _HEADER.unpack_from(data)
-        values = as_tensor(data[_HEADER.size :], torch.float16).to(torch.float32).mul_(scale)
-        return values.add_(center) if center else values
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces, split = pieces_of(sizes), 2 * sum(sizes)
+        scales, centers = read_fits(data[split:])
+        return pieces.shift(pieces.scale(as_tensor(data[:split], torch.float16).to(torch.float32), scales), centers)
 
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
-        low, high = values.float().aminmax()
-        center, _ = _fit(low.item(), high.item())
-        away = (values - center).abs()
-        return away * (2**-11 + 2**-22) + away.max() * 2**-38 + values.abs() * 2**-23 + MIN_STEP * 2**-25
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces = pieces_of(sizes)
+        away = (values - pieces.spread([fit(*each)[1] for each in pieces.extremes(values.float())])).abs()
+        span = pieces.spread([high for _, high in pieces.extremes(away)])
+        return away * (2**-11 + 2**-22) + span * 2**-38 + values.abs() * 2**-23 + MIN_STEP * 2**-25
 
 
-def _fit(low: float, high: float) -> tuple[float, float]:
-    """The center and the scale for finite values between `low` and `high`."""
+def fit(low: float, high: float) -> tuple[float, float]:
+    """The scale and the center for values between `low` and `high`; no scale, but NaN, if these are not finite."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.nan, 0.0
     center = 0.0
     if abs(low + high) / 2 > high - low:
         center = float(torch.tensor((low + high) / 2, dtype=torch.float32))
     span = max(high - center, center - low)
     if not span:
-        return center, 1.0
+        return 1.0, center
     _, exponent = math.frexp(span)
-    return center, max(math.ldexp(1.0, exponent - 15), MIN_STEP)
+    return max(math.ldexp(1.0, exponent - 15), MIN_STEP), center
+
+
+def write_fits(fits: list[tuple[float, float]], out: memoryview) -> None:
+    """All centers, then a byte for each scale: its exponent as float32 has it, 255 for NaN."""
+    struct.pack_into(f"<{len(fits)}f", out, 0, *(center for _, center in fits))
+    out[4 * len(fits) :] = bytes([255 if math.isnan(scale) else math.frexp(scale)[1] + 126 for scale, _ in fits])
+
+
+def read_fits(data: memoryview) -> tuple[list[float], tuple[float, ...]]:
+    """Scales and centers."""
+    count = len(data) // FIT_BYTES
+    return [_SCALES[exponent] for exponent in data[4 * count :]], struct.unpack_from(f"<{count}f", data)
+
+
+_SCALES = [0.0, *(2.0 ** (exponent - 127) for exponent in range(1, 255)), math.nan]
 
 
 register_plain(ScaledFloat16Compression)

@@ -48,6 +48,8 @@ class TopKCompression(PackedCompression):
         ConfigError: it is not within these.
     """
 
+    has_scales = False  # but for raw parts, each value is sent by itself, and the largest of all tensors are wanted
+
     def __init__(self, fraction: float = 0.01) -> None:
         if not isinstance(fraction, float) or not _MIN_FRACTION <= fraction <= _MAX_FRACTION:
             raise ConfigError(f"fraction={fraction!r} is no number from {_MIN_FRACTION:g} to {_MAX_FRACTION:g}")
@@ -65,10 +67,11 @@ class TopKCompression(PackedCompression):
     def idempotent(self, dtype: torch.dtype) -> bool:
         return False
 
-    def packed_bytes(self, numel: int) -> int:
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        numel = sum(sizes)
         return (2 + self._place_bytes) * self._count(numel) + self._place_bytes * self._blocks(numel)
 
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
         count = self._count(values.numel())
         places, data = as_tensor(out[2 * count :], torch.uint8), out[: 2 * count]
         low, high = (extreme.item() for extreme in torch.aminmax(values))
@@ -83,7 +86,8 @@ class TopKCompression(PackedCompression):
         numbers = torch.cat([chosen - blocks * self._block, counts])
         places.copy_(numbers.to(self._place_dtype).view(torch.uint8))
 
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+        numel = sum(sizes)
         count = self._count(numel)
         sent = _VALUES.decode(data[: 2 * count], count, torch.float32).to(torch.float32)
         numbers = as_tensor(data[2 * count :], self._place_dtype).to(torch.int64)
@@ -95,7 +99,7 @@ class TopKCompression(PackedCompression):
                 return torch.zeros(numel).index_copy_(0, places, sent)
         return torch.full((numel,), math.nan)
 
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         flat = values.float()
         size = flat.abs()
         smallest = size.topk(self._count(size.numel()), sorted=False).values.min()

@@ -1,9 +1,9 @@
 """One byte for each element, in equal steps around 0.
 
 ============ ================== ================================================================================
-name         bytes              error, where `top` is the largest absolute value of all that is encoded at once
+name         bytes              error, where `top` is the largest absolute value of the tensor, or piece of it
 ============ ================== ================================================================================
-uniform8bit  5 + 1 per element  ``top / 254``, and ``top / 510`` where no two values have opposite signs (both
+uniform8bit  3 + 1 per element  ``top / 254``, and ``top / 510`` where no two values have opposite signs (both
                                 times ``1 + 2^-13``, plus 2^-101)
 ============ ================== ================================================================================
 
@@ -12,38 +12,43 @@ that do not round to 0 have one sign (second moments of Adam, what comes out of 
 step, which is negative if they are. So 0 stays exactly 0, and nothing is ever clipped: hivemind clips beyond three
 standard deviations, and its error there has no bound.
 
-The step has 16 significant bits, so that step times code is exact in float32, and the largest value always takes the
+The step has 15 significant bits, so that step times code is exact in float32, and the largest value always takes the
 last code. From both follows that what was decoded encodes to the same bytes again. It does in 16-bit dtypes too: where
 such a dtype is coarser than the step, it rounds what was decoded back to the very value that was encoded.
 
-The header is the step (float32) and a byte, not 0 for codes from 0 to 255. A step of NaN makes all values NaN.
+The header has three bytes for each piece of a tensor: the upper ones of the step (float32), whose lowest bit is none of
+it. It is set for codes from 0 to 255, which are written less 128. A step of NaN makes all values NaN. The codes of all
+pieces follow.
 """
 
 from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Sequence
 
 import torch
 
 from shoal.compression.floating import register_plain
 from shoal.compression.memory import as_tensor
 from shoal.compression.packed import MIN_STEP, PackedCompression
+from shoal.compression.pieces import pieces_of
 
 __all__ = ["Uniform8BitQuantization"]
 
-_HEADER = struct.Struct("<fB")
+_HEADER_BYTES = 3
 _MAGIC = 1.5 * 2**23
 """Added to a small float32 it rounds that to an integer, ties to even, and leaves it in the low bits of the sum."""
 
-_MAGIC_TENSOR = torch.tensor(_MAGIC)
+_LESS = 128
+"""Codes from 0 to 255 are written less this, as signed bytes."""
 
 _ROUNDS_TO_ZERO = 0.5 + 2.0**-20
 """In steps. A little more than a half, so that what is larger surely does not round to 0, however it is computed."""
 
 
 class Uniform8BitQuantization(PackedCompression):
-    """The nearest multiple of one step for all values, as one byte: see the module."""
+    """The nearest multiple of one step for all values of a tensor, as one byte: see the module."""
 
     @property
     def name(self) -> str:
@@ -52,36 +57,58 @@ class Uniform8BitQuantization(PackedCompression):
     def idempotent(self, dtype: torch.dtype) -> bool:
         return True
 
-    def packed_bytes(self, numel: int) -> int:
-        return _HEADER.size + numel
+    def packed_bytes(self, sizes: tuple[int, ...]) -> int:
+        return _HEADER_BYTES * len(sizes) + sum(sizes)
 
-    def _pack(self, values: torch.Tensor, out: memoryview) -> None:
-        low, high = (extreme.item() for extreme in torch.aminmax(values))
-        codes = as_tensor(out[_HEADER.size :], torch.int8)
-        if not (math.isfinite(low) and math.isfinite(high)):
-            _HEADER.pack_into(out, 0, math.nan, 0)
-            codes.zero_()
-            return
-        step, one_sided = _fit(low, high)
-        _HEADER.pack_into(out, 0, step, one_sided)
-        magic = torch.add(_MAGIC_TENSOR, values, alpha=1 / step)
-        if one_sided and low < 0.0 < high:
-            magic.clamp_(min=_MAGIC)  # what would round to 0 with codes of both signs
-        codes.copy_(magic.view(torch.int32))
+    def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        pieces, split = pieces_of(sizes), _HEADER_BYTES * len(sizes)
+        extremes = pieces.extremes(values)
+        fits = [_fit(*each) for each in extremes]
+        _write_steps(out[:split], fits)
+        zeros = [_MAGIC - _LESS if one_sided else _MAGIC for _, one_sided in fits]
+        magic = pieces.affine(zeros, [1 / step for step, _ in fits], values)
+        for piece, ((low, high), (step, one_sided)) in enumerate(zip(extremes, fits, strict=True)):
+            if math.isnan(step) or (one_sided and low < 0.0 < high):
+                start = sum(sizes[:piece])
+                here = magic[start : start + sizes[piece]]
+                # What would round to 0 with codes of both signs; NaN.
+                here.nan_to_num_(0.0).clamp_(min=zeros[piece])
+        as_tensor(out[split:], torch.int8).copy_(magic.view(torch.int32))
 
-    def _unpack(self, data: memoryview, numel: int) -> torch.Tensor:
-        step, one_sided = _HEADER.unpack_from(data)
-        codes = as_tensor(data[_HEADER.size :], torch.uint8 if one_sided else torch.int8)
-        return codes.float().mul_(step)
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces, split = pieces_of(sizes), _HEADER_BYTES * len(sizes)
+        steps, less = _read_steps(data[:split])
+        codes = as_tensor(data[split:], torch.int8).float()
+        return pieces.scale(pieces.shift(codes, less) if any(less) else codes, steps)
 
-    def _packed_bound(self, values: torch.Tensor) -> torch.Tensor:
-        low, high = (extreme.item() for extreme in values.float().aminmax())
-        steps = 510 if low >= 0 or high <= 0 else 254
-        return torch.full_like(values, max(-low, high) / steps * (1 + 2**-13) + MIN_STEP / 2)
+    def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        pieces = pieces_of(sizes)
+        extremes = pieces.extremes(values.float())
+        bounds = [max(-low, high) / (510 if low >= 0 or high <= 0 else 254) for low, high in extremes]
+        return pieces.spread(bounds) * (1 + 2**-13) + MIN_STEP / 2
+
+
+def _write_steps(out: memoryview, fits: list[tuple[float, bool]]) -> None:
+    """The upper three bytes of each step, of which the lowest bit says whether codes go from 0 to 255."""
+    steps = struct.pack(f"<{len(fits)}f", *(step for step, _ in fits))
+    lowest = bytes([byte | one_sided for byte, (_, one_sided) in zip(steps[1::4], fits, strict=True)])
+    for place, each in enumerate((lowest, steps[2::4], steps[3::4])):
+        out[place::_HEADER_BYTES] = each
+
+
+def _read_steps(data: memoryview) -> tuple[Sequence[float], list[int]]:
+    """The steps, and what codes were written less of."""
+    lowest = bytes(data[::_HEADER_BYTES])
+    words = bytearray(4 * len(lowest))
+    words[1::4] = bytes([byte & 254 for byte in lowest])
+    words[2::4], words[3::4] = bytes(data[1::_HEADER_BYTES]), bytes(data[2::_HEADER_BYTES])
+    return struct.unpack(f"<{len(lowest)}f", words), [_LESS * (byte & 1) for byte in lowest]
 
 
 def _fit(low: float, high: float) -> tuple[float, bool]:
-    """The step for finite values between `low` and `high`, and whether codes go from 0 to 255."""
+    """The step for values between `low` and `high`, NaN unless they are finite; whether codes go from 0 to 255."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return math.nan, False
     top = max(-low, high)
     step = _step(top, 127)
     if min(-low, high) > _ROUNDS_TO_ZERO * step:
@@ -90,9 +117,9 @@ def _fit(low: float, high: float) -> tuple[float, bool]:
 
 
 def _step(top: float, codes: int) -> float:
-    """`top / codes` with 16 significant bits. Of the largest float32 it is rounded down: `codes` steps are finite."""
+    """`top / codes` with 15 significant bits. Of the largest float32 it is rounded down: `codes` steps are finite."""
     mantissa, exponent = math.frexp(max(top / codes, MIN_STEP))
-    return math.ldexp(round(mantissa * 2**16), exponent - 16)
+    return math.ldexp(round(mantissa * 2**15), exponent - 15)
 
 
 register_plain(Uniform8BitQuantization)

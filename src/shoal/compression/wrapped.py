@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal.compression.base import CompressionBase
@@ -36,14 +38,24 @@ class WrappedCompression(CompressionBase):
     def name(self) -> str:
         return f"{self.family}:{self.codec.name}"
 
+    @property
+    def has_scales(self) -> bool:  # type: ignore[override]
+        return self.codec.has_scales
+
     def supports(self, dtype: torch.dtype) -> bool:
         return self.codec.supports(dtype)
 
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.codec.encoded_bytes(numel, dtype)
 
+    def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
+        return self.codec.pieces_bytes(sizes, dtype)
+
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
         return self.codec.error_bound(values)
+
+    def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        return self.codec.pieces_bound(values, sizes)
 
     def idempotent(self, dtype: torch.dtype) -> bool:
         return self.codec.idempotent(dtype)
@@ -53,3 +65,9 @@ class WrappedCompression(CompressionBase):
 
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.codec.decode(data, numel, dtype)
+
+    def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
+        self.codec.encode_into(values, out, sizes)
+
+    def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
+        return self.codec.decode(data, sum(sizes), dtype, sizes)

@@ -190,6 +190,15 @@ class SwarmProgress:
         known = self._known.get(peer)
         return known[0] if known else None
 
+    def refusing(self, now: float) -> frozenset[PeerID]:
+        """Who was asked for its state too often in vain: it does not count now."""
+        return frozenset(peer for peer, (_, until) in self._withheld.items() if now < until)
+
+    def further(self, epoch: int) -> dict[PeerID, int]:
+        """Who is known to live, can be dialed, and says that it is at a later epoch than this one: and at which."""
+        said = {peer: self._known[peer][0] for peer in self._alive}
+        return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
+
     def next_expiry(self) -> float | None:
         """When the next peer would have been silent for too long."""
         return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)

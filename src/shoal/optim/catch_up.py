@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager
 from shoal.core import PeerCore
@@ -125,9 +126,10 @@ class CatchUp:
 
     def _vector(self, averaging: bool) -> Vector:
         """Of our own tensors, beside the averager's: that may be in a round."""
-        if averaging not in self._vectors:
-            averager = self._averagers[averaging]
-            self._vectors[averaging] = Vector(averager.tensors, averager.vector.layout)
+        if not self._vectors:
+            memory = RoundMemory(*(averager.tensors for averager in self._averagers.values()))
+            for kind, averager in self._averagers.items():
+                self._vectors[kind] = Vector(averager.tensors, averager.vector.layout, memory)
         return self._vectors[averaging]
 
     async def give_up(self, took_s: float) -> str | None:

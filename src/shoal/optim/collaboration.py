@@ -39,6 +39,7 @@ from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
 from shoal.optim.agreement import Agreement, Said, agree
 from shoal.optim.attendance import Attendance
+from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.companions import Companions
 from shoal.optim.gossip import ProgressGossip
@@ -105,6 +106,7 @@ class Collaboration:
         self.phase = Phase.COLLECTING
         self.state = StateName.genesis(training.fingerprint(), training.steps_before())
         self._end = RunEnd(settings.end_patience_s)
+        self._beginning = Beginning(settings.state_patience_s, required=settings.require_state)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
         self.others_samples = 0
@@ -279,7 +281,7 @@ class Collaboration:
     def _judge(self, view: SwarmView) -> None:
         if self.phase in _BUSY or self._average_due or self._taking_over:
             return
-        if view.behind:
+        if self._may_not_begin(view) or view.behind:
             phase = Phase.BEHIND
         elif self.at_end and not self.finished:
             phase = Phase.ENDING
@@ -289,6 +291,19 @@ class Collaboration:
             phase = Phase.AVERAGING
         if phase is not self.phase:
             self._move(phase)
+
+    def _may_not_begin(self, view: SwarmView) -> bool:
+        """Whether this peer waits for the state of a run that is further than its own beginning."""
+        further = self._known.further(self.epoch)
+        self._notices.without(further if self.epoch > 0 and not view.behind else {}, self.epoch)
+        if self.epoch > 0:
+            return False
+        now = self._now()
+        stance = self._beginning.look(
+            further, others_here=len(view.together) - 1, now=now, refusing=self._known.refusing(now)
+        )
+        self._notices.beginning(self._beginning, behind=view.behind)
+        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.settings.require_state)
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state; then STEPPING, or back to where we belong."""
@@ -408,7 +423,19 @@ class Collaboration:
                     await self._moved.wait()
         if self.failure is not None:
             raise self.failure
+        if not self.view().behind:
+            self.check_beginning()
         return self.phase
+
+    def check_beginning(self) -> None:
+        """Raise `StateUnavailable` if this peer needs a state that others have, and has waited for it long enough."""
+        begins = self._beginning
+        if self.epoch == 0 and self.settings.require_state and begins.stance is Stance.GIVEN_UP:
+            raise StateUnavailable(
+                f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
+                "is not to begin by itself (require_state=True): see whether initial_peers lead to the run, or start "
+                "one peer without require_state"
+            )
 
     def step(self) -> None:
         """Take what is due in phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
@@ -543,6 +570,7 @@ class Collaboration:
             if self.view().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
                 self._notices.warn(trouble)
             if self.state != before:
+                self._beginning.had()
                 self._companions.forget()
                 self._companions.renamed(self._now())
                 self._renewed()

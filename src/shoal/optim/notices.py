@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shoal.events import EventBus, LocalValuesRejected, SteppedAlone, Warned
+from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 
 __all__ = ["Notices"]
 
+_NAMES_SHOWN = 4
 _DOWNLOADS_TOLD = 4
 """A newcomer may need some to catch up; who never does is told why."""
 
@@ -28,6 +30,7 @@ class Notices:
     def __init__(self, events: EventBus, run_id: str) -> None:
         self._events, self._run_id = events, run_id
         self._left_out = self._downloads_in_a_row = 0
+        self._stance_told, self._without_told = Stance.FREE, False
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
         self._alone_told = False
@@ -107,6 +110,37 @@ class Notices:
         """A step was taken with others."""
         self._alone_told = False
 
+    def beginning(self, beginning: Beginning, *, behind: bool) -> None:
+        """What a newcomer does that has not got the state of the run. Once for each."""
+        stance = Stance.FREE if behind else beginning.stance
+        told, self._stance_told = self._stance_told, stance
+        if stance in (told, Stance.FREE):
+            return
+        if beginning.peers:
+            named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, and nobody gives it now"
+        else:
+            named = "this peer needs a state that others have (require_state), and there is none"
+        if stance is Stance.WAITING:
+            self.warn(
+                f"{named}: it is waited for, up to {beginning.patience_s:.0f} s (load_state_timeout), before training "
+                "begins at epoch 0. See whether these peers live and can be reached from here"
+            )
+        elif not beginning.required:
+            self.warn(
+                f"{named}: training begins at epoch 0, as a run of its own beside theirs. Start this peer again when "
+                "they can be reached, or give require_state=True, so that it stops instead"
+            )
+
+    def without(self, further: Mapping[PeerID, int], epoch: int) -> None:
+        """We go on from our own state, though these are further and have not given theirs. Once until none is."""
+        told, self._without_told = self._without_told, bool(further)
+        if further and not told:
+            self.warn(
+                f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
+                f"on from epoch {epoch} without them, so there are two runs. See whether they can be reached from here "
+                "and why they refuse; they are asked again"
+            )
+
     def interrupted(self) -> None:
         """A step was not taken to its end."""
         self.warn("the step was interrupted: another peer's state will be downloaded, if one has taken it whole")
@@ -120,3 +154,8 @@ class Notices:
                 "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
                 "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
             )
+
+
+def _names(peers: Iterable[PeerID]) -> str:
+    names = sorted(peer.short() for peer in peers)
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {len(names) - _NAMES_SHOWN} more" if names[_NAMES_SHOWN:] else "")

@@ -59,7 +59,11 @@ class Optimizer(torch.optim.Optimizer):
         averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
             returns without a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
-        load_state_timeout: longest state download, seconds.
+        load_state_timeout: longest state download, seconds. A newcomer waits so long for the state of a run that is
+            further, if its donors die or refuse, before it begins at epoch 0 (with a warning); longer while two peers
+            name such a state.
+        require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
+            has: for peers that only ever join. After `load_state_timeout`.
         average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
@@ -92,6 +96,7 @@ class Optimizer(torch.optim.Optimizer):
         averaging_timeout: float | None = None,
         allreduce_timeout: float | None = None,
         load_state_timeout: float = 600.0,
+        require_state: bool = False,
         average_state_every: int = 10,
         client_mode: bool | None = None,
         grad_compression: CompressionBase | None = None,
@@ -156,6 +161,8 @@ class Optimizer(torch.optim.Optimizer):
             target_batch_size=target_batch_size,
             averager=averager,
             average_state_every=average_state_every,
+            state_patience_s=load_state_timeout,
+            require_state=require_state,
             fingerprint=run_settings(
                 self._training,
                 target_batch_size,
@@ -239,6 +246,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: no batch size; the run is trained with other settings; or a parameter was added or unfrozen
                 since the optimizer was made.
+            StateUnavailable: `require_state` was given, and no peer gave a state in time.
             LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
         """
@@ -310,6 +318,7 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 self.load_state_from_peers()
             except StateUnavailable as error:
+                self._collaboration.check_beginning()
                 self.dht.events.emit(Warned(where="optimizer", message=str(error)))
 
     def load_state_from_peers(self, timeout: float | None = None) -> bool:

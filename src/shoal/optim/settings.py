@@ -23,6 +23,8 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
         tell_period_s: the shortest time between two messages of progress to the other peers.
         ttl_s: a peer that says nothing for this long is no longer counted.
         end_patience_s: how long a peer at the announced end of the run waits for the others that it knows.
+        state_patience_s: how long a newcomer waits for the state of a run that is further, before it begins its own.
+        require_state: never train from a state that nobody else has.
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
         fingerprint: named values that must be equal on all peers of the run.
     """
@@ -35,5 +37,7 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
     tell_period_s: float = 0.05
     ttl_s: float = 20.0
     end_patience_s: float = 15.0
+    state_patience_s: float = 600.0
+    require_state: bool = False
     catch_up_bytes: int = 4 << 30
     fingerprint: Mapping[str, str] = {}

@@ -1,0 +1,90 @@
+"""Whether a peer may train on from its own state, beside a run that is further. Pure bookkeeping: `now` is an argument.
+
+A newcomer that cannot have the run's state does not begin a run of its own at once: its donor may have died in the
+middle, and come back, or another one may. It waits `patience_s` from when it first heard of a run that is further, and
+as long as two peers name such a state. Then it may begin, and says so. No single peer keeps a swarm that begins from
+beginning: nobody waits where more peers stand at our state than have named another one, or as many, if these live and
+were asked in vain. Whoever has a state of the run already goes on with it. With `required` a peer never begins alone:
+it gives up instead.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Mapping
+
+from shoal.peer import PeerID
+
+__all__ = ["Beginning", "Stance"]
+
+_REMEMBERED = 64
+
+
+class Stance(enum.Enum):
+    """What a peer does with its own state."""
+
+    FREE = "free"
+    WAITING = "waiting"
+    GIVEN_UP = "given up"
+
+
+class Beginning:
+    """Remembers who has named a state of a later epoch than ours.
+
+    Args:
+        patience_s: how long one is waited for.
+        required: whether this peer needs a state that others have.
+
+    Attributes:
+        stance: what `look` said last.
+    """
+
+    def __init__(self, patience_s: float, *, required: bool = False) -> None:
+        self.patience_s, self.required = patience_s, required
+        self.stance = Stance.FREE
+        self._named: dict[PeerID, int] = {}
+        self._since: float | None = None
+
+    def had(self) -> None:
+        """A state of the run was taken over: what was named before does not matter any more."""
+        self._named.clear()
+        self._since, self.stance = None, Stance.FREE
+
+    @property
+    def epoch(self) -> int:
+        """The latest one that was named."""
+        return max(self._named.values(), default=0)
+
+    @property
+    def peers(self) -> tuple[PeerID, ...]:
+        """Who has named one."""
+        return tuple(self._named)
+
+    def look(
+        self, named: Mapping[PeerID, int], *, others_here: int, now: float, refusing: Collection[PeerID] = ()
+    ) -> Stance:
+        """Whether a newcomer may begin.
+
+        Args:
+            named: who lives and names a state of a later epoch, and which.
+            others_here: how many others stand where we stand.
+            now: local time, seconds.
+            refusing: who was asked for its state, and did not give it.
+        """
+        for peer in sorted(named)[:_REMEMBERED]:
+            self._named[peer] = max(named[peer], self._named.get(peer, 0))
+        while len(self._named) > _REMEMBERED:
+            del self._named[next(iter(self._named))]
+        refused = bool(self._named) and all(peer in named and peer in refusing for peer in self._named)
+        self.stance = self._judge(len(named), others_here, now, refused=refused)
+        return self.stance
+
+    def _judge(self, naming: int, others_here: int, now: float, *, refused: bool) -> Stance:
+        alone = self.required and not others_here
+        if not self._named and not alone:
+            return Stance.FREE
+        if self._since is None:
+            self._since = now
+        if others_here and others_here + refused > len(self._named):
+            return Stance.FREE
+        return Stance.WAITING if naming >= 2 or now - self._since < self.patience_s else Stance.GIVEN_UP

@@ -1,0 +1,139 @@
+"""What a newcomer does that cannot have the state of the run: it waits, and says what it does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from shoal import sim
+from shoal.errors import StateUnavailable
+from shoal.events import Warned
+from tests.sim.optimizer_kit import Run, Trainer
+
+
+def warnings_of(trainer: Trainer) -> list[str]:
+    """Filled with what the user of this peer is warned of."""
+    warned: list[str] = []
+    trainer.collaboration.core.env.events.subscribe(
+        lambda event: warned.append(event.message) if isinstance(event, Warned) and event.where == "optimizer" else None
+    )
+    return warned
+
+
+async def run_beside_a_donor_that_dies(run: Run, **changes: Any) -> tuple[Trainer, list[str]]:
+    """A donor that is at some epoch, and a newcomer whose only donor dies before it has given anything."""
+    donor = await run.add("donor")
+    run.swarm.spawn("donor", donor.train(4, duration_s=0.25, until=lambda: False))
+    await sim.sleep(10.0)
+    late = await run.add("late", seed=99, **changes)
+    warned = warnings_of(late)
+    while not late.collaboration.view().behind:
+        await sim.sleep(0.1)
+    run.swarm.crash("donor")
+    assert donor.collaboration.epoch > 5
+    return late, warned
+
+
+def until(seconds: float) -> Callable[[], bool]:
+    """Whether so much time has passed from now."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    return lambda: loop.time() > end
+
+
+def test_a_newcomer_whose_only_donor_dies_does_not_begin_at_epoch_0_at_once() -> None:
+    """It trained from epoch 0, and no event said so: now it waits for `load_state_timeout`, begins, and says both."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        late, warned = await run_beside_a_donor_that_dies(run, state_patience_s=60.0)
+        await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(50.0))
+        assert late.collaboration.epoch == 0
+        assert [message for message in warned if "it is waited for, up to 60 s" in message], warned
+        await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
+        assert late.collaboration.epoch > 5
+        told = [message for message in warned if "training begins at epoch 0" in message and "require_state" in message]
+        assert len(told) == 1, warned
+        await run.close()
+
+    sim.run(main, seed=1)
+
+
+def test_a_donor_that_comes_back_in_time_is_joined() -> None:
+    """The newcomer has waited for it, and is at its state."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        late, _ = await run_beside_a_donor_that_dies(run, state_patience_s=600.0)
+        await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
+        assert late.collaboration.epoch == 0
+        other = await run.add("other")
+        for number in range(20):
+            await run.swarm.run_on("other", other.take_batch, 8, number=number)
+        await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(10.0))
+        assert late.downloads == 1
+        await run.close()
+
+    sim.run(main, seed=2)
+
+
+@pytest.mark.parametrize("anybody", [True, False])
+def test_with_require_state_a_newcomer_raises_rather_than_begin(anybody: bool) -> None:
+    """After `load_state_timeout`, whether it has heard of another run or of nobody at all."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        if anybody:
+            late, _ = await run_beside_a_donor_that_dies(run, state_patience_s=20.0, require_state=True)
+        else:
+            late = await run.add("late", state_patience_s=20.0, require_state=True)
+        await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(15.0))
+        with pytest.raises(StateUnavailable, match=r"within 20 s \(load_state_timeout\).*require_state=True"):
+            await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
+        assert late.collaboration.epoch == 0
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def test_peers_that_begin_together_may_all_require_a_state() -> None:
+    """A beginning that others have too is the swarm's."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name, require_state=True)
+        trains = (run.swarm.peer(name).train(4, duration_s=0.5, until=until(20.0)) for name in names)
+        await asyncio.gather(*(run.swarm.spawn(name, train) for name, train in zip(names, trains, strict=True)))
+        assert run.swarm.peer("p0").collaboration.epoch > 5
+        await run.close()
+
+    sim.run(main, seed=4)
+
+
+def test_who_goes_on_beside_a_state_that_it_cannot_have_is_told_so_once() -> None:
+    """A peer that is further and gives nothing keeps nobody from training; that there are two runs is a warning."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        first = await run.add("first")
+        for number in range(4):
+            await run.swarm.run_on("first", first.take_batch, 4, number=number)
+        further = await run.add("further")
+        await run.swarm.run_on("further", further.train, 4, duration_s=0.1, until=until(3.0))
+        further.collaboration._states.sharing.disable()
+        run.swarm.spawn("further", further.train(4, duration_s=0.2, until=until(60.0)))
+        # Further by itself: it is at another state than ours, of a later epoch.
+        later = further.collaboration.state._replace(epoch=further.collaboration.epoch + 10, digest=bytes(32))
+        further.collaboration.state = later
+        warned = warnings_of(first)
+        await run.swarm.run_on("first", first.train, 4, duration_s=0.5, until=until(40.0))
+        told = [message for message in warned if "did not give it: training goes on from epoch" in message]
+        assert len(told) == 1, warned
+        await run.close()
+
+    sim.run(main, seed=5)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import shoal
+from shoal.compression import Float16Compression
+from shoal.events import Warned
 
 TARGET = 4
 
@@ -120,3 +123,24 @@ def test_one_thread_steps_at_a_time(dht: shoal.DHT) -> None:
     assert "another step() is running" in str(said[0])
     assert swarm.local_epoch == 1
     swarm.shutdown()
+
+
+def test_a_newcomer_beside_a_lossy_load_state_compression(dht: shoal.DHT) -> None:
+    """It went on with rounded weights and statistics under the donor's name, and differed for ever."""
+    models = [torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)]
+    told: list[str] = []
+    dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    options: dict[str, Any] = {"run_id": "lossy", "target_batch_size": TARGET, "batch_size_per_step": TARGET}
+    options |= {"optimizer": partial(torch.optim.AdamW, lr=0.1), "load_state_compression": Float16Compression()}
+    with shoal.Optimizer(dht=dht, params=models[0].parameters(), **options) as donor:
+        train(donor, models[0], 3)
+        with (
+            shoal.DHT(initial_peers=dht.get_visible_maddrs(), start=True) as other,
+            shoal.Optimizer(dht=other, params=models[1].parameters(), **options) as newcomer,
+        ):
+            assert newcomer.load_state_from_peers()
+            assert newcomer.local_epoch == 3
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    for kept, taken in zip(donor.state.values(), newcomer.state.values(), strict=True):
+        assert torch.equal(kept["exp_avg"], taken["exp_avg"])
+    assert [message for message in told if "load_state_compression" in message]

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compression import CompressionBase, NoCompression
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -59,10 +58,10 @@ def step(training: TrainingState, number: int, without: Sequence[int] = ()) -> N
     training.step()
 
 
-def offered(donor: TrainingState, codec: CompressionBase | None = None) -> tuple[Manifest, list[torch.Tensor]]:
+def offered(donor: TrainingState) -> tuple[Manifest, list[torch.Tensor]]:
     """What a newcomer has when it has downloaded the state: through the encoding of the manifest, with new tensors."""
     name = StateName(donor.epoch, b"d" * 32, donor.epoch)
-    shared = share(donor, name, None, codec or NoCompression())
+    shared = share(donor, name, None)
     specs = describe(shared.tensors, shared.codecs)
     total = sum(spec.encoded_bytes for spec in specs)
     size = chunk_size(total)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.compression import Float16Compression
 from shoal.errors import StateUnavailable
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
@@ -182,16 +181,6 @@ def test_matrices_that_lie_by_columns_lie_so_at_the_newcomer() -> None:
     take_over(newcomer, donor)
     for name in ("basis", "kernel"):
         assert newcomer.optimizer.state[newcomer.parameters[0]][name].stride() == entry[name].stride()
-    assert_equal(newcomer, donor)
-
-
-def test_counts_and_moments_travel_beside_codecs() -> None:
-    """Only what is large is compressed; the kinds stay."""
-    donor, newcomer = (training_of(optimizer_by_name("pytorch_optimizer.Lamb")) for _ in range(2))
-    step(donor, 0)
-    manifest, tensors = offered(donor, Float16Compression())
-    assert why_not_ours(newcomer, manifest, None) is None
-    newcomer.load(manifest.metadata["training"], tensors)
     assert_equal(newcomer, donor)
 
 

@@ -147,7 +147,7 @@ class CatchUp:
             f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile one is "
             f"missing: {following.missed}. A step takes them about {(until - since) / max(1, last - epoch):.1f} s and "
             f"has {following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. Raise target_batch_size so that "
-            "a step takes longer, make steps or the state smaller (grad_compression, load_state_compression), or give "
+            "a step takes longer, make steps smaller (grad_compression), or give "
             "this peer a faster line, or more catch_up_bytes"
         )
 

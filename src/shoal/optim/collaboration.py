@@ -33,7 +33,7 @@ from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
 from shoal.clock import to_the_end
-from shoal.compression import CompressionBase, NoCompression
+from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
@@ -86,7 +86,6 @@ class Collaboration:
         lock: of accumulators, parameters and optimizer.
         compression: codec for gradients.
         state_compression: codec for averaging states.
-        download_compression: codec for state download.
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Collaboration:
         lock: TensorLock,
         compression: CompressionBase | None = None,
         state_compression: CompressionBase | None = None,
-        download_compression: CompressionBase | None = None,
     ) -> None:
         if settings.target_batch_size < 1:
             raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
@@ -124,7 +122,6 @@ class Collaboration:
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
         self._taking_over = False
-        self._download_codec = download_compression or NoCompression()
         self._news = asyncio.Event()
         self._rounds = Rounds(core.env, self._look, self._news)
         self._moved = asyncio.Event()
@@ -546,7 +543,7 @@ class Collaboration:
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _share(self) -> SharedState:
-        return share(self.training, self.state, self._end.epoch, self._download_codec)
+        return share(self.training, self.state, self._end.epoch)
 
     async def download(self, timeout_s: float) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.

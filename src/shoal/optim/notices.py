@@ -152,7 +152,7 @@ class Notices:
             self.warn(
                 f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
                 "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
-                "epoch lasts longer than a download and a batch, or make downloads shorter by load_state_compression"
+                "epoch lasts longer than a download and a batch, or give this peer a faster line"
             )
 
 

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
-from shoal.compression import CompressionBase
+from shoal.compression import CompressionBase, NoCompression
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
@@ -69,8 +69,8 @@ class Optimizer(torch.optim.Optimizer):
         grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
         state_averaging_compression: codec for averaging parameters; it codes what changed since the last average, so
             that small updates are kept. None for none.
-        load_state_compression: codec for the download of parameters and statistics, a copy as exact as the codec is;
-            None for none.
+        load_state_compression: taken for compatibility; any codec but `NoCompression` is a warning. A newcomer has to
+            hold the same bits as the others, so the state always travels as it is.
         extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
             beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.
@@ -183,11 +183,14 @@ class Optimizer(torch.optim.Optimizer):
                 lock=self._lock,
                 compression=grad_compression,
                 state_compression=state_averaging_compression,
-                download_compression=load_state_compression,
             )
             await collaboration.start()
             return collaboration
 
+        if load_state_compression not in (None, NoCompression()):
+            what = f"load_state_compression={load_state_compression!r} has no effect"
+            message = f"{what}: a newcomer's weights would differ from the others'; leave it out"
+            dht.events.emit(Warned(where="optimizer", message=message))
         self._collaboration = self._run(begin(), 60.0)
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 
-from shoal.compression import CompressionBase, NoCompression, TensorRole, choose_codecs
 from shoal.errors import StateUnavailable
 from shoal.optim.misfits import Misfits
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
@@ -17,29 +16,20 @@ from shoal.state import Manifest, SharedState
 __all__ = ["name_of", "share", "why_not_ours"]
 
 
-def share(training: TrainingState, name: StateName, end_epoch: int | None, codec: CompressionBase) -> SharedState:
+def share(training: TrainingState, name: StateName, end_epoch: int | None) -> SharedState:
     """What a donor gives, with the tensors by reference: hold their lock while it is read.
+
+    No codec: the newcomer goes on under this name, which says that it holds the same bits.
 
     Args:
         training: parameters, optimizer, schedule.
         name: of the state that they are.
         end_epoch: where the run ends, if that was announced.
-        codec: chooses for each tensor: parameters and extra tensors, then what the optimizer keeps.
     """
     values, tensors = training.export()
-    fixed = len(training.describe())
-    kept = choose_codecs(codec, tensors[fixed:], TensorRole.OPTIMIZER, first_key=fixed)
     return SharedState(
         metadata={"state": list(name), "end_epoch": end_epoch, "training": values},
         tensors=tensors,
-        codecs=[
-            *choose_codecs(codec, tensors[:fixed], TensorRole.PARAMETER),
-            # Single numbers are counts of steps and learning rates: rounded, they would be others.
-            *(
-                each if tensor.numel() > 1 else NoCompression()
-                for each, tensor in zip(kept, tensors[fixed:], strict=True)
-            ),
-        ],
         epoch=name.epoch,
         may_be_infinite=_extra(training),
     )

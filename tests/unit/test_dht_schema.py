@@ -1,10 +1,11 @@
 """`SchemaValidator`: values and entries, subkeys, prefixes, extra keys, several schemas, and pydantic's models."""
 
+import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
 import pydantic
-import pydantic.v1
 import pytest
 
 from shoal.dht.routing import key_of
@@ -34,12 +35,18 @@ class Plain:
     progress: Progress
 
 
-class Version1(pydantic.v1.BaseModel):
+def version_1() -> Any:
     """The same for pydantic 1, as hivemind's users have it."""
+    if sys.version_info >= (3, 14):
+        pytest.skip("pydantic has its version 1 for Python 3.13 at most")
+    import pydantic.v1 as pydantic_1
 
-    name: bytes
-    batches: dict[bytes, pydantic.v1.conint(strict=True, ge=0)]  # type: ignore[valid-type]
-    progress: dict[str, pydantic.v1.StrictInt]
+    class Version1(pydantic_1.BaseModel):
+        name: bytes
+        batches: dict[bytes, pydantic_1.conint(strict=True, ge=0)]  # type: ignore[valid-type]
+        progress: dict[str, pydantic_1.StrictInt]
+
+    return Version1
 
 
 class Version2(pydantic.BaseModel):
@@ -57,10 +64,12 @@ MAPPING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("schema", [MAPPING, Plain, Version1, Version2], ids=["mapping", "class", "v1", "v2"])
-def test_values_and_entries_have_the_types_of_their_keys(schema: Any) -> None:
+@pytest.mark.parametrize(
+    "schema", [lambda: MAPPING, lambda: Plain, version_1, lambda: Version2], ids=["mapping", "class", "v1", "v2"]
+)
+def test_values_and_entries_have_the_types_of_their_keys(schema: Callable[[], Any]) -> None:
     """However the schema is written: type, bounds, type of the subkey, and whether there is one."""
-    rules = SchemaValidator(schema)
+    rules = SchemaValidator(schema())
     for good in (
         record("name", b"bytes"),
         record("batches", 7, b"one"),

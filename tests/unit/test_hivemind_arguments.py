@@ -10,6 +10,7 @@ import torch
 
 import shoal
 from shoal.compression import NoCompression
+from shoal.dht import RecordValidator
 from shoal.errors import ConfigError, LocalError
 from shoal.runtime.hivemind import DhtOptions
 
@@ -246,6 +247,20 @@ def test_the_page_for_hiveminds_users_names_every_option() -> None:
     """Whether it is taken, and what is to be used in its place."""
     page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
     assert [name for name in DhtOptions.__annotations__ if f"`{name}" not in page] == []
+
+
+def test_a_validator_as_hivemind_has_them_accepts_everything() -> None:
+    """It never does: one with `validate` in place of `refuses` is refused, also where it derives from the protocol."""
+
+    class Mine(RecordValidator):
+        def validate(self, record: object) -> bool:
+            return False
+
+    for validator in (Mine(), object()):  # type: ignore[abstract]
+        with pytest.raises(ConfigError, match=r"must have a method refuses\(record\) -> str"):
+            shoal.DHT(start=False, record_validators=[validator])  # type: ignore[list-item]
+        with pytest.raises(ConfigError, match=r"must have a method refuses\(record\) -> str"):
+            shoal.DHT(start=False).add_validators([validator])  # type: ignore[list-item]
 
 
 def test_a_misspelt_argument_is_no_option() -> None:

@@ -7,7 +7,7 @@ from shoal.dht.node import DhtNode, Found, Item
 from shoal.dht.schema import SchemaValidator
 from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import StorageLimits, ValueWithExpiration
-from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey
+from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, check_validators
 
 __all__ = [
     "CompositeValidator",
@@ -20,4 +20,5 @@ __all__ = [
     "StorageLimits",
     "Subkey",
     "ValueWithExpiration",
+    "check_validators",
 ]

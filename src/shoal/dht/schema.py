@@ -125,10 +125,10 @@ def _wrong_shape(record: Record, *, dictionary: bool) -> str:
 
 
 def _kinds_of(schema: Mapping[Any, Any] | type) -> dict[str | bytes, _Kind]:
-    hints: Mapping[Any, Any] = schema if isinstance(schema, Mapping) else get_type_hints(schema, include_extras=True)
     if hasattr(schema, "__pydantic_validator__") or hasattr(schema, "parse_obj"):
         fields = getattr(schema, "__pydantic_fields__", None) or schema.__fields__  # type: ignore[union-attr]
-        return {name: _Field(schema, name, hints[name]) for name in fields}
+        return {name: _Field(schema, name, field.annotation) for name, field in fields.items()}
+    hints: Mapping[Any, Any] = schema if isinstance(schema, Mapping) else get_type_hints(schema, include_extras=True)
     kinds: dict[str | bytes, _Kind] = {}
     for key, kind in hints.items():
         try:

@@ -38,6 +38,7 @@ __all__ = [
     "RecordValidator",
     "SignatureValidator",
     "Subkey",
+    "check_validators",
     "decode_subkey",
     "decode_value",
     "encode_subkey",
@@ -150,6 +151,15 @@ class RecordValidator(Protocol):
     def refuses(self, record: Record) -> str:
         """Why the record is not accepted, in a phrase that is told to whoever sent it; empty if it is."""
         ...
+
+
+def check_validators(validators: Iterable[RecordValidator] | None) -> tuple[RecordValidator, ...]:
+    """The validators that a user gives; raises `ConfigError` for one that would accept everything unasked."""
+    given = tuple(validators or ())
+    for each in given:
+        if getattr(type(each), "refuses", RecordValidator.refuses) is RecordValidator.refuses:
+            raise ConfigError(f"record validator {type(each).__name__} must have a method refuses(record) -> str")
+    return given
 
 
 class SignatureValidator:

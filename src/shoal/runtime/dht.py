@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from shoal.core import PeerCore
-from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration
+from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration, check_validators
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout
 from shoal.events import EventBus, Warned
 from shoal.identity import Identity
@@ -100,7 +100,7 @@ class DHT:
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
         self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
-        self._validators = tuple(record_validators)
+        self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
         self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
@@ -268,14 +268,19 @@ class DHT:
         return Invite(addresses, run_id)
 
     def add_validators(self, record_validators: Iterable[RecordValidator]) -> None:
-        """Apply further rules to records from now on; before the start, from the start on."""
+        """Apply further rules to records from now on; before the start, from the start on.
+
+        Raises:
+            ConfigError: one of them is no validator.
+        """
+        further = check_validators(record_validators)
         if self._running is None:
-            self._validators += tuple(record_validators)
+            self._validators += further
             return
         node = self.core().node
 
         async def add() -> None:
-            node.add_validators(*record_validators)
+            node.add_validators(*further)
 
         self.loop_thread.run(add(), GRACE_S)
 

@@ -123,3 +123,32 @@ def test_one_with_values_that_comes_with_many_assistants_is_in_the_group(first: 
         await trial.close()
 
     sim.run(main, seed=2)
+
+
+def test_assistants_that_call_again_at_once_are_in_the_next_group() -> None:
+    """Their failures keep nobody from finding them: all assist as soon as there is somebody with values."""
+
+    async def main() -> None:
+        trial, values = await _trial(2, 3, target=None)
+        met: list[int] = []
+
+        async def assist(name: str) -> None:
+            while True:
+                try:
+                    met.append(len((await trial.step(name)).gathered))
+                except NobodyContributes:
+                    continue
+
+        helpers = [asyncio.ensure_future(assist(f"p{peer}")) for peer in range(2, 5)]
+        for turn in range(1, 4):
+            await sim.sleep(5.0)
+            await asyncio.gather(*(trial.step(f"p{peer}") for peer in range(2)))
+            await sim.sleep(1.0)
+            assert met == [5] * 3 * turn
+        assert same_bits(values[:2])
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)
+        await trial.close()
+
+    sim.run(main, seed=3)

@@ -86,6 +86,17 @@ def test_the_tiles_of_one_saved_piece_share_no_step_counter(
                 assert torch.allclose(state[name], value, rtol=0, atol=0 if means_are_exact else 1e-6), (path, name)
 
 
+@pytest.mark.parametrize("consolidated", [False, True])
+@pytest.mark.parametrize("kind", ["laprop", "madgrad", "schedulefreeadamw"])
+def test_what_an_optimizer_keeps_beside_tensors_is_saved(
+    pool: Ranks, tmp_path: Path, kind: str, consolidated: bool
+) -> None:
+    """LaProp keeps Python's numbers, MADGRAD a count for no parameter, others some in groups: exactly as they were."""
+    wanted = cases.alone(1, kind)[0]
+    for state in pool.play(2, cases.saved_and_loaded, kind, 1, str(tmp_path), consolidated):
+        assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: int) -> None:
     """One file of two state dictionaries, that of the optimizer among them; training goes on as if nothing had been."""

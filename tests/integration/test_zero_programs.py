@@ -76,6 +76,60 @@ def test_what_is_said_of_optimizers_of_whole_tensors_in_stage_3_is_true(pool: Ra
         assert ("Error: " in words) == (name != "Muon")
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hooks_of_parameters_run_in_every_stage(pool: Ranks, stage: int, when: str) -> None:
+    """`register_hook`, before or after sharding: stage 3 never ran them, and said nothing."""
+    for apart, times in pool.play(2, programs.hooked, stage, when):
+        assert apart == 0.0
+        assert times == 6
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_hooks_behind_a_gradient_run_where_there_is_one_and_are_refused_elsewhere(pool: Ranks, stage: int) -> None:
+    """`register_post_accumulate_grad_hook`: before sharding in stages 1 and 2, behind it in stage 3."""
+    right, wrong = ("before", "after") if stage < 3 else ("after", "before")
+    assert pool.play(2, programs.hooked_behind, stage, right) == [(2, "")] * 2
+    for _, words in pool.play(2, programs.hooked_behind, stage, wrong):
+        assert "scale" in words
+        assert "register_post_accumulate_grad_hook" in words
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("a Sequential", ["", "0", "2", "3"]),
+        ("given", ["", "2"]),
+        ("a dictionary", ["first", "first.0", "first.2", "first.3", "more.0"]),
+    ],
+)
+def test_what_is_gathered_together_in_stage_3(pool: Ranks, kind: str, wanted: list[str]) -> None:
+    """Members of a Sequential, which were all gathered at once; given units; and a container's, which raised late."""
+    for names, equal in pool.play(2, programs.in_units, kind):
+        assert names == wanted
+        assert equal
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("another's", "units must be modules of the model, got Linear"),
+        ("tied", "units lists embedding, which cannot be gathered by itself"),
+        ("a list", "units lists layers, which cannot be gathered by itself"),
+        ("stage 2", "units are for stage 3"),
+    ],
+)
+def test_units_that_cannot_be(pool: Ranks, kind: str, words: str) -> None:
+    """Named, on all ranks, before anything is sharded."""
+    assert all(words in found for found in pool.play(2, programs.bad_units, kind))
+
+
+@pytest.mark.parametrize(("kind", "words"), [("tied", "1 and 0 share a parameter"), ("of its own", "scale is in a")])
+def test_a_container_that_cannot_be_sharded_is_refused_before_anything_is(pool: Ranks, kind: str, words: str) -> None:
+    """A raw ValueError came when its layers were sharded already."""
+    assert all(words in found for found in pool.play(2, programs.bad_containers, kind))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_sharded_optimizer_is_refused_by_the_swarm_when_it_is_made(pool: Ranks, stage: int) -> None:
     """`shoal.Optimizer` shares whole models: it says so before it does anything, not in the middle of a run."""

@@ -76,6 +76,11 @@ def make(kind: str, model: torch.nn.Module) -> Callable[[list[torch.nn.Parameter
     """A factory for `shard`."""
     if kind == "sgd":
         return lambda parameters: torch.optim.SGD(groups(model, parameters), lr=1e-1, momentum=0.9)
+    if kind in ("madgrad", "laprop", "schedulefreeadamw"):
+        import pytorch_optimizer
+
+        other: Any = pytorch_optimizer.load_optimizer(kind)
+        return lambda parameters: other(groups(model, parameters), lr=1e-2)
     if kind == "adagrad":
         return lambda parameters: torch.optim.Adagrad(groups(model, parameters), lr=1e-1)
     return lambda parameters: torch.optim.AdamW(groups(model, parameters), lr=1e-2)
@@ -537,6 +542,17 @@ def load_and_train(stage: int, path: str) -> tuple[dict[str, torch.Tensor], dict
         optimizer.step()
         optimizer.zero_grad()
     return shoal.zero.full_state_dict(model), extra
+
+
+def saved_and_loaded(kind: str, stage: int, folder: str, consolidated: bool) -> dict[str, torch.Tensor]:
+    """Four steps, a checkpoint, and three more in another model, on the micro-batches of rank 0."""
+    model, optimizer = _shard(stage, kind)
+    _steps_of_rank_0(model, optimizer, range(4))
+    shoal.zero.save(f"{folder}/saved", model, optimizer, consolidated=consolidated)
+    model, optimizer = _shard(stage % 3 + 1 if kind == "laprop" else stage, kind)
+    shoal.zero.load(f"{folder}/saved", model, optimizer)
+    _steps_of_rank_0(model, optimizer, range(4, 7))
+    return {name: value.clone() for name, value in shoal.zero.full_state_dict(model).items()}
 
 
 def save_in_each_stage(folder: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 import shoal
@@ -21,8 +22,8 @@ import shoal.zero
 from shoal.errors import LocalError
 from shoal.zero import buckets, collectives, reduction
 from shoal.zero.flat import engine_of
-from shoal.zero.optimizer import ShardedOptimizer
-from tests.integration.zero_cases import Odd, Parts, loss_of, make
+from shoal.zero.optimizer import ShardedOptimizer, local
+from tests.integration.zero_cases import Odd, Parts, alone, loss_of, make, train
 
 State = dict[str, torch.Tensor]
 
@@ -34,6 +35,112 @@ def said(function: Callable[[], object]) -> str:
     except (LocalError, RuntimeError, ValueError, ArithmeticError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def hooked(stage: int, when: str) -> tuple[float, int]:
+    """Halve the gradients of two layers by hooks: how far from one process that does, and how often they ran."""
+    model, plain = Odd(), Odd()
+    ran: list[str] = []
+
+    def halve(gradient: torch.Tensor) -> torch.Tensor:
+        ran.append("once")
+        return gradient / 2
+
+    def register(module: torch.nn.Module) -> None:
+        for name in ("layers.0.1.weight", "embedding.weight"):
+            module.get_parameter(name).register_hook(halve)  # type: ignore[no-untyped-call]
+
+    if when == "before":
+        register(model)
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage)
+    if when == "after":
+        register(model)
+    train(optimizer, model, steps=3)
+    times = len(ran)
+    register(plain)
+    return moved(model, alone(dist.get_world_size(), "adamw", steps=3, model=plain)[0]), times
+
+
+def hooked_behind(stage: int, when: str) -> tuple[int, str]:
+    """A hook that runs when a gradient was added: how often it did, and what is said."""
+    model, ran = Odd(), list[bool]()
+
+    def look(parameter: torch.Tensor) -> None:
+        ran.append(parameter.grad is not None and not bool(local(parameter.grad).isnan().any()))
+
+    def run() -> None:
+        if when == "before":
+            model.scale.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+        _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage)
+        if when == "after":
+            model.scale.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+        train(optimizer, model, steps=2)
+
+    words = said(run)
+    return sum(ran), words
+
+
+class Tower(torch.nn.Sequential):
+    """A Sequential as a root; the activation has no parameters."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(4)
+        super().__init__(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+
+
+def in_units(kind: str) -> tuple[list[str], bool]:
+    """Stage 3: what is gathered together; and whether a few steps are those of one process."""
+    models = [
+        torch.nn.ModuleDict({"first": Tower(), "more": torch.nn.ModuleList([torch.nn.Linear(3, 3)])}) for _ in "12"
+    ]
+    model, plain = (Tower(), Tower()) if kind != "a dictionary" else models
+    given = [model[2]] if kind == "given" else None
+    _, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=3, units=given)
+    alone = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = [torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
+        torch.autograd.backward(run_parts(model, inputs[dist.get_rank()]))
+        optimizer.step()
+        optimizer.zero_grad()
+        totals: list[torch.Tensor] = []
+        for each in inputs:
+            torch.autograd.backward(run_parts(plain, each))
+            mine = [value.grad for value in plain.parameters() if value.grad is not None]
+            totals = [one + other for one, other in zip(totals, mine, strict=True)] if totals else mine
+            plain.zero_grad()
+        for value, total in zip(plain.parameters(), totals, strict=True):
+            value.grad = total / 2
+        alone.step()
+        alone.zero_grad()
+    names = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    return names, same(shoal.zero.full_state_dict(model), plain.state_dict())
+
+
+def run_parts(model: torch.nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    """A loss, through a model or the members of a container."""
+    if not isinstance(model, torch.nn.ModuleDict):
+        return model(inputs).square().sum()  # type: ignore[no-any-return]
+    (last,) = model["more"].children()
+    return last(model["first"](inputs)).square().sum()  # type: ignore[no-any-return]
+
+
+def bad_units(kind: str) -> str:
+    """What is said of units that cannot be."""
+    model = Odd()
+    odd: dict[str, Any] = {"another's": [torch.nn.Linear(2, 2)], "tied": [model.embedding], "a list": [model.layers]}
+    given = odd.get(kind, model.layers)
+    return said(lambda: shoal.zero.shard(model, make("sgd", model), stage=2 if kind == "stage 2" else 3, units=given))
+
+
+def bad_containers(kind: str) -> str:
+    """What is said of containers that cannot be called."""
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    if kind == "tied":
+        second.weight = first.weight
+    model = torch.nn.ModuleList([first, second])
+    if kind == "of its own":
+        model.scale = torch.nn.Parameter(torch.ones(3))
+    return said(lambda: shoal.zero.shard(model, make("sgd", model), stage=3))
 
 
 def of_whole_tensors(name: str) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from shoal.zero.copies import wide_dtype
-from shoal.zero.fsdp import is_sharded, missing
+from shoal.zero.fsdp import is_sharded, missing, roots
+from shoal.zero.hooks import hooks_of
 from shoal.zero.names import named_parameters
 
 __all__ = ["problems"]
@@ -57,12 +58,35 @@ def _for_fsdp2(model: torch.nn.Module, dtype: object) -> Iterator[str]:
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
             yield f"{name} has sparse gradients, which FSDP2 cannot reduce: give it sparse=False, or use stage 1 or 2"
     if not is_sharded(model):
+        yield from _of_container(model)
         for name, parameter in named_parameters(model):
+            if hooks_of(parameter):
+                yield (
+                    f"{name} has a hook (register_post_accumulate_grad_hook), and stage 3 puts a shard in its place: "
+                    "register it after shard(), where it sees this rank's rows of the mean, or use stage 1 or 2"
+                )
             if parameter.ndim == 0:
                 yield f"{name} is a scalar, which FSDP2 cannot shard: make it a tensor of one value, or use stage 2"
             if parameter.requires_grad and not parameter.numel():
                 yield f"{name} has no values, which FSDP2 cannot reduce: freeze it, or use stage 1 or 2"
         yield from _of_dtypes(model, dtype)
+
+
+def _of_container(model: torch.nn.Module) -> Iterator[str]:
+    """One that cannot be called: its members are sharded each for itself."""
+    owner: dict[int, str] = {}
+    members = {id(member): name for name, member in model.named_modules()}
+    for root in roots(model):
+        for parameter in root.parameters():
+            if owner.setdefault(id(parameter), members[id(root)]) != members[id(root)]:
+                yield (
+                    f"{members[id(root)]} and {owner[id(parameter)]} share a parameter, and model is a "
+                    f"{type(model).__name__}, which is never called itself: put them into a module that has a forward "
+                    "method, or use stage 1 or 2"
+                )
+    for name, parameter in named_parameters(model):
+        if id(parameter) not in owner:
+            yield f"{name} is in a {type(model).__name__}, which is never called: put it into a module, or use stage 2"
 
 
 def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:

@@ -26,7 +26,19 @@ from shoal.zero.agreement import Agreement
 from shoal.zero.extra import pack
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
-from shoal.zero.saved import FORMAT, INDEX, Saved, Whole, consolidate, state_key, value_key
+from shoal.zero.saved import (
+    FORMAT,
+    INDEX,
+    Saved,
+    Whole,
+    consolidate,
+    exact,
+    number,
+    state_key,
+    typed,
+    untyped,
+    value_key,
+)
 from shoal.zero.weights import full_state_dict, overwrite
 
 __all__ = ["load", "save"]
@@ -111,10 +123,11 @@ def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:
 def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Write this rank's file; returns what the index says of it."""
     tensors = {f"other|{name}": value for name, value in others.items()}
-    pieces = []
+    pieces, numbers = [], dict[str, str]()
     for piece in optimizer.carrier.pieces():
         pieces.append([piece.name, piece.start, piece.stop])
         tensors[value_key(piece)] = piece.values.cpu()
+        numbers.update(_numbers(optimizer.state.get(piece.parameter, {})))
         for key, value in _statistics(optimizer, piece).items():
             tensors[state_key(piece, key)] = value.cpu()
     collectives = optimizer.collectives
@@ -127,14 +140,24 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     _flush(folder / name)
-    return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces}
+    return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces, "numbers": numbers}
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
+    """Which statistics of a piece are Python's own numbers, and of which type."""
+    return {key: type(value).__name__ for key, value in state.items() if isinstance(value, bool | int | float)}
 
 
 def _statistics(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, torch.Tensor]:
     """What the optimizer keeps for a piece: one value for each of its values, or a single one."""
     found = {}
     for key, value in optimizer.state.get(piece.parameter, {}).items():
-        tensor = local(value) if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if not isinstance(value, torch.Tensor | bool | int | float):
+            raise ConfigError(
+                f"the optimizer keeps {key!r} of {piece.name}, a {type(value).__name__}: only tensors and numbers can "
+                "be saved in pieces"
+            )
+        tensor = local(value) if isinstance(value, torch.Tensor) else exact(value)
         if tensor.ndim and tensor.numel() != piece.stop - piece.start:
             raise ConfigError(
                 f"the optimizer keeps {key!r} of {piece.name}, which has not one value for each of its values: it "
@@ -168,8 +191,24 @@ def _index(
             }
             for names, listed, group in zip(optimizer.names, optimizer.listed, optimizer.param_groups, strict=True)
         ],
+        "common": _common(optimizer),
+        "numbers": dict(each for entry in entries for each in entry["numbers"].items()),
         "files": {each["file"]: {"bytes": each["bytes"], "pieces": each["pieces"]} for each in entries},
     }
+
+
+def _common(optimizer: ShardedOptimizer) -> dict[str, Any]:
+    """What the optimizer keeps of no parameter (some count their steps so), and its types."""
+    found: dict[str, Any] = {}
+    for key, value in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            continue
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor | bool | int | float):
+            raise ConfigError(
+                f"the optimizer keeps {key!r}, a {type(value).__name__}, of no parameter: it cannot be saved"
+            )
+        found[key] = typed(value)
+    return found
 
 
 def _plain(value: Any) -> Any:
@@ -244,11 +283,12 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     with torch.no_grad():
         for piece, values, statistics in found:
             piece.values.copy_(values)
-            _restore(optimizer, piece, statistics)
+            _restore(optimizer, piece, statistics, saved.index.get("numbers", {}))
         _overwrite(model, optimizer, others)
     for group, entry in zip(optimizer.param_groups, saved.index["groups"], strict=True):
         for key, value in entry["settings"].items():
             group[key] = _like(group.get(key), value)
+    optimizer.state.update({key: untyped(entry) for key, entry in saved.index.get("common", {}).items()})
     optimizer.carrier.publish()
     extra: dict[str, Any] = saved.index["extra"]
     return extra
@@ -299,7 +339,9 @@ def _check_others(others: Mapping[str, torch.Tensor], model: torch.nn.Module, op
             )
 
 
-def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str, torch.Tensor]) -> None:
+def _restore(
+    optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str, torch.Tensor], numbers: Mapping[str, str]
+) -> None:
     """Give the optimizer its statistics of a piece."""
     state = optimizer.state[piece.parameter] = {}
     for key, value in statistics.items():
@@ -307,7 +349,7 @@ def _restore(optimizer: ShardedOptimizer, piece: Piece, statistics: Mapping[str,
             state[key] = torch.zeros_like(piece.parameter, dtype=value.dtype, requires_grad=False)
             local(state[key]).reshape(-1).copy_(value)
         else:
-            state[key] = value
+            state[key] = number(value, numbers[key]) if key in numbers else value
 
 
 def _overwrite(model: torch.nn.Module, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> None:

@@ -20,9 +20,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch.autograd.graph import increment_version
 
+from shoal.errors import LocalError
 from shoal.zero.buckets import buckets_of
 from shoal.zero.collectives import Collectives
 from shoal.zero.copies import Copies, wide_dtype
+from shoal.zero.hooks import hooks_of
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece
 from shoal.zero.reduction import Reduction
@@ -80,6 +82,7 @@ class FlatEngine:
         kept = {tile: wide[tile.name].reshape(-1)[tile.start : tile.stop].clone() for tile in plan.owned(rank)}
         self._frozen = Copies(frozen, plan, kept, collectives)
         self._reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
+        self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
@@ -165,6 +168,12 @@ class FlatEngine:
         return self._reduction.held(), [*self._copies.own.values(), *self._frozen.own.values()]
 
     def check(self) -> None:
-        """Raise `LocalError` if the model has or trains other parameters, or they are no longer where they were."""
+        """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""
         self._roster.check()
         self._reduction.check()
+        for name, each in self._parameters.items():
+            if hooks_of(each) > self._hooks[name]:
+                raise LocalError(
+                    f"{name} got a hook after shard() (register_post_accumulate_grad_hook), when its gradient may be gone "
+                    "to its owners: register it before shard(), and it sees this rank's own gradient"
+                )

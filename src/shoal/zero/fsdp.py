@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, local
 from shoal.zero.unsharded import Unsharded
 
-__all__ = ["FsdpEngine", "is_sharded", "missing", "partition", "units"]
+__all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
 
 _NEEDED = (
     "set_custom_all_gather",
@@ -49,23 +49,54 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def units(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is gathered and freed together, beside the model as a whole: the layers of its outermost `ModuleList`s.
+def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """What is called as a whole: the model, or the members of a container, which cannot be called itself."""
+    if not is_container(model):
+        return [model]
+    return [root for child in model.children() for root in roots(child)]
 
-    A layer that shares a parameter, or a module, with something outside of it is left to the whole.
+
+def is_container(module: torch.nn.Module) -> bool:
+    """Whether it only holds modules: what FSDP2 does behind its `forward` would never be done."""
+    kinds = (torch.nn.ModuleList, torch.nn.ModuleDict)
+    return isinstance(module, kinds) and type(module).forward is torch.nn.Module.forward
+
+
+def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
+    """What is gathered and freed together, beside what is left; those within others come first.
+
+    By default the members of the model's outermost `ModuleList`s and `Sequential`s. One that shares a parameter, or a
+    module, with something outside of it is left to the whole.
+
+    Raises:
+        ConfigError: what is given is no such module.
     """
     uses, places = _uses(model), Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[int, torch.nn.Module] = {}  # a layer may be in several lists
 
     def visit(module: torch.nn.Module) -> None:
         for child in module.children():
-            if isinstance(module, torch.nn.ModuleList) and _is_alone(child, uses, places[id(child)]):
+            if isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) and _is_alone(
+                child, uses, places[id(child)]
+            ):
                 found[id(child)] = child
             else:
                 visit(child)
 
-    visit(model)
-    return list(found.values())
+    if given is None:
+        visit(model)
+    else:
+        names = {id(module): name for name, module in model.named_modules()}
+        for module in given:
+            if id(module) not in names:
+                raise ConfigError(f"units must be modules of the model, got {type(module).__name__}, which is none")
+            if module is not model and not _is_alone(module, uses, places[id(module)]):
+                raise ConfigError(
+                    f"units lists {names[id(module)]}, which cannot be gathered by itself: it has no parameters, or "
+                    "shares some with another module, or is a container that is never called (give its members)"
+                )
+            found[id(module)] = module
+    return [module for module in reversed(list(model.modules())) if id(module) in found and module is not model]
 
 
 def _uses(module: torch.nn.Module) -> Counter[int]:
@@ -78,19 +109,22 @@ def _is_alone(module: torch.nn.Module, uses: Counter[int], places: int) -> bool:
     """Whether it has parameters, and nothing outside has one of them; it must be called as a module, too."""
     inside = _uses(module)
     return (
-        bool(inside)
-        and not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
-        and all(uses[key] == places * count for key, count in inside.items())
+        bool(inside) and not is_container(module) and all(uses[key] == places * count for key, count in inside.items())
     )
 
 
 def partition(
-    model: torch.nn.Module, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype | None
+    model: torch.nn.Module,
+    parts: Sequence[torch.nn.Module],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    dtype: torch.dtype | None,
 ) -> torch.dtype | None:
-    """Apply `fully_shard` to each unit, and to the model.
+    """Apply `fully_shard` to each unit, and to the model. Hooks of parameters go on with the shards in their places.
 
     Args:
         model: not sharded yet. Its parameters become DTensors; 16-bit ones become float32 first.
+        parts: its units.
         group: the ranks.
         device: where the parameters are.
         dtype: to compute, gather and reduce in; None for that of the parameters.
@@ -101,13 +135,17 @@ def partition(
     mesh = DeviceMesh.from_group(group, device.type)
     dtype = dtype or next((each.dtype for each in model.parameters() if _is_narrow(each)), None)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    for module in [*units(model), model]:
+    hooks = {name: each._backward_hooks for name, each in named_parameters(model)}  # noqa: SLF001
+    for module in [*parts, *(root for root in roots(model) if root not in parts)]:
         for parameter in module.parameters():
             if not isinstance(parameter, DTensor):
                 # The shards are rows, and the optimizer's float32 copy.
                 wide = parameter.data.float() if _is_narrow(parameter) else parameter.data
                 parameter.data = wide.contiguous()
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    for name, parameter in named_parameters(model):
+        if hooks[name]:
+            parameter._backward_hooks = hooks[name]  # noqa: SLF001 (its handles work on)
     return dtype
 
 

@@ -178,7 +178,7 @@ def _copy(
     """The same optimizer, of these tensors; of the model it knows nothing."""
     made = object.__new__(type(inner))
     state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update({key: deepcopy(each) for key, each in inner.state.items() if not isinstance(key, torch.Tensor)})
+    state.update(deepcopy(_common(inner)))
     memo: dict[int, Any] = {id(inner): made, id(inner.state): state}
     memo.update(dict.fromkeys(map(id, [*model.modules(), *model.parameters(), *model.buffers()])))
     # A schedule puts a step of its own into the optimizer, which would step the real one.
@@ -245,7 +245,7 @@ def _of_numbers(
     whole: Sequence[_Part],
     pieces: Sequence[_Part],
 ) -> str | None:
-    """Whether single numbers, of tensors or of groups, depend on the cuts: weights will, sooner or later."""
+    """Whether single numbers, of tensors, groups or all together, depend on the cuts: weights will, sooner or later."""
     pairs = [
         (one.state.get(part.tensor, {}), rank.state.get(piece.tensor, {}))
         for part in whole
@@ -253,6 +253,7 @@ def _of_numbers(
         for rank in ranks
         if piece.number == part.number and piece.tensor in rank.state
     ]
+    pairs += [(_common(one), _common(rank)) for rank in ranks]
     pairs += [each for rank in ranks for each in zip(one.param_groups, rank.param_groups, strict=True)]
     for there, here in pairs:
         for key, value in there.items():
@@ -260,6 +261,10 @@ def _of_numbers(
             if number is not None and not math.isclose(number, _number(here.get(key)) or 0.0, rel_tol=_TOLERANCE):
                 return f"keeps another {key!r} for a tensor than for the pieces of it"
     return None
+
+
+def _common(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
 
 
 def _number(value: Any) -> float | None:

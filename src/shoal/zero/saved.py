@@ -23,6 +23,8 @@ nothing before every rank has read all it needs.
 ``others``           names of frozen parameters and buffers, whole, in the file of rank 0 as ``other|NAME``
 ``groups``           the optimizer's groups: ``parameters`` by name, ``listed`` with those that are frozen, ``settings``
 ``optimizer``        its class, for people to read
+``common``           what the optimizer keeps of no parameter: its type, and the value (not in older checkpoints)
+``numbers``          statistics that are no tensors: the names of their types (not in older checkpoints)
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
 ``extra``            what the user gave, as `extra.pack` writes it
 ===================  ==============================================================================================
@@ -49,7 +51,20 @@ from shoal.errors import ConfigError
 from shoal.zero.extra import unpack
 from shoal.zero.optimizer import Piece
 
-__all__ = ["FORMAT", "INDEX", "Range", "Saved", "Whole", "consolidate", "state_key", "value_key"]
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "Range",
+    "Saved",
+    "Whole",
+    "consolidate",
+    "exact",
+    "number",
+    "state_key",
+    "typed",
+    "untyped",
+    "value_key",
+]
 
 _UNREADABLE = (
     OSError,
@@ -76,6 +91,30 @@ def value_key(piece: Piece | Range) -> str:
 def state_key(piece: Piece | Range, key: str) -> str:
     """What one of a piece's statistics is under."""
     return f"{_place(piece)}|state|{key}"
+
+
+def exact(value: float) -> torch.Tensor:
+    """A number of Python's, without rounding."""
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+
+
+def number(value: torch.Tensor, kind: str) -> float:
+    """What `exact` made of a number of this type."""
+    kinds: dict[str, type[float]] = {"bool": bool, "int": int, "float": float}
+    return kinds[kind](value.item())
+
+
+def typed(value: Any) -> list[Any]:
+    """A number or a tensor, with its type, for JSON."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    return [type(value).__name__, value]
+
+
+def untyped(entry: Sequence[Any]) -> Any:
+    """What `typed` was given."""
+    kind, value = entry
+    return torch.tensor(value, dtype=getattr(torch, kind[6:])) if kind.startswith("torch.") else value
 
 
 class Range(NamedTuple):
@@ -216,7 +255,7 @@ class Whole:
             raise ConfigError(f"the optimizer in {path} has other groups: give shard() those that it was saved with")
         in_order = [name for group in fitting[0] for name in group]
         by_number = dict(zip((each for group in numbers for each in group), in_order, strict=True))
-        self._state = {by_number[number]: entry for number, entry in state.items()}
+        self._state = {by_number[key]: entry for key, entry in state.items() if key in by_number}
         names = [name for group in groups for name in group]
         # A single value that is not a value of the parameter; of a scalar it cannot be told by its shape.
         self._counters = {"step"} | {
@@ -239,6 +278,13 @@ class Whole:
                 for group, entry in zip(groups, entries, strict=True)
             ],
             "optimizer": None,
+            "common": {key: typed(value) for key, value in state.items() if isinstance(key, str)},
+            "numbers": {
+                key: type(value).__name__
+                for entry in self._state.values()
+                for key, value in entry.items()
+                if isinstance(value, bool | int | float)
+            },
             "extra": extra,
         }
 
@@ -265,7 +311,7 @@ class Whole:
         """The optimizer's of a range."""
         found, shape = {}, self._weights[wanted.name].shape
         for key, value in self._state.get(wanted.name, {}).items():
-            tensor = torch.as_tensor(value)
+            tensor = value if isinstance(value, torch.Tensor) else exact(value)
             if not tensor.ndim and (shape or key in self._counters):
                 found[key] = tensor.clone()  # each piece counts its own steps, in place
             elif tensor.shape == shape:
@@ -301,9 +347,9 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     saved = Saved(Path(path))
     index = saved.index
     listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
-    numbers = {name: number for number, name in enumerate(listed)}
+    numbers, kinds = {name: place for place, name in enumerate(listed)}, index.get("numbers", {})
     weights: dict[str, torch.Tensor] = {}
-    state: dict[int, dict[str, torch.Tensor]] = {}
+    state: dict[int, dict[str, Any]] = {}
     with saved.opened():
         for name in index["parameters"]:
             shape = index["parameters"][name]["shape"]
@@ -311,9 +357,16 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
             weights[name] = saved.values(whole).reshape(shape)
             statistics = saved.statistics(whole)
             if statistics:
-                shaped = {key: each.reshape(shape) if each.ndim else each for key, each in statistics.items()}
-                state[numbers[name]] = shaped
+                state[numbers[name]] = {
+                    key: number(each, kinds[key]) if key in kinds else each.reshape(shape) if each.ndim else each
+                    for key, each in statistics.items()
+                }
         weights.update({name: saved.other(name) for name in index["others"]})
     weights.update({alias: weights[name] for alias, name in index["aliases"].items()})
+    common = {key: untyped(entry) for key, entry in index.get("common", {}).items()}
     groups = [{**entry["settings"], "params": [numbers[name] for name in entry["listed"]]} for entry in index["groups"]]
-    return {"model": weights, "optimizer": {"state": state, "param_groups": groups}, "extra": index["extra"]}
+    return {
+        "model": weights,
+        "optimizer": {"state": {**state, **common}, "param_groups": groups},
+        "extra": index["extra"],
+    }

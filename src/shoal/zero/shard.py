@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
+from shoal.zero.fsdp import units as find_units
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.probe import why_not_cut
@@ -45,6 +46,7 @@ def shard(
     group: dist.ProcessGroup | None = None,
     dtype: torch.dtype | None = None,
     skip_nonfinite: bool = True,
+    units: Iterable[torch.nn.Module] | None = None,
 ) -> tuple[ModuleT, ShardedOptimizer]:
     """Partition a model's training over the ranks of a process group; all of them call it.
 
@@ -76,6 +78,9 @@ def shard(
             into a parameter later counts as it is rounded there. Frozen ones keep their float32 values as well, each
             rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
+        units: stage 3: which modules are gathered together, while they run, and freed behind that: such as
+            ``model.layers``, or modules of any kind. What is in none of them is gathered as long as the model runs.
+            None for the members of the model's outermost `ModuleList`s and `Sequential`s.
 
     Returns:
         The same model, and its optimizer.
@@ -105,8 +110,9 @@ def shard(
             raise ConfigError(problem)
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
-    agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype and skip_nonfinite")
+        parts = _units(model, units, stage)
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, units {_places(model, parts)}"
+    agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype, skip_nonfinite and units")
     number = int(agreement.gather(str(next(_models)))[0])
     collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):
@@ -115,7 +121,7 @@ def shard(
     with agreement.together():
         if stage == 3 or is_sharded(model):
             if stage == 3 and not is_sharded(model):
-                _partitioned[model] = dtype, partition(model, found, collectives.device, dtype)
+                _partitioned[model] = dtype, partition(model, parts, found, collectives.device, dtype)
             carrier = FsdpEngine(model, stage, collectives, _partitioned.get(model, (None, None))[1])
         parameters = dict(named_parameters(model))
         inner = _build(optimizer_factory, model, parameters, cuts=carrier is None)
@@ -127,6 +133,20 @@ def shard(
     optimizer = ShardedOptimizer(model, inner, carrier, collectives, listed, skip_nonfinite=skip_nonfinite)
     _sharded.add(model)
     return model, optimizer
+
+
+def _units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None, stage: int) -> list[torch.nn.Module]:
+    """What stage 3 gathers together; nothing for others. Raises `ConfigError`."""
+    if stage == 3 and not is_sharded(model):
+        return find_units(model, given)
+    if given is not None:
+        raise ConfigError("units are for stage 3, of a model to which fully_shard was not applied")
+    return []
+
+
+def _places(model: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> str:
+    names = {id(module): name for name, module in model.named_modules()}
+    return " ".join(names[id(each)] for each in parts)
 
 
 def _description(model: torch.nn.Module) -> str:

@@ -72,11 +72,19 @@ class Unsharded:
         whole.requires_grad_()  # or it takes no hooks; a program may unfreeze it later
         self._nodes.append(get_gradient_edge(whole).node)
         self._nodes[-1].register_prehook(weakly(self._before))
+        whole.register_hook(partial(weakly(self._hooked), name))
         whole.register_post_accumulate_grad_hook(partial(weakly(self._arrived), name, group))
         whole.requires_grad_(trained)
         managed.sharded_param.requires_grad_()
         managed.sharded_param.register_post_accumulate_grad_hook(partial(weakly(self._count), name))
         managed.sharded_param.requires_grad_(trained)
+
+    def _hooked(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Run what a program has registered (`register_hook`) with the parameter, or with the shard in its place."""
+        for hook in [*(self._shards[name]._backward_hooks or {}).values()]:  # noqa: SLF001
+            found = hook(gradient)
+            gradient = gradient if found is None else found
+        return gradient
 
     def _before(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """A gradient is about to be added to what is in a whole parameter."""

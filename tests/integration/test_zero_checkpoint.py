@@ -97,6 +97,38 @@ def test_what_an_optimizer_keeps_beside_tensors_is_saved(
         assert all(torch.equal(state[name], value) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("how", ["a mapping", "safetensors", "torch.save"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_alone_are_loaded_into_a_sharded_model(pool: Ranks, tmp_path: Path, stage: int, how: str) -> None:
+    """In every stage, tied ones under one name; the optimizer's statistics stay."""
+    path = str(tmp_path / f"model.{'safetensors' if how == 'safetensors' else 'pt'}")
+    for apart, kept, steps in pool.play(3, cases.load_weights, stage, how, path):
+        assert (apart, kept, steps) == (0.0, True, 3)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_weights_alone_are_loaded_into_a_model_that_computes_in_bfloat16(pool: Ranks, stage: int) -> None:
+    """Rounded where it computes; what is stepped is not."""
+    for apart, kept, _ in pool.play(2, cases.load_weights, stage, "a mapping", "", torch.bfloat16):
+        assert apart < 0.02
+        assert kept
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("lacks one", "lacks scale"),
+        ("one more", "has other, which the model has not"),
+        ("a shape", "scale in the state dictionary has the shape [2]"),
+        ("not the same", "path must be of the same checkpoint on all ranks"),
+        ("a number", "scale in the state dictionary is a float"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(pool: Ranks, how: str, words: str) -> None:
+    """And all ranks say why."""
+    assert all(words in said for said in pool.play(2, cases.load_bad_weights, how))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: int) -> None:
     """One file of two state dictionaries, that of the optimizer among them; training goes on as if nothing had been."""

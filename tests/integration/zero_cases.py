@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
@@ -583,6 +585,56 @@ def _steps_of_rank_0(model: torch.nn.Module, optimizer: ShardedOptimizer, steps:
         torch.autograd.backward(loss_of(model, step, 0))
         optimizer.step()
         optimizer.zero_grad()
+
+
+def load_weights(stage: int, how: str, path: str, dtype: torch.dtype | None = None) -> tuple[float, bool, int]:
+    """Weights alone: how far the model is from them, if the optimizer is as before, and its steps after one more."""
+    source = Odd()
+    with torch.no_grad():
+        for number, each in enumerate([*source.parameters(), *source.buffers()]):
+            each.copy_(torch.randn(each.shape, generator=torch.Generator().manual_seed(number)))
+    weights = source.state_dict()
+    model = Odd()
+    _, optimizer = shoal.zero.shard(model, make("adamw", model), stage=stage, dtype=dtype)
+    train(optimizer, model, steps=2)
+    before = [local(each).clone() for entry in optimizer.state.values() for each in entry.values()]
+    if how != "a mapping" and dist.get_rank() == 0:
+        one_name = {name: each for name, each in weights.items() if name != "head.weight"}  # as safetensors has it
+        save_file(one_name, path) if how == "safetensors" else torch.save(weights, path)
+    dist.barrier()
+    assert shoal.zero.load(weights if how == "a mapping" else path, model, optimizer) == {}
+    now = [local(each) for entry in optimizer.state.values() for each in entry.values()]
+    apart = max(
+        float((value.float() - weights[name]).abs().max())
+        for name, value in (*shoal.zero.full_state_dict(model).items(), ("frozen.weight", model.frozen.weight))
+        if not isinstance(value, DTensor)
+    )
+    kept = all(map(torch.equal, before, now))
+    train(optimizer, model, steps=1)
+    return apart, kept, max(int(entry["step"]) for entry in optimizer.state.values())
+
+
+def load_bad_weights(how: str) -> str:
+    """What is said of weights that do not fit; the model must be as before."""
+    model, optimizer = _shard(3, "sgd")
+    before = shoal.zero.full_state_dict(model)
+    weights: dict[str, Any] = {name: each + 1 for name, each in before.items()}
+    if how == "lacks one":
+        del weights["scale"]
+    elif how == "one more":
+        weights["other"] = torch.ones(1)
+    elif how == "a shape":
+        weights["scale"] = torch.ones(2)
+    elif how == "not the same":
+        weights["scale"] += dist.get_rank()
+    else:
+        weights["scale"] = 3.0
+    try:
+        shoal.zero.load(weights, model, optimizer)
+    except ConfigError as error:
+        same = all(torch.equal(value, before[name]) for name, value in shoal.zero.full_state_dict(model).items())
+        return str(error) if same else "changed"
+    return ""
 
 
 def save_narrow(stage: int, path: str) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
+from shoal.zero.bare import BareWeights, bare_weights
 from shoal.zero.extra import pack
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
@@ -250,19 +251,22 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """Take over a checkpoint, of any number of ranks and any stage. All ranks call it.
+def load(
+    path: str | os.PathLike[str] | Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer
+) -> dict[str, Any]:
+    """Take over a checkpoint, of any number of ranks and any stage, or weights alone. All ranks call it.
 
     Args:
         path: of the folder that `save` wrote, or a copy; or of a file for plain torch, with the state dictionaries
             ``model`` and ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with
-            sharding later. The same checkpoint on all ranks.
+            sharding later. Or weights alone, for which the optimizer stays as it is: a state dictionary of the whole
+            model, or a file of one, by `torch.save` or of safetensors. The same on all ranks.
         model: as `shoal.zero.shard` returned it: its parameters and buffers are overwritten.
         optimizer: as `shoal.zero.shard` returned it, of the same class: its state and the settings of its groups,
             learning rates among them, are overwritten.
 
     Returns:
-        `extra`, as it was given to `save`.
+        `extra`, as it was given to `save`; empty for weights alone.
 
     Raises:
         ConfigError: there is no whole checkpoint, or it is of another model or other groups: on all ranks; nothing was
@@ -270,6 +274,12 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
         RankLost: a rank is gone.
     """
     agreement = Agreement(optimizer.collectives.group, optimizer.collectives.watch)
+    with agreement.together():
+        bare = bare_weights(path)
+    if bare is not None:
+        _load_weights(agreement, bare, model, optimizer)
+        return {}
+    assert not isinstance(path, Mapping)
     with agreement.together():
         whole = Path(path).is_file()
         saved = Whole(Path(path), optimizer.names, optimizer.listed) if whole else Saved(Path(path))
@@ -292,6 +302,18 @@ def load(path: str | os.PathLike[str], model: torch.nn.Module, optimizer: Sharde
     optimizer.carrier.publish()
     extra: dict[str, Any] = saved.index["extra"]
     return extra
+
+
+def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
+    with agreement.together():
+        state, trained = model.state_dict(keep_vars=True), _trained(model, optimizer)
+        tensors = bare.fitting(model, {name: each.shape for name, each in state.items() if torch.is_tensor(each)})
+    _check_same(agreement, bare.identity, bare.where)
+    with torch.no_grad():
+        for piece in optimizer.carrier.pieces():
+            piece.values.copy_(tensors[piece.name].reshape(-1)[piece.start : piece.stop])
+        _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
+    optimizer.carrier.publish()
 
 
 def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str]) -> None:

@@ -174,6 +174,6 @@ class FlatEngine:
         for name, each in self._parameters.items():
             if hooks_of(each) > self._hooks[name]:
                 raise LocalError(
-                    f"{name} got a hook after shard() (register_post_accumulate_grad_hook), when its gradient may be gone "
-                    "to its owners: register it before shard(), and it sees this rank's own gradient"
+                    f"{name} got a hook (register_post_accumulate_grad_hook) after shard(), when its gradient may be "
+                    "elsewhere: register it before shard(), and it sees this rank's own gradient"
                 )

@@ -61,8 +61,9 @@ class _Subject(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The values `start` to `stop` of the subject with a number, which an optimizer steps."""
+    """The values `start` to `stop` of the subject with a number, which the optimizer of a rank steps."""
 
+    rank: int
     number: int
     start: int
     stop: int
@@ -113,16 +114,15 @@ def _subjects(inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[
 def _tried(
     subjects: Sequence[_Subject], inner: torch.optim.Optimizer, model: torch.nn.Module, chance: Callable[[], object]
 ) -> str | None:
-    whole = [_Part(number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
+    whole = [_Part(0, number, 0, each.values.numel(), each.values.clone()) for number, each in enumerate(subjects)]
     pieces = [
-        _Part(part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
+        _Part(rank, part.number, start, stop, part.tensor.reshape(-1)[start:stop].clone())
         for part in whole
-        for start, stop in pairwise(round(cut * part.stop) for cut in _CUTS)
+        for rank, (start, stop) in zip((0, 1, 0), pairwise(round(cut * part.stop) for cut in _CUTS), strict=True)
+        if start < stop
     ]
-    one, *ranks = (
-        _copy(inner, model, subjects, parts)
-        for parts in (whole, [each for index, each in enumerate(pieces) if index % 3 != 1], pieces[1::3])
-    )
+    one = _copy(inner, model, subjects, whole)
+    ranks = [_copy(inner, model, subjects, [each for each in pieces if each.rank == rank]) for rank in (0, 1)]
     made, before = torch.Generator().manual_seed(_SEED), chance()
     for step in range(_STEPS):
         gradients = [_gradient(part.tensor, step, made) for part in whole]
@@ -192,7 +192,6 @@ def _copy(
         made.param_groups[subject.group]["params"].append(tensor)
         if subject.state:
             state[tensor] = {key: _cut(each, subject.values, part) for key, each in subject.state.items()}
-    made.param_groups[:] = [group for group in made.param_groups if group["params"]]
     return made
 
 
@@ -247,11 +246,10 @@ def _of_numbers(
 ) -> str | None:
     """Whether single numbers, of tensors, groups or all together, depend on the cuts: weights will, sooner or later."""
     pairs = [
-        (one.state.get(part.tensor, {}), rank.state.get(piece.tensor, {}))
+        (one.state.get(part.tensor, {}), ranks[piece.rank].state.get(piece.tensor, {}))
         for part in whole
         for piece in pieces
-        for rank in ranks
-        if piece.number == part.number and piece.tensor in rank.state
+        if piece.number == part.number
     ]
     pairs += [(_common(one), _common(rank)) for rank in ranks]
     pairs += [each for rank in ranks for each in zip(one.param_groups, rank.param_groups, strict=True)]

@@ -111,8 +111,9 @@ def shard(
         if model in _sharded:
             raise ConfigError("model is sharded already, by an earlier shard(): call it once for a model")
         parts = _units(model, units, stage)
-    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}, units {_places(model, parts)}"
-    agreement.alike(f"{what}\n{_description(model)}", "model, stage, dtype, skip_nonfinite and units")
+    what = f"stage {stage}, dtype {dtype}, skip_nonfinite {bool(skip_nonfinite)}"
+    description = f"{what}\n{_description(model)}\nunits {_places(model, parts)}"
+    agreement.alike(description, "model, stage, dtype, skip_nonfinite and units")
     number = int(agreement.gather(str(next(_models)))[0])
     collectives = Collectives(found, watch, next(model.parameters()).device, number)
     if not is_sharded(model):

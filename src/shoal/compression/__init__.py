@@ -4,7 +4,8 @@
 codecs that convert each element by itself; those whose elements share a scale or a codebook stand on `packed`:
 `scaled`, `uniform`, `quantile`, `blockwise`, `sparse`. `feedback` says that what a codec loses is sent later,
 `differences` that it is for what changed since the last average (both are `wrapped` around another one). `adaptive`
-chooses among all of them. Other codecs join by `register_codec`. `docs/compression.md` says which one is for what.
+chooses among all of them. Other codecs join by `register_codec`, or by `compress` and `extract` through `own`.
+`docs/compression.md` says which one is for what.
 """
 
 from shoal.compression.adaptive import (
@@ -26,6 +27,7 @@ from shoal.compression.differences import Differences, for_parameters
 from shoal.compression.feedback import ErrorFeedback
 from shoal.compression.floating import BFloat16Compression, Float16Compression, NoCompression
 from shoal.compression.memory import DTYPES, allocate, as_tensor, dtype_by_name, dtype_name, populate, view_bytes
+from shoal.compression.own import SerializedTensor
 from shoal.compression.quantile import Quantile8BitQuantization
 from shoal.compression.scaled import ScaledFloat16Compression
 from shoal.compression.sparse import TopKCompression
@@ -45,6 +47,7 @@ __all__ = [
     "Quantile8BitQuantization",
     "RoleAdaptiveCompression",
     "ScaledFloat16Compression",
+    "SerializedTensor",
     "SizeAdaptiveCompression",
     "TensorDescriptor",
     "TensorRole",

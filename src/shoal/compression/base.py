@@ -37,6 +37,7 @@ from shoal.compression.memory import allocate, dtype_name
 from shoal.errors import ConfigError, LocalError
 
 __all__ = [
+    "MAX_NAME",
     "CompressionBase",
     "CompressionInfo",
     "TensorDescriptor",
@@ -45,7 +46,10 @@ __all__ = [
     "register_codec",
 ]
 
-_MAX_NAME = 64
+MAX_NAME = 64
+"""Characters."""
+
+_SHOWN = 48
 _FEW_BYTES = 1 << 16
 
 
@@ -108,6 +112,15 @@ class CompressionBase(ABC):
     """
 
     has_scales = True
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if not cls.__module__.startswith("shoal.compression") and not vars(cls).keys().isdisjoint(
+            ("compress", "extract")
+        ):
+            from shoal.compression import own  # noqa: PLC0415 (it is made of this class)
+
+            own.complete(cls)
 
     @property
     @abstractmethod
@@ -258,6 +271,11 @@ class CompressionBase(ABC):
         with torch.no_grad():
             out.copy_(self.decode(data, out.numel(), dtype, sizes).view(out.shape))
 
+    def estimate_compression_ratio(self, info: CompressionInfo) -> float:
+        """Encoded bytes by bytes of a tensor like this; 1 for an empty one."""
+        raw = info.descriptor.numel * info.descriptor.dtype.itemsize
+        return self.encoded_bytes(info.descriptor.numel, info.descriptor.dtype) / raw if raw else 1.0
+
     def max_error(self, values: torch.Tensor) -> float:
         """The largest `error_bound` over a tensor; 0.0 for an empty one."""
         return float(self.error_bound(values).max()) if values.numel() else 0.0
@@ -305,9 +323,9 @@ def codec_by_name(name: str) -> CompressionBase:
     """
     family, _, parameters = name.partition(":")
     factory = _factories.get(family)
-    codec = factory(parameters) if factory is not None and len(name) <= _MAX_NAME else None
+    codec = factory(parameters) if factory is not None and len(name) <= MAX_NAME else None
     if codec is None or codec.name != name:
-        raise ConfigError(f"unknown codec {name[:_MAX_NAME]!r}; known are {', '.join(sorted(_factories))}")
+        raise ConfigError(f"unknown codec {name[:_SHOWN]!r}; known are {', '.join(sorted(_factories))}")
     return codec
 
 

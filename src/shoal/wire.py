@@ -53,6 +53,9 @@ M = TypeVar("M")
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 """32 bytes: SHA-256 of states, BLAKE3 of chunks."""
 
+CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+"""16 bytes: BLAKE3 of parameters."""
+
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
 """No peer of a run has taken more swarm steps, or counts more samples: who says so is wrong."""
 
@@ -582,7 +585,8 @@ class Progress(Message, frozen=True):
     `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
     messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced. With
-    `left` the peer says that it takes part no more.
+    `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,
+    the digest of its own, and that of those which they were found equal to, to rounding where arithmetic differs.
     """
 
     contact: Contact
@@ -595,6 +599,7 @@ class Progress(Message, frozen=True):
     settings: dict[str, str]
     end_epoch: Epoch | None = None
     left: bool = False
+    check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
 
 
 class TellProgress(Request[Progress], frozen=True):

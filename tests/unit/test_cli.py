@@ -234,6 +234,26 @@ def test_status_shows_peers_and_totals() -> None:
     )
 
 
+def test_status_calls_identical_what_is_identical() -> None:
+    """By the check of the parameters, and not by the name of the state alone."""
+    first, second = bytes(16), b"x" * 16
+    one = progress(b"a", check=(10, first, first))
+    rounded = progress(b"b", check=(10, second, first))
+    other = progress(b"c", check=(10, second, second))
+    before = progress(b"d", check=(5, second, second))
+    old = progress(b"e")
+
+    def said(*peers: Progress) -> str:
+        return shown(RunStatus("run", peers, frozenset()))
+
+    assert "parameters" not in said(old)
+    assert "parameters: identical at epoch 10 on 2 of 3" in said(one, one, old)
+    assert "parameters: identical but for rounding at epoch 10 on 2 of 3" in said(one, rounded, before)
+    assert "parameters: 1 of 3 differ" in said(one, one, other)
+    assert "64646464!" in said(one, one, other)
+    assert "!" not in said(one, rounded, before)
+
+
 def test_status_as_json_is_complete_and_valid() -> None:
     """Numbers that JSON does not know are not in it."""
     peer = progress(b"a", rate=float("inf"), settings={"target_batch_size": "many"})
@@ -246,11 +266,13 @@ def test_status_as_json_is_complete_and_valid() -> None:
         "samples_per_s": 0.0,
         "end_epoch": None,
         "settings": {"target_batch_size": "many"},
+        "parameters": None,
         "peers": [
             {
                 "peer_id": str(peer.contact.peer),
                 "epoch": 12,
                 "state_digest": "64" * 32,
+                "differs": False,
                 "branch_samples": 3000,
                 "samples": 60,
                 "samples_per_s": 0.0,

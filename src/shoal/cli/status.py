@@ -54,6 +54,30 @@ class RunStatus:
         """The peers at the best state."""
         return tuple(peer for peer in self.peers if peer.digest == self.best.digest)
 
+    def differs(self, peer: Progress) -> bool:
+        """Whether it is at the best state by name, and its parameters were others at the last check."""
+        return peer in self.together and peer.check is not None and peer.check[2] != self._state_at(peer.check[0])
+
+    def _state_at(self, epoch: int) -> bytes | None:
+        """What most peers at the best state have found to be the state, at the check of this epoch."""
+        found = [peer.check[2] for peer in self.together if peer.check is not None and peer.check[0] == epoch]
+        return max(sorted(set(found)), key=found.count, default=None)
+
+    @property
+    def checked(self) -> str | None:
+        """What the last check of the parameters has found, of the peers at the best state; None if there was none."""
+        checks = [peer.check for peer in self.together if peer.check is not None]
+        if not checks:
+            return None
+        epoch = max(check[0] for check in checks)
+        newest = [check for check in checks if check[0] == epoch]
+        others = sum(map(self.differs, self.together))
+        if others:
+            return f"{others} of {len(checks)} differ"
+        equal = len({check[1] for check in newest}) == 1
+        what = "identical" if equal else "identical but for rounding"
+        return f"{what} at epoch {epoch} on {len(newest)} of {len(self.together)}"
+
     @property
     def samples(self) -> int:
         """Accumulated for the next step."""
@@ -89,11 +113,13 @@ class RunStatus:
             "samples_per_s": self.samples_per_s,
             "end_epoch": self.end_epoch,
             "settings": dict(self.best.settings),
+            "parameters": self.checked,
             "peers": [
                 {
                     "peer_id": str(peer.contact.peer),
                     "epoch": peer.epoch,
                     "state_digest": peer.digest.hex(),
+                    "differs": self.differs(peer),
                     "branch_samples": peer.branch_samples,
                     "samples": peer.samples,
                     "samples_per_s": _rate(peer),
@@ -198,11 +224,11 @@ def table_of(found: RunStatus) -> Table:
         table.add_column(name, justify="left" if name in ("peer", "state") else "right", no_wrap=True)
     table.add_column("address", overflow="fold")
     for peer in found.peers:
-        best = peer.digest == found.best.digest
+        best = peer.digest == found.best.digest and not found.differs(peer)
         table.add_row(
             Text(peer.contact.peer.short()),
             str(peer.epoch),
-            Text(peer.digest.hex()[:8], style="" if best else "yellow"),
+            Text(peer.digest.hex()[:8] + ("!" if found.differs(peer) else ""), style="" if best else "yellow"),
             str(peer.samples),
             f"{_rate(peer):.1f}",
             f"{found.share(peer):.0%}",
@@ -229,6 +255,8 @@ def summary_of(found: RunStatus) -> str:
     target = found.target_batch_size
     text += f"; {found.samples} {f'of {target} ' if target else ''}samples for the next step"
     text += f", {found.samples_per_s:.1f} samples/s"
+    if found.checked is not None:
+        text += f"; parameters: {found.checked}"
     if found.end_epoch is not None:
         text += f"; ends at epoch {found.end_epoch}"
     return text

@@ -12,10 +12,11 @@ from typing import Annotated, Any
 
 import msgspec
 
+from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.peer import PeerID
 
-__all__ = ["Agreement", "Said", "agree"]
+__all__ = ["Agreement", "Said", "agree", "checks_of"]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -25,10 +26,12 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
         options: of its parameter groups.
         absent: a bit for each trained parameter (that of parameter i is `1 << i % 8` in byte `i // 8`): no batch since
             the last step has given it a gradient. Shorter if the rest has.
+        check: what the parameters are, if it is time to say so.
     """
 
     options: Options
     absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
+    check: Check | None = None
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +66,12 @@ def agree(gathered: Mapping[PeerID, Any]) -> Agreement:
     said = [_read(gathered[peer]) for peer in sorted(gathered)]
     options = agreed([each.options for each in said if each is not None])
     return Agreement(options, _in_all([each.absent if each is not None else b"" for each in said]))
+
+
+def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:
+    """What the members have said that their parameters are."""
+    said = ((peer, _read(plain)) for peer, plain in gathered.items())
+    return {peer: each.check for peer, each in said if each is not None and each.check is not None}
 
 
 def _read(plain: Any) -> Said | None:

@@ -37,10 +37,11 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced
-from shoal.optim.agreement import Agreement, Said, agree
+from shoal.optim.agreement import Agreement, Said, agree, checks_of
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
+from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.companions import Companions
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.misfits import Misfits
@@ -122,6 +123,9 @@ class Collaboration:
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
         self._taking_over = False
+        self._checks = Checks()
+        self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
+        self._mend_from: frozenset[PeerID] = frozenset()
         self._news = asyncio.Event()
         self._rounds = Rounds(core.env, self._look, self._news)
         self._moved = asyncio.Event()
@@ -168,9 +172,10 @@ class Collaboration:
         if self._closed:
             return
         self._closed = True
-        for task in self._tasks:
+        tasks = [*self._tasks, *(self._checking or ())[1:]]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._gossip.leave()
         await self._gossip.close()
         self._steps.close()
@@ -212,6 +217,7 @@ class Collaboration:
             settings=dict(self.settings.fingerprint),
             end_epoch=self._end.epoch,
             left=self._closed,
+            check=self._checks.last,
         )
 
     def view(self) -> SwarmView:
@@ -319,7 +325,7 @@ class Collaboration:
                 await self._step_alone()
             return
         alone, name = {self.core.peer_id}, self.state
-        said = self._said()
+        said = self._said(await self._check(name))
         result = await self._rounds.run(
             self._gradients,
             tag=name.group_tag,
@@ -340,11 +346,48 @@ class Collaboration:
             self._shared = True
             await self._take_step_of(result, said)
 
-    def _said(self) -> Said:
-        return Said(options_of(self.training.optimizer.param_groups), self.training.absent())
+    def _said(self, check: Check | None = None) -> Said:
+        return Said(options_of(self.training.optimizer.param_groups), self.training.absent(), check)
+
+    async def _check(self, name: StateName) -> Check | None:
+        """What our parameters are at this state, if it is time to say so."""
+        self._begin_check()
+        return await self._checking[1] if self._checking is not None and self._checking[0] == name else None
+
+    def _begin_check(self) -> None:
+        """Look at the parameters of our state, if it is time to, beside the trainer's next batches."""
+        name = self.state
+        if is_due(name.epoch, self.settings.check_every) and (self._checking is None or self._checking[0] != name):
+            self._checking = name, asyncio.get_running_loop().create_task(self._look_at_parameters(name))
+
+    async def _look_at_parameters(self, name: StateName) -> Check | None:
+        training = self.training
+        check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
+        async with self.lock.held():  # a step renames under it: so they were those of this state all the time
+            return check if self.state == name else None
+
+    async def _judge_parameters(self, result: StepResult, name: StateName) -> bool:
+        """Whether we hold what the others hold; else our state is renamed: it is worse than theirs."""
+        checks, me = checks_of(result.gathered), self.core.peer_id
+        if (verdict := judge(checks)) is None:
+            return True
+        to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
+        if self._checks.is_news(verdict) and me not in verdict.others:
+            self._notices.differ(name.epoch, verdict.others, len(verdict.holders))
+        if not to_mend:
+            return True
+        self._notices.differs(name.epoch, len(verdict.holders), again=self._checks.again)
+        async with self.lock.held():
+            self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
+            self.training.discard()
+        self._mend_from = verdict.holders
+        await self.tell_loaded()
+        return False
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
+        if not await self._judge_parameters(result, self.state):
+            return
         agreement = agree(result.gathered)
         if agreement.options is not None:
             if (why := misfit(said.options, agreement.options)) is not None:
@@ -507,6 +550,7 @@ class Collaboration:
         self._gossip.renamed()
         self._gossip.tell(self.view(), now=True)
         self._news.set()
+        self._begin_check()
 
     async def _average_state(self) -> None:
         """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards.
@@ -601,7 +645,8 @@ class Collaboration:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         ours = self.state.key if self.core.endpoint.contact.addresses else None
-        donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in view.leaders]
+        leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
+        donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in leaders]
         try:
             state = await download_state(
                 self.core.endpoint,
@@ -623,6 +668,7 @@ class Collaboration:
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)
             self.state = name
+            self._mend_from = frozenset()
             self._update, self._average_due = None, False
             self._shared = True
 

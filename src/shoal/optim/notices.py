@@ -76,6 +76,28 @@ class Notices:
             "shoal.Optimizer(scheduler=...), the same on all"
         )
 
+    def differ(self, epoch: int, others: Iterable[PeerID], holders: int) -> None:
+        """These peers name the state of this epoch, and hold other parameters than its holders."""
+        who = ", ".join(peer.short() for peer in sorted(others))
+        self.warn(
+            f"the check of the parameters at epoch {epoch}: {who} named the same state as {holders} others, and held "
+            "other parameters; theirs are replaced by a download"
+        )
+
+    def differs(self, epoch: int, holders: int, *, again: bool) -> None:
+        """This peer names the state of this epoch, and holds other parameters than its holders."""
+        message = (
+            f"the check of the parameters at epoch {epoch}: ours differ from those of {holders} peers at the same "
+            "state; theirs are downloaded"
+        )
+        if again:
+            message += (
+                ". It is not the first time in a row: the step itself differs here. Look for hooks of the optimizer, "
+                "attributes, random numbers or code that changes parameters here and not on the others, and at the "
+                "memory"
+            )
+        self.warn(message)
+
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken whole. Look whether the schedule was moved, too."""
         self._downloads_in_a_row = 0

@@ -28,8 +28,8 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of torch optimizers that say how a step is computed, not what it is."""
 
 _KEPT_BY_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names"}
-"""What each peer has of its own in its parameter groups."""
+LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names", "train_mode"}
+"""What each peer has of its own in its parameter groups; `train_mode` says what the weights are (ScheduleFree)."""
 
 
 _MAX_BYTES = 32768

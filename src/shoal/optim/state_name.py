@@ -84,6 +84,10 @@ class StateName(NamedTuple):
         digest = hashlib.sha256(b"shoal interrupted" + self.digest + chance + peer).digest()
         return StateName(self._next_epoch if step else self.epoch, digest, self.samples)
 
+    def after_difference(self, chance: bytes, peer: bytes) -> StateName:
+        """Of parameters that others do not have under this name: worse than any of its epoch."""
+        return StateName(self.epoch, hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest(), 0)
+
     @property
     def key(self) -> StateKey:
         """Orders states: the larger one is the better state."""

@@ -1,0 +1,127 @@
+"""Peers that name one state and hold different parameters: found, said, mended, and not for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.events import Event, Warned
+from tests.sim.optimizer_kit import Run, Trainer
+
+NAMES = ["p0", "p1", "p2"]
+
+
+async def train(
+    names: list[str], epochs: int, change: Callable[[Trainer], None], prepare: Callable[[Trainer], None] | None = None
+) -> tuple[Run, list[str]]:
+    """Train with checks at epochs 2, 6, 10, ...; `change` is called after each batch. Returns what was said."""
+    run, said = Run(target=24), list[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, Warned) and "check of the parameters" in event.message:
+            said.append(event.message)
+
+    for name in names:
+        trainer = await run.add(name, check_every=4)
+        if prepare is not None:
+            prepare(trainer)
+        trainer.collaboration.core.env.events.subscribe(note)
+    await sim.sleep(3.0)
+    run.swarm.peer(names[0]).collaboration.announce_end(epochs)
+
+    async def loop(name: str) -> None:
+        trainer = run.swarm.peer(name)
+        while not trainer.collaboration.finished:
+            await trainer.take_batch(4, duration_s=0.2)
+            change(trainer)
+
+    await asyncio.gather(*(run.swarm.run_on(name, loop, name) for name in names))
+    await run.close()
+    return run, said
+
+
+def nothing(trainer: Trainer) -> None:
+    """What should be."""
+
+
+def test_equal_parameters_pass_the_check() -> None:
+    """Nothing is said, and all tell the same of themselves."""
+
+    async def main() -> None:
+        run, said = await train(NAMES, 13, nothing)
+        checks = {run.swarm.peer(name).collaboration.mine().check for name in NAMES}
+        assert not said
+        assert len(checks) == 1
+        (check,) = checks
+        assert check is not None
+        assert check[0] == 10
+        assert check[1] == check[2]
+
+    sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("value", [0.25, float("nan")])
+def test_one_weight_that_differs_is_found_and_mended_by_one_download(value: float) -> None:
+    """Most hold something else: who is alone takes over theirs, and nobody else downloads."""
+
+    def poke(trainer: Trainer) -> None:
+        if trainer.index == 0 and trainer.batches_done == 9:
+            trainer.parameters[0].data[1, 1] = value
+
+    async def main() -> None:
+        run, said = await train(NAMES, 16, poke)
+        assert run.agree(NAMES)
+        assert [run.swarm.peer(name).downloads for name in NAMES] == [1, 0, 0]
+        assert sum("ours differ from those of 2 peers" in each for each in said) == 1
+        assert sum("held other parameters" in each for each in said) == 2
+
+    sim.run(main, seed=2)
+
+
+@pytest.mark.parametrize("names", [NAMES[:2], NAMES])
+def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> None:
+    """A hook on one peer only: the first, second, fourth check in a row, with what to look for."""
+
+    def hook(trainer: Trainer) -> None:
+        def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad.mul_(0.5)
+
+        if trainer.index == 1:
+            trainer.collaboration.training.optimizer.register_step_pre_hook(halve)
+
+    async def main() -> None:
+        run, said = await train(names, 41, nothing, hook)
+        downloads = sum(run.swarm.peer(name).downloads for name in names)
+        assert 2 <= downloads <= 4
+        assert sum("the step itself differs here" in each for each in said) >= 1
+
+    sim.run(main, seed=3)
+
+
+def test_another_arithmetic_is_no_difference() -> None:
+    """The same step computed in another order: last bits differ, and nobody downloads."""
+
+    def way(trainer: Trainer) -> None:
+        for group in trainer.collaboration.training.optimizer.param_groups:
+            group["foreach"] = trainer.index == 1
+            group["fused"] = trainer.index == 2
+
+    def shift(trainer: Trainer) -> None:
+        if trainer.index == 1 and trainer.batches_done == 5:
+            trainer.parameters[0].data.mul_(1 + 1e-9)
+
+    async def main() -> None:
+        run, said = await train(NAMES, 12, shift, way)
+        assert not said
+        assert not any(run.swarm.peer(name).downloads for name in NAMES)
+        checks = [run.swarm.peer(name).collaboration.mine().check for name in NAMES]
+        assert len({check[1] for check in checks if check is not None}) > 1
+        assert len({check[2] for check in checks if check is not None}) == 1
+
+    sim.run(main, seed=4)

@@ -144,3 +144,51 @@ def test_a_newcomer_beside_a_lossy_load_state_compression(dht: shoal.DHT) -> Non
     for kept, taken in zip(donor.state.values(), newcomer.state.values(), strict=True):
         assert torch.equal(kept["exp_avg"], taken["exp_avg"])
     assert [message for message in told if "load_state_compression" in message]
+
+
+def test_load_state_dict_of_an_unchanged_state_keeps_its_name(dht: shoal.DHT) -> None:
+    """As Accelerate loads it when it wraps the optimizer: peers at one state stay at one state."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    for epoch in (0, 3):
+        train(swarm, model, epoch)
+        before = swarm.collaboration.state
+        swarm.load_state_dict(swarm.state_dict())
+        assert swarm.collaboration.state == before
+    saved = swarm.state_dict()
+    model.weight.data.add_(1.0)
+    swarm.load_state_dict(saved)
+    assert swarm.collaboration.state != before
+    swarm.shutdown()
+
+
+def test_step_without_any_gradient_advances_no_epoch_and_is_told(dht: shoal.DHT) -> None:
+    """So are gradients that are not cleared; each once."""
+    told: list[str] = []
+    dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    for _ in range(3):
+        swarm.step()
+    assert swarm.local_epoch == 0
+    for _ in range(3):
+        model(torch.ones(4, 3)).square().mean().backward()
+        swarm.step()
+    assert swarm.local_epoch == 3
+    assert sum("no parameter has a gradient" in each for each in told) == 1
+    assert sum("batches are counted twice" in each for each in told) == 1
+    swarm.shutdown()
+
+
+def test_a_tensor_that_was_replaced_in_the_model_is_told(dht: shoal.DHT) -> None:
+    """The peer would go on with a model that stands still."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    swarm = shoal.Optimizer(
+        dht=dht, run_id="run", target_batch_size=4, batch_size_per_step=4, optimizer=inner, model=model
+    )
+    model.load_state_dict(model.state_dict(), assign=True)
+    with pytest.raises(shoal.errors.ConfigError, match=r"parameter 0\.weight of the model was replaced"):
+        swarm.step()
+    swarm.shutdown()

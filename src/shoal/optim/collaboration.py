@@ -510,14 +510,17 @@ class Collaboration:
         self._renewed()
         self._move(Phase.COLLECTING)
 
-    def loaded(self, saved: StateName | None) -> None:
+    def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
         """The user has loaded a checkpoint: name what is there now (under `lock`, in the trainer's thread).
 
         Args:
             saved: the name that it was saved under; None if it has none.
+            unchanged: what is there now is what was saved: it has its name.
         """
         training = self.training
-        if saved is None and self.epoch == 0:
+        if saved is not None and unchanged:
+            self.state = saved
+        elif saved is None and self.epoch == 0:
             self.state = StateName.genesis(training.fingerprint(), training.steps_before())
         else:
             self.state = (saved or self.state).after_loading(training.fingerprint())

@@ -9,6 +9,7 @@ import torch
 
 import shoal
 from shoal.compression import CompressionBase
+from shoal.optim.model import TrainedModel
 from shoal.optim.options import HOW
 from shoal.optim.training_state import TrainingState
 
@@ -21,7 +22,12 @@ _MAX_GROUPS = 16
 
 
 def run_settings(
-    training: TrainingState, target_batch_size: int, average_state_every: int, **codecs: CompressionBase | None
+    training: TrainingState,
+    target_batch_size: int,
+    average_state_every: int,
+    *,
+    model: TrainedModel | None = None,
+    **codecs: CompressionBase | None,
 ) -> dict[str, str]:
     """The settings of a run, as they are compared: batch, model, optimizer with all its options, codecs.
 
@@ -29,6 +35,7 @@ def run_settings(
         training: what is trained.
         target_batch_size: of the swarm.
         average_state_every: epochs.
+        model: that is trained, if it was given.
         codecs: by the names of their arguments.
     """
     optimizer = training.optimizer
@@ -40,6 +47,7 @@ def run_settings(
         "learning rate": _text(optimizer.defaults.get("lr", "none")),
         **{name: _text(value) for name, value in _options(optimizer.defaults).items() if name != "lr"},
         **_groups(optimizer),
+        **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(shoal.__version__.split(".")[:2]),

@@ -15,7 +15,9 @@ from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
+from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.model import TrainedModel
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.state_name import StateName
@@ -73,6 +75,8 @@ class Optimizer(torch.optim.Optimizer):
             that small updates are kept. None for none.
         load_state_compression: taken for compatibility; any codec but `NoCompression` is a warning. A newcomer has to
             hold the same bits as the others, so the state always travels as it is.
+        model: that is trained. With it the names of its parameters and the bytes of what the optimizer does not have
+            (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
         extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
             beginning (masks) are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; who has more reduces more.
@@ -105,6 +109,7 @@ class Optimizer(torch.optim.Optimizer):
         grad_compression: CompressionBase | None = None,
         state_averaging_compression: CompressionBase | None = None,
         load_state_compression: CompressionBase | None = None,
+        model: torch.nn.Module | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
         sender_timeout: float | None = None,
@@ -151,6 +156,8 @@ class Optimizer(torch.optim.Optimizer):
         if self._own_schedule:
             self._schedules.seen()
         self._training = TrainingState(inner, chosen, extra_tensors, unit=target_batch_size)
+        self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
+        self._watch = GradientWatch(self._training.trained)
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
@@ -171,6 +178,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._training,
                 target_batch_size,
                 average_state_every,
+                model=self._model,
                 grad_compression=grad_compression,
                 state_averaging_compression=state_averaging_compression,
             ),
@@ -197,6 +205,12 @@ class Optimizer(torch.optim.Optimizer):
             dht.events.emit(Warned(where="optimizer", message=message))
         self._collaboration = self._run(begin(), 60.0)
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
+        if self._model is not None and self._model.unshared_statistics:
+            names = self._model.unshared_statistics
+            self._warn(
+                f"{len(names)} running statistics of normalization ({names[0]}, ...) are each peer's own: give them as "
+                "extra_tensors to share them"
+            )
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
@@ -276,6 +290,10 @@ class Optimizer(torch.optim.Optimizer):
         if self._closed or not self.dht.is_alive():
             raise ClosedError("the optimizer was shut down, or its DHT was")
         self._follow_schedule()
+        if self._model is not None:
+            self._model.check()
+        if (message := self._watch.at_step()) is not None:
+            self._warn(message)
         try:
             return self._count(samples, loss)
         finally:
@@ -296,6 +314,9 @@ class Optimizer(torch.optim.Optimizer):
                     f"{what} follows the swarm's epochs: its own step() does nothing, and its warm-up and its length "
                     f"count epochs of {self.target_batch_size} samples"
                 )
+        self._warn(message)
+
+    def _warn(self, message: str) -> None:
         self.dht.events.emit(Warned(where="optimizer", message=message))
 
     def _count(self, samples: int, loss: Any) -> Any:
@@ -326,7 +347,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.load_state_from_peers()
             except StateUnavailable as error:
                 self._collaboration.check_beginning()
-                self.dht.events.emit(Warned(where="optimizer", message=str(error)))
+                self._warn(str(error))
 
     def load_state_from_peers(self, timeout: float | None = None) -> bool:
         """Download the swarm's state if it is better than this peer's.
@@ -353,7 +374,8 @@ class Optimizer(torch.optim.Optimizer):
             state, training = self._collaboration.state, self._training
             values, _ = training.export()
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
-            return {**training.optimizer.state_dict(), "shoal": {**name, "scheduled": values["scheduled"]}}
+            where = {**name, "scheduled": values["scheduled"], "fingerprint": training.fingerprint().hex()}
+            return {**training.optimizer.state_dict(), "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, or of the inner optimizer, to resume from a checkpoint.
@@ -374,7 +396,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
-            self._collaboration.loaded(where and where[0])
+            unchanged = where is not None and where[2] == self._training.fingerprint().hex()
+            self._collaboration.loaded(where and where[0], unchanged=unchanged)
         self._run(self._collaboration.tell_loaded(), GRACE_S)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -393,6 +416,7 @@ class Optimizer(torch.optim.Optimizer):
             self._closed = True
             self._run(self._collaboration.close(), self._shutdown_timeout)
             self._forget_closer()
+        self._watch.close()
         self._closed = True
 
     def __enter__(self) -> Self:
@@ -405,13 +429,14 @@ class Optimizer(torch.optim.Optimizer):
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
 
 
-def _where(saved: Any) -> tuple[StateName, int] | None:
-    """The name of the state that a checkpoint is of, and the count of its schedule."""
+def _where(saved: Any) -> tuple[StateName, int, str] | None:
+    """The name of the state that a checkpoint is of, the count of its schedule, and what it holds as a digest."""
     if saved is None:
         return None
     try:
         name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
-        return msgspec.convert([name, saved["scheduled"]], tuple[StateName, Annotated[int, msgspec.Meta(ge=0)]])
+        what = [name, saved["scheduled"], saved.get("fingerprint", "")]
+        return msgspec.convert(what, tuple[StateName, Annotated[int, msgspec.Meta(ge=0)], str])
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 

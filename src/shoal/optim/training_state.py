@@ -18,6 +18,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from blake3 import blake3
 from torch.nn.utils import get_total_norm
 
 from shoal.allreduce.run_buffers import LARGEST, sum_dtype
@@ -120,15 +121,16 @@ class TrainingState:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
         Returns:
-            Whether they count: not if the swarm's average for this epoch is here already, or if they cannot be summed.
+            Whether they count: not if there are none, if the swarm's average for this epoch is here already, or if they
+            cannot be summed.
 
         Raises:
             ConfigError: other parameters are to be trained than when the run began.
         """
         self._check_parameters()
-        if self._has_average:
-            return False
         given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
+        if self._has_average or not given:
+            return False
         accumulators = [self.accumulators[index] for index in given]
         with torch.no_grad():
             gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
@@ -150,8 +152,15 @@ class TrainingState:
         return True
 
     def _check_parameters(self) -> None:
-        number = sum(len(group["params"]) for group in self.optimizer.param_groups)
-        if number != len(self.parameters):
+        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if (number := len(listed)) == len(self.parameters):
+            for index, (parameter, known) in enumerate(zip(listed, self.parameters, strict=True)):
+                if parameter is not known:
+                    raise ConfigError(
+                        f"parameter {index} of the optimizer was replaced since the run began: make a new "
+                        "shoal.Optimizer to train others"
+                    )
+        else:
             raise ConfigError(
                 f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
                 "shoal.Optimizer to train others"
@@ -300,8 +309,8 @@ class TrainingState:
         return f"{len(tensors)} with {sum(each.numel() for each in tensors)} elements, {digest}"
 
     def fingerprint(self) -> bytes:
-        """SHA-256 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
-        digest = hashlib.sha256()
+        """BLAKE3 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""
+        digest = blake3()
         values, tensors = self.export()
         if self.optimizer.state:
             digest.update(encode([values["optimizer"], values["scheduled"]]))
@@ -309,7 +318,7 @@ class TrainingState:
             tensors = tensors[: values["fixed"]]  # rates that are tensors are settings
         for tensor in tensors:
             digest.update(view_bytes(tensor.to("cpu").contiguous()))
-        return digest.digest()
+        return bytes(digest.digest())
 
     def steps_before(self) -> int:
         """How many steps the optimizer has taken, as its statistics, or its groups, say."""

@@ -1,0 +1,91 @@
+"""What a run knows of the model itself: which tensors the optimizer has, by name, and what is not trained.
+
+A run shares the tensors of its optimizer. If the rest of the model differs (another base under LoRA), or two layers of
+equal shapes stand in another order, nothing would tell. With the model at hand its names and its frozen tensors are
+among the settings that all peers compare before they train together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from blake3 import blake3
+from torch.nn.modules.batchnorm import _NormBase
+
+from shoal.compression import view_bytes
+from shoal.errors import ConfigError
+
+__all__ = ["TrainedModel"]
+
+
+class TrainedModel:
+    """The model around the tensors of a run.
+
+    Args:
+        model: of the user.
+        parameters: those of the optimizer, in its order.
+        extra_tensors: part of the state beside them.
+
+    Raises:
+        ConfigError: the optimizer has nothing of it.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, parameters: Sequence[torch.Tensor], extra_tensors: Sequence[torch.Tensor]
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        shared = {id(each) for each in (*parameters, *extra_tensors)}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        if not any(id(each) in names for each in parameters):
+            raise ConfigError("model has none of the parameters of the optimizer: give the model that it trains")
+        self._names = [names.get(id(each), "-") for each in parameters]
+        self._frozen = [(name, tensor.detach()) for name, tensor in _fixed_tensors(model) if id(tensor) not in shared]
+        self._places = [
+            (module, key, f"{prefix}.{key}".strip("."), parameter)
+            for prefix, module in model.named_modules()
+            for key, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in shared
+        ]
+        self.unshared_statistics = [
+            name for name, tensor in _statistics(model) if tensor.dtype.is_floating_point and id(tensor) not in shared
+        ]
+        """Running statistics of normalization that are no extra tensors: each peer has its own."""
+
+    def settings(self) -> dict[str, str]:
+        """What all peers compare: the names of what is trained, and what is not trained, by its bytes."""
+        names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
+        both, elements = blake3(), 0
+        for name, tensor in self._frozen:
+            both.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            both.update(view_bytes(tensor.to("cpu").contiguous()))
+            elements += tensor.numel()
+        count = len(self._frozen)
+        return {
+            "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
+            "frozen tensors": f"{count} with {elements} elements, {both.hexdigest()[:16]}" if count else "none",
+        }
+
+    def check(self) -> None:
+        """Raise `ConfigError` if a tensor that is trained is not the model's any more."""
+        for module, key, name, held in self._places:
+            if getattr(module, key, None) is not held:
+                raise ConfigError(
+                    f"parameter {name} of the model was replaced, and the optimizer trains the one before: load "
+                    "weights without assign=True, or make a new shoal.Optimizer"
+                )
+
+
+def _statistics(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            for key, tensor in module.named_buffers(recurse=False):
+                yield f"{prefix}.{key}".strip("."), tensor
+
+
+def _fixed_tensors(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, but for the statistics of normalization, which move."""
+    moving = {id(tensor) for _, tensor in _statistics(model)}
+    yield from model.named_parameters()
+    yield from ((name, tensor) for name, tensor in model.named_buffers() if id(tensor) not in moving)

@@ -1,0 +1,120 @@
+"""What peers compare of their models, and what is said about gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from shoal.errors import ConfigError
+from shoal.optim.gradient_watch import GradientWatch
+from shoal.optim.model import TrainedModel
+from shoal.progress import settings_difference
+
+
+def model(seed: int = 0) -> torch.nn.Sequential:
+    """A frozen base, a normalization, two trained layers of equal shapes."""
+    torch.manual_seed(seed)
+    made = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+    )
+    made[0].requires_grad_(False)
+    made.register_buffer("positions", torch.arange(4))
+    return made
+
+
+def settings(made: torch.nn.Sequential, order: tuple[int, ...] = (2, 3)) -> dict[str, str]:
+    """Of a run that trains these layers."""
+    trained = [parameter for layer in order for parameter in made[layer].parameters()]
+    return TrainedModel(made, trained, []).settings()
+
+
+def other_base(made: torch.nn.Sequential) -> None:
+    """One frozen weight."""
+    made[0].weight.data[0, 0] += 1e-6  # type: ignore[operator, index]
+
+
+def other_buffer(made: torch.nn.Sequential) -> None:
+    """One number of a buffer."""
+    made.get_buffer("positions")[2] = 7
+
+
+def statistics(made: torch.nn.Sequential) -> None:
+    """Normalization has seen batches."""
+    made(torch.ones(5, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [(other_base, "frozen tensors is "), (other_buffer, "frozen tensors is "), (statistics, None)],
+)
+def test_peers_with_different_frozen_weights_are_refused_by_name(
+    change: Callable[[torch.nn.Sequential], None], difference: str | None
+) -> None:
+    """LoRA over another base: the average of the adapters would fit neither."""
+    one, other = model(), model()
+    change(other)
+    found = settings_difference(settings(one), settings(other))
+    assert found is None if difference is None else found is not None and found.startswith(difference)
+
+
+def test_layers_in_another_order_are_refused_by_name() -> None:
+    """Equal shapes: gradients of different layers would be averaged."""
+    found = settings_difference(settings(model()), settings(model(), (3, 2)))
+    assert found is not None
+    assert found.startswith("parameter names is 4 from 2.weight to 3.bias")
+
+
+def test_a_parameter_that_was_replaced_is_told() -> None:
+    """The optimizer would go on training the one before, and the model stand still."""
+    made = model()
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    made.load_state_dict(made.state_dict())
+    trained.check()
+    made.load_state_dict(made.state_dict(), assign=True)
+    with pytest.raises(ConfigError, match=r"parameter 2\.weight of the model was replaced"):
+        trained.check()
+
+
+def test_another_model_than_the_optimizers_is_refused() -> None:
+    """Nothing of it is trained."""
+    with pytest.raises(ConfigError, match="none of the parameters"):
+        TrainedModel(model(), list(model().parameters()), [])
+
+
+def test_running_statistics_that_are_not_shared_are_found() -> None:
+    """They belong into `extra_tensors`."""
+    made = model()
+    trained = list(made[2].parameters())
+    assert TrainedModel(made, trained, []).unshared_statistics == ["1.running_mean", "1.running_var"]
+    assert not TrainedModel(made, trained, list(made[1].buffers())).unshared_statistics
+
+
+@pytest.mark.parametrize("clear", ["none", "zero", "by hand", "forgotten"])
+def test_gradients_counted_twice_for_want_of_zero_grad(clear: str) -> None:
+    """Told once, and only who forgets it, however it is done."""
+    layer = torch.nn.Linear(3, 1)
+    watch = GradientWatch(list(layer.parameters()))
+    told = []
+    for _ in range(6):
+        layer(torch.ones(2, 3)).sum().backward()
+        layer(torch.ones(2, 3)).sum().backward()  # two batches in one step are no mistake
+        told.append(watch.at_step())
+        if clear in ("none", "zero"):
+            layer.zero_grad(set_to_none=clear == "none")
+        elif clear == "by hand":
+            for parameter in layer.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+    said = [each for each in told if each]
+    assert len(said) == (clear == "forgotten")
+    assert all("call optimizer.zero_grad() after each step()" in each for each in said)
+    watch.close()
+
+
+def test_step_without_any_gradient_is_told_once() -> None:
+    """Nothing was computed, or on another model."""
+    watch = GradientWatch(list(torch.nn.Linear(3, 1).parameters()))
+    told = [watch.at_step() for _ in range(3)]
+    assert "call loss.backward() before" in (told[0] or "")
+    assert told[1:] == [None, None]

@@ -202,7 +202,7 @@ class Collaboration:
     @property
     def finished(self) -> bool:
         """Whether this peer is at the end, at the best state that is known here, and the others are too."""
-        return self._end.over(self.epoch) and self.phase is not Phase.STEPPING
+        return self._end.over(self.epoch) and self.phase is not Phase.STEPPING and not self._average_due
 
     def mine(self) -> Progress:
         """Where this peer stands, as others are told."""
@@ -445,7 +445,8 @@ class Collaboration:
 
     @property
     def _must_wait(self) -> bool:
-        return self.phase is Phase.AVERAGING or (self.phase is Phase.ENDING and not self.finished)
+        ending = self.phase is Phase.ENDING or (self._average_due and self.at_end)
+        return self.phase is Phase.AVERAGING or (ending and self.phase is not Phase.STEPPING and not self.finished)
 
     async def decide(self, timeout_s: float) -> Phase:
         """Look at what was accumulated just now, and say what is to be done (trainer).
@@ -544,7 +545,8 @@ class Collaboration:
             self._notices.alone(epoch, len(self.view().peers) - 1, expected=self.core.node.was_given_peers)
         else:
             self._notices.in_company()
-        self._average_due = bool(every) and epoch % every == 0 and not self.at_end
+        # The last step is followed by an average of what each peer has of its own: batch norm statistics, say.
+        self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0
 
     def _renewed(self) -> None:
         """The state has another name: donors offer the new one, the others are told now."""
@@ -575,6 +577,8 @@ class Collaboration:
             )
         finally:
             self._average_due = False
+            if self.at_end:
+                self._move(self.phase)  # the trainer waits
         if result is not None and self.state == name:
             apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
             members = [member.contact.peer for member in result.outcome.members]

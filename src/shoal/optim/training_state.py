@@ -115,6 +115,11 @@ class TrainingState:
         self._given = [False] * len(trained)
         self._stale = False  # what the accumulators hold is over: the next gradients take its place
 
+    @property
+    def averages_extras(self) -> bool:
+        """Whether there are extra tensors that state averaging averages."""
+        return any(tensor is extra for tensor in self.state_tensors for extra in self.extra_tensors)
+
     # ---------------------------------------------------------------------------------------------------- gradients
 
     def accumulate(self, batch_size: int) -> bool:

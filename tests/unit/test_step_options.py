@@ -45,6 +45,7 @@ def test_what_is_proposed_is_all_but_how_a_step_is_computed() -> None:
         "amsgrad": [False],
         "maximize": [False],
         "decoupled_weight_decay": [True],
+        "limit": [float("inf")],
         "tag": ["x"],
         "count": [3],
     }
@@ -104,7 +105,6 @@ def test_options_keep_their_form() -> None:
         [],
         [[1, {"lr": []}]],
         [[1, {"lr": [float("nan")]}]],
-        [[1, {"lr": [float("inf")]}]],
         [[1, {"betas": [[0.5, float("nan")]]}]],
         [[3, {"lr": [0.1, 0.2]}]],
         [[0, {"lr": [0.1]}]],
@@ -146,3 +146,16 @@ def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes
     options = options_of(groups({"lr": 0.1}))
     gathered = {peer(i): decode_plain(encode(Said(options, mask))) for i, mask in enumerate(masks)}
     assert agree(gathered).absent == absent
+
+
+def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:
+    """Who has it takes that of the others, and is told."""
+    good = options_of(groups({"lr": 0.1}))
+    mine = groups({"lr": 0.1})
+    mine[0]["lr"] = float("nan")
+    bad = options_of(mine)
+    assert agree({peer(1): told(bad), peer(2): told(bad), peer(3): told(good)}).options == good
+    assert agree({peer(1): told(bad)}).options is None
+    assert [each.name for each in differences(bad, good)] == ["lr"]
+    apply(mine, good)
+    assert mine[0]["lr"] == 0.1

@@ -118,3 +118,17 @@ def test_step_without_any_gradient_is_told_once() -> None:
     told = [watch.at_step() for _ in range(3)]
     assert "call loss.backward() before" in (told[0] or "")
     assert told[1:] == [None, None]
+
+
+def test_a_parameter_that_has_no_gradient_any_more_is_told_once() -> None:
+    """Without the model nobody else sees that it was replaced."""
+    layers = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    watch = GradientWatch([*layers[0].parameters(), *layers[1].parameters()])
+    told = []
+    for number in range(120):
+        sum(layer(torch.ones(2, 3)).sum() for layer in layers[: 2 if number < 3 else 1]).backward()
+        told.append(watch.at_step())
+        for layer in layers:
+            layer.zero_grad()
+    assert [each for each in told if each] == [told[52]]
+    assert "trained parameter 2 had gradients" in (told[52] or "")

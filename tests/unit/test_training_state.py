@@ -474,3 +474,13 @@ def test_a_step_is_taken_with_the_options_of_the_round() -> None:
     training.step(agreed)
     assert torch.equal(parameters[0].detach(), torch.full((2,), -1.0))
     assert training.optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_an_optimizer_in_eval_mode_takes_no_step() -> None:
+    """ScheduleFree turns the parameters to those that are evaluated: gradients at them are of another point."""
+    training, parameters = state((2,))
+    training.optimizer.param_groups[0]["train_mode"] = False
+    with pytest.raises(ConfigError, match="call its train"):
+        accumulate(training, parameters, 1.0, 1)
+    training.optimizer.param_groups[0]["train_mode"] = True
+    accumulate(training, parameters, 1.0, 1)

@@ -362,6 +362,8 @@ class Collaboration:
 
     async def _look_at_parameters(self, name: StateName) -> Check | None:
         training = self.training
+        if training.evaluates:
+            return None
         check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
         async with self.lock.held():  # a step renames under it: so they were those of this state all the time
             return check if self.state == name else None
@@ -389,14 +391,15 @@ class Collaboration:
         if not await self._judge_parameters(result, self.state):
             return
         agreement = agree(result.gathered)
-        if agreement.options is not None:
-            if (why := misfit(said.options, agreement.options)) is not None:
-                self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-                async with self.lock.held():
-                    self.training.discard()
-                self._move(Phase.COLLECTING)
-                return
-            self._notices.took_over(differences(said.options, agreement.options))
+        if agreement.options is None:
+            raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
+        if (why := misfit(said.options, agreement.options)) is not None:
+            self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
+            async with self.lock.held():
+                self.training.discard()
+            self._move(Phase.COLLECTING)
+            return
+        self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.state, [member.contact.peer for member in result.outcome.members]
         self._companions.share(members, name.key)

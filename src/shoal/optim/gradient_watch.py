@@ -1,4 +1,4 @@
-"""What a training loop is told about its gradients: `step()` without any, and gradients that were not cleared.
+"""What a training loop is told about its gradients: none at all, none any more, or gradients that were not cleared.
 
 Backward adds to `.grad`. Who does not clear it after `step()` counts a batch twice. Whether it was cleared is seen when
 the next gradient of one small parameter comes: what is there then must be nothing, or zero.
@@ -14,6 +14,7 @@ import torch
 __all__ = ["GradientWatch"]
 
 _SURE_AFTER = 3
+_GONE_AFTER = 50
 
 
 class GradientWatch:
@@ -27,6 +28,8 @@ class GradientWatch:
         self._trained = trained
         self._armed = self._kept = self._kept_told = self._none_told = False
         self._cleared = 0
+        self._without: list[int | None] = [None] * len(trained)  # steps in a row; None: it never had one
+        self._gone_told = False
         watched = min(trained, key=torch.Tensor.numel)
         me, parameter = weakref.ref(self), weakref.ref(watched)
 
@@ -53,12 +56,29 @@ class GradientWatch:
             return (
                 "step() was called and no parameter has a gradient, so it counts nothing: call loss.backward() before"
             )
+        if (gone := self._gone()) is not None and not self._gone_told:
+            self._gone_told = True
+            return (
+                f"trained parameter {gone} had gradients, and none in the last {_GONE_AFTER} steps: if it was replaced "
+                "in the model (load_state_dict(assign=True)), make a new shoal.Optimizer"
+            )
         if self._kept and not self._kept_told:
             self._kept_told = True
             return (
                 "the gradients were not cleared between two steps, so batches are counted twice: call "
                 "optimizer.zero_grad() after each step()"
             )
+        return None
+
+    def _gone(self) -> int | None:
+        """The first parameter that had gradients, and none for long."""
+        for index, parameter in enumerate(self._trained):
+            if parameter.grad is not None:
+                self._without[index] = 0
+            elif (steps := self._without[index]) is not None:
+                self._without[index] = steps + 1
+                if steps + 1 == _GONE_AFTER:
+                    return index
         return None
 
     def close(self) -> None:

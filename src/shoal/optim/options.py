@@ -6,7 +6,7 @@ the same set for all: that which most members have, to rounding. It is applied e
 name of the state after the step.
 
 Left out: options that say how a step is computed (`foreach`), what schedules keep for themselves (`initial_lr`), and
-values that are no finite number, text, bool or None, nor a tuple or a tensor of one. Pure functions.
+values that are no number, text, bool or None, nor a tuple or a tensor of one. Pure functions.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Options(msgspec.Struct, frozen=True, array_like=True):
         return values * self.groups if len(values) == 1 else values
 
     def problem(self) -> str | None:
-        """Why these cannot be the options of anybody; None if they can."""
+        """Why no step can be taken with these; None if one can."""
         for name, values in self.values.items():
             if len(values) not in (1, self.groups):
                 return f"{len(values)} values of {name[:40]} for {self.groups} groups"
-            if not all(map(_is_finite, values)):
-                return f"{name[:40]} is not finite"
+            if not all(map(_is_number, values)):
+                return f"{name[:40]} is not a number"
         return None
 
     @property
@@ -186,7 +186,7 @@ def _told(value: float | str) -> float | str | _Nothing:
         return value if len(value) <= 256 else _NOTHING
     if isinstance(value, int):
         return value if abs(value) <= 1 << 53 else _NOTHING
-    return value if math.isfinite(value) else _NOTHING
+    return value
 
 
 def _with(mine: object, value: Value) -> object:
@@ -200,10 +200,10 @@ def _with(mine: object, value: Value) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _is_finite(value: Value) -> bool:
+def _is_number(value: Value) -> bool:
     if isinstance(value, list):
-        return all(map(_is_finite, value))
-    return not isinstance(value, float) or math.isfinite(value)
+        return all(map(_is_number, value))
+    return not isinstance(value, float) or not math.isnan(value)
 
 
 def _kind(value: object) -> object:

@@ -116,6 +116,11 @@ class TrainingState:
         self._stale = False  # what the accumulators hold is over: the next gradients take its place
 
     @property
+    def evaluates(self) -> bool:
+        """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
+        return any(group.get("train_mode") is False for group in self.optimizer.param_groups)
+
+    @property
     def averages_extras(self) -> bool:
         """Whether there are extra tensors that state averaging averages."""
         return any(tensor is extra for tensor in self.state_tensors for extra in self.extra_tensors)
@@ -157,6 +162,8 @@ class TrainingState:
         return True
 
     def _check_parameters(self) -> None:
+        if self.evaluates:
+            raise ConfigError("the optimizer is in eval mode: call its train() before step()")
         listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if (number := len(listed)) == len(self.parameters):
             for index, (parameter, known) in enumerate(zip(listed, self.parameters, strict=True)):

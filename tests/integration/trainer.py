@@ -99,6 +99,8 @@ def main() -> None:
             model, arguments, train_dataset=Examples(), optimizers=(optimizer, None), callbacks=[pace]
         )
         trainer.train()
+        epoch, own, state = optimizer.collaboration.mine().check or (0, b"", b"")
+        say("check", [epoch, own.hex(), state.hex()])
         schedule: Any = trainer.lr_scheduler
         say("schedule", [type(schedule).__name__, schedule.last_epoch])
         say("rates", [schedule.get_last_lr()[0], optimizer.param_groups[0]["lr"]])

@@ -587,6 +587,79 @@ def _steps_of_rank_0(model: torch.nn.Module, optimizer: ShardedOptimizer, steps:
         optimizer.zero_grad()
 
 
+def _conv(*, last: bool) -> torch.nn.Module:
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 16, 3),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 8, 3),
+        torch.nn.Flatten(),
+        torch.nn.Linear(128, 2),
+    )
+    model[2].requires_grad_(requires_grad=False)
+    return model.to(memory_format=torch.channels_last) if last else model  # type: ignore[call-overload]
+
+
+def _look_at(model: torch.nn.Module, step: int) -> torch.Tensor:
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+    loss: torch.Tensor = model(images.contiguous(memory_format=torch.channels_last)).float().square().sum()
+    return loss
+
+
+def _see(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        torch.autograd.backward(_look_at(model, step))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def channels_last(stage: int, folder: str, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Train in that memory format, and go on from it in others: values and statistics must be the same."""
+
+    def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2)
+
+    def held(optimizer: ShardedOptimizer, name: str) -> dict[str, Any]:
+        shoal.zero.save(f"{folder}/{name}", model, optimizer)
+        found = shoal.zero.consolidate(f"{folder}/{name}")
+        return {
+            **found["model"],
+            **{f"{n} {k}": v for n, s in found["optimizer"]["state"].items() for k, v in s.items()},
+        }
+
+    plain = _conv(last=True)
+    _see(plain, adam([each for each in plain.parameters() if each.requires_grad]), range(3))
+    model, optimizer = shoal.zero.shard(_conv(last=True), adam, stage=stage, dtype=dtype)
+    _see(model, optimizer, range(3))
+    kept = all(
+        each.is_contiguous(memory_format=torch.channels_last) and not each.is_contiguous()
+        for each in model.parameters()
+        if each.ndim == 4
+    )
+    full, wanted = shoal.zero.full_state_dict(model), held(optimizer, "first")
+    apart = max(float((full[name].float() - value).abs().max()) for name, value in plain.state_dict().items())
+    weights = {name: value for name, value in wanted.items() if name in full}
+    if dist.get_rank() == 0:
+        torch.save(shoal.zero.consolidate(f"{folder}/first"), f"{folder}/whole.pt")
+    dist.barrier()
+    loaded = {}
+    for name, last, other, source in (
+        ("the same", True, stage, f"{folder}/first"),
+        ("contiguous", False, 1, f"{folder}/first"),
+        ("stage 3", False, 3, f"{folder}/first"),
+        ("whole", True, 2, f"{folder}/whole.pt"),
+        ("weights", True, 1, weights),
+    ):
+        model, optimizer = shoal.zero.shard(_conv(last=last), adam, stage=other, dtype=dtype)
+        _see(model, optimizer, range(1))
+        shoal.zero.load(source, model, optimizer)
+        found = held(optimizer, name)
+        loaded[name] = all(
+            torch.equal(value, wanted[key]) for key, value in found.items() if name != "weights" or key in weights
+        )
+    return {"kept": kept, "apart": apart, "loaded": loaded}
+
+
 def load_weights(stage: int, how: str, path: str, dtype: torch.dtype | None = None) -> tuple[float, bool, int]:
     """Weights alone: how far the model is from them, if the optimizer is as before, and its steps after one more."""
     source = Odd()

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.zero.collectives import Run
+from shoal.zero.layout import flat as flatten
+from shoal.zero.layout import order_of, shaped
 from shoal.zero.tiles import Plan, Tile, cut
 
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets_of"]
@@ -72,7 +74,7 @@ class Bucket:
     def values(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """What belongs there of a tensor that has the shape of the parameter."""
         start, stop = self._range(name)
-        return tensor.reshape(-1)[start:stop]
+        return flatten(tensor, order_of(self.parameters[name]))[start:stop]
 
     def part(self, flat: torch.Tensor, tile: Tile) -> torch.Tensor:
         """A tile's part of a tensor that is laid out as `flat`."""
@@ -103,11 +105,12 @@ def buckets_of(parameters: Mapping[str, torch.nn.Parameter], tile: int) -> list[
     """
     found = []
     for group in _grouped(parameters):
-        flat = torch.cat([each.detach().reshape(-1) for each in group.values()])
+        flat = torch.cat([flatten(each.detach(), order_of(each)) for each in group.values()])
         offsets, offset = {}, 0
         for name, parameter in group.items():
             offsets[name] = offset
-            parameter.data = flat[offset : offset + parameter.numel()].view(parameter.shape)
+            values = flat[offset : offset + parameter.numel()]
+            parameter.data = shaped(values, parameter.shape, order_of(parameter))
             offset += parameter.numel()
         found.append(Bucket(group, flat, offsets, tile))
     return found

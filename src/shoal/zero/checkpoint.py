@@ -25,10 +25,11 @@ from shoal.errors import ConfigError
 from shoal.zero.agreement import Agreement
 from shoal.zero.bare import BareWeights, bare_weights
 from shoal.zero.extra import pack
+from shoal.zero.layout import flat
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, ShardedOptimizer, local
 from shoal.zero.saved import (
-    FORMAT,
+    FORMATS,
     INDEX,
     Saved,
     Whole,
@@ -178,10 +179,11 @@ def _index(
     parameters = dict(named_parameters(model))
     of = {id(each): name for name, each in parameters.items()}
     everything = named_parameters(model, remove_duplicate=False)
+    orders = {name: {"order": list(each)} for name, each in optimizer.carrier.orders().items() if each is not None}
     return {
-        "format": FORMAT,
+        "format": FORMATS[bool(orders)],
         "optimizer": type(optimizer.inner).__name__,
-        "parameters": {name: {"shape": list(parameters[name].shape)} for name in names},
+        "parameters": {name: {"shape": list(parameters[name].shape), **orders.get(name, {})} for name in names},
         "aliases": {name: of[id(each)] for name, each in everything if name != of[id(each)] and of[id(each)] in names},
         "others": list(others),
         "groups": [
@@ -282,7 +284,8 @@ def load(
     assert not isinstance(path, Mapping)
     with agreement.together():
         whole = Path(path).is_file()
-        saved = Whole(Path(path), optimizer.names, optimizer.listed) if whole else Saved(Path(path))
+        orders = optimizer.carrier.orders()
+        saved = Whole(Path(path), optimizer.names, optimizer.listed, orders) if whole else Saved(Path(path), orders)
         _check(saved.index, model, optimizer)
         with saved.opened():
             pieces = list(optimizer.carrier.pieces())
@@ -309,9 +312,11 @@ def _load_weights(agreement: Agreement, bare: BareWeights, model: torch.nn.Modul
         state, trained = model.state_dict(keep_vars=True), _trained(model, optimizer)
         tensors = bare.fitting(model, {name: each.shape for name, each in state.items() if torch.is_tensor(each)})
     _check_same(agreement, bare.identity, bare.where)
+    orders = optimizer.carrier.orders()
     with torch.no_grad():
         for piece in optimizer.carrier.pieces():
-            piece.values.copy_(tensors[piece.name].reshape(-1)[piece.start : piece.stop])
+            values = flat(tensors[piece.name], orders.get(piece.name))
+            piece.values.copy_(values[piece.start : piece.stop])
         _overwrite(model, optimizer, {name: each for name, each in tensors.items() if id(state[name]) not in trained})
     optimizer.carrier.publish()
 

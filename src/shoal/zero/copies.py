@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.zero.collectives import Collectives, Run
+from shoal.zero.layout import flat, order_of, shaped
 from shoal.zero.tiles import Plan, Tile
 
 __all__ = ["Copies", "wide_dtype"]
@@ -38,7 +39,8 @@ class Copies:
         self.own = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
 
     def _narrow(self, tile: Tile) -> torch.Tensor:
-        return self._parameters[tile.name].detach().reshape(-1)[tile.start : tile.stop]
+        parameter = self._parameters[tile.name]
+        return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
 
     def adopt(self) -> None:
         """Take over what was written into parameters, equally on all ranks."""
@@ -66,7 +68,7 @@ class Copies:
                 if tile in self.own:
                     found[tile.start : tile.stop].copy_(self.own[tile])
             self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
-            yield name, found.view(parameter.shape)
+            yield name, shaped(found, parameter.shape, order_of(parameter))
 
     def write(self, name: str, values: torch.Tensor) -> bool:
         """Replace a parameter, the same on all ranks: the copies take the values, the parameter their rounding.
@@ -79,7 +81,7 @@ class Copies:
         self._parameters[name].detach().copy_(values)
         for tile in self._plan.of(name):
             if tile in self.own:
-                self.own[tile].copy_(values.reshape(-1)[tile.start : tile.stop])
+                self.own[tile].copy_(flat(values, order_of(self._parameters[name]))[tile.start : tile.stop])
         return True
 
 

@@ -25,6 +25,7 @@ from shoal.zero.buckets import buckets_of
 from shoal.zero.collectives import Collectives
 from shoal.zero.copies import Copies, wide_dtype
 from shoal.zero.hooks import hooks_of
+from shoal.zero.layout import Order, flat, order_of
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece
 from shoal.zero.reduction import Reduction
@@ -79,7 +80,10 @@ class FlatEngine:
         frozen = {name: each for name, each in named_parameters(model) if name in wide.keys() - parameters.keys()}
         tiles = cut({name: each.numel() for name, each in frozen.items()}, size)
         plan = assign([tiles], collectives.ranks)
-        kept = {tile: wide[tile.name].reshape(-1)[tile.start : tile.stop].clone() for tile in plan.owned(rank)}
+        kept = {
+            tile: flat(wide[tile.name], order_of(frozen[tile.name]))[tile.start : tile.stop].clone()
+            for tile in plan.owned(rank)
+        }
         self._frozen = Copies(frozen, plan, kept, collectives)
         self._reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
@@ -88,11 +92,13 @@ class FlatEngine:
     def _own(self, tile: Tile, wide: Mapping[str, torch.Tensor]) -> torch.nn.Parameter:
         values = self._values(tile)
         if tile.name in wide:
-            values = wide[tile.name].reshape(-1)[tile.start : tile.stop].clone()
+            wanted = flat(wide[tile.name], order_of(self._parameters[tile.name]))
+            values = wanted[tile.start : tile.stop].clone()
         return torch.nn.Parameter(values.to(wide_dtype(values.dtype)))
 
     def _values(self, tile: Tile) -> torch.Tensor:
-        return self._parameters[tile.name].detach().view(-1)[tile.start : tile.stop]
+        parameter = self._parameters[tile.name]
+        return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this block keep their gradients to this rank; they are reduced with the next one."""
@@ -142,6 +148,10 @@ class FlatEngine:
         self._copies.adopt()
         for tile, values in self.own.items():
             yield Piece(tile.name, tile.start, tile.stop, values, values.data)
+
+    def orders(self) -> Mapping[str, Order]:
+        """In which order tiles count a parameter's values."""
+        return {name: order_of(each) for name, each in self._parameters.items()}
 
     def wide(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Name and float32 values of each parameter that has fewer bits; frozen ones too, if `shard` narrowed them.

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import Meeting, NarrowReduceScatter, OwnAllGather, OwnReduceScatter
+from shoal.zero.layout import Order
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, local
 from shoal.zero.unsharded import Unsharded
@@ -281,6 +282,10 @@ class FsdpEngine:
             values, start = local(shard).reshape(-1), self._starts[name]
             if values.numel():
                 yield Piece(name, start, start + values.numel(), shard, values)
+
+    def orders(self) -> Mapping[str, Order]:
+        """Shards are rows, and contiguous."""
+        return {}
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
         """None: the shards of frozen parameters are float32 themselves."""

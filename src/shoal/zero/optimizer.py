@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
+from shoal.zero.layout import Order
 from shoal.zero.names import named_parameters
 
 __all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
@@ -28,7 +29,7 @@ class Piece(NamedTuple):
 
     Attributes:
         name: of the parameter.
-        start: of its flat values.
+        start: of its flat values, in the carrier's order.
         stop: behind the last one.
         parameter: what the optimizer steps; its state is `optimizer.state[parameter]`.
         values: one-dimensional, `stop - start` of them, in memory that may be written.
@@ -103,6 +104,10 @@ class Carrier(Protocol):
 
     def pieces(self) -> Iterator[Piece]:
         """What this rank keeps of the parameters, in an order of its own."""
+        ...
+
+    def orders(self) -> Mapping[str, Order]:
+        """In which order of its values a parameter's pieces are cut, where it is not that of its shape."""
         ...
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:

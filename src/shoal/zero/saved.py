@@ -16,9 +16,10 @@ nothing before every rank has read all it needs.
 ===================  ==============================================================================================
 ``index.json``       meaning
 ===================  ==============================================================================================
-``format``           1
+``format``           1; 2 if there is an ``order``
 ``id``               a random text, so that no two checkpoints are taken for one
-``parameters``       of each trained parameter: ``shape``
+``parameters``       of each trained parameter: ``shape``; and ``order`` if its values are counted in another order than
+                     that of the shape (channels last): the dimensions, the slowest first
 ``aliases``          other names of tied parameters: the name that they are under
 ``others``           names of frozen parameters and buffers, whole, in the file of rank 0 as ``other|NAME``
 ``groups``           the optimizer's groups: ``parameters`` by name, ``listed`` with those that are frozen, ``settings``
@@ -40,8 +41,9 @@ import json
 import os
 import pickle
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +51,11 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
 from shoal.zero.extra import unpack
+from shoal.zero.layout import Order, flat, shaped
 from shoal.zero.optimizer import Piece
 
 __all__ = [
-    "FORMAT",
+    "FORMATS",
     "INDEX",
     "Range",
     "Saved",
@@ -75,7 +78,7 @@ _UNREADABLE = (
     TypeError,
     AttributeError,
 )
-FORMAT = 1
+FORMATS = (1, 2)
 INDEX = "index.json"
 
 
@@ -130,6 +133,7 @@ class Saved:
 
     Args:
         folder: where.
+        orders: in which order whoever asks counts the values of a parameter.
 
     Attributes:
         index: see above.
@@ -139,16 +143,16 @@ class Saved:
         ConfigError: it is none, or not whole.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, orders: Mapping[str, Order] = MappingProxyType({})) -> None:
+        self._folder, self._orders = folder, orders
         self._files: dict[str, Any] = {}
         self._keys: dict[str, list[str]] = {}
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
             self.index["extra"] = unpack(self.index["extra"])
-            if self.index["format"] != FORMAT:
+            if self.index["format"] not in FORMATS:
                 raise ConfigError(
-                    f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMAT}"
+                    f"{folder} has format {self.index['format']}, of a later version: this one reads {FORMATS[-1]}"
                 )
             self.identity: str = self.index["id"]
             for name, entry in self.index["files"].items():
@@ -189,6 +193,18 @@ class Saved:
 
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
+        return self._in_order(wanted, self._values)
+
+    def _in_order(self, wanted: Piece | Range, read: Callable[[Piece | Range], torch.Tensor]) -> torch.Tensor:
+        """What is read of a range, which is one of another order of the values if they were saved so."""
+        entry, here = self.index["parameters"][wanted.name], self._orders.get(wanted.name)
+        shape, there = torch.Size(entry["shape"]), entry.get("order")
+        if (there and tuple(there)) == (here and tuple(here)):
+            return read(wanted)
+        whole = shaped(read(Range(wanted.name, 0, shape.numel())), shape, there)
+        return flat(whole, here)[wanted.start : wanted.stop].clone()
+
+    def _values(self, wanted: Piece | Range) -> torch.Tensor:
         parts = []
         for piece, file, part in self._overlaps(wanted):
             parts.append(self._files[file].get_slice(value_key(piece))[part])
@@ -199,18 +215,24 @@ class Saved:
 
         Each call gives memory of its own: tiles of one saved piece count their steps in place.
         """
-        parts: dict[str, list[torch.Tensor]] = {}
-        for piece, file, part in self._overlaps(wanted):
-            opened = self._files[file]
-            for key in self._keys.get(_place(piece), ()):
-                there = opened.get_slice(state_key(piece, key))
-                found = there[part] if there.get_shape() else opened.get_tensor(state_key(piece, key))
-                parts.setdefault(key, []).append(found)
-        whole = {key: torch.cat(found) if found[0].ndim else found[0].clone() for key, found in parts.items()}
-        for key, value in whole.items():
-            if value.ndim and len(value) != wanted.stop - wanted.start:
-                raise ConfigError(f"{self._folder} lacks {key!r} of some values of {wanted.name}: it is damaged")
-        return whole
+        keys = {key for piece, _, _ in self._overlaps(wanted) for key in self._keys.get(_place(piece), ())}
+        return {key: self._statistic(wanted, key) for key in sorted(keys)}
+
+    def _statistic(self, wanted: Piece | Range, key: str) -> torch.Tensor:
+        first = self._part(wanted, key, *next(self._overlaps(wanted)))
+        if not first.ndim:
+            return first.clone()
+        return self._in_order(
+            wanted, lambda each: torch.cat([self._part(each, key, *found) for found in self._overlaps(each)])
+        )
+
+    def _part(self, wanted: Piece | Range, key: str, piece: Range, file: str, part: slice) -> torch.Tensor:
+        """Of a statistic, what a saved piece has of it."""
+        if key not in self._keys.get(_place(piece), ()):
+            raise ConfigError(f"{self._folder} lacks {key!r} of some values of {wanted.name}: it is damaged")
+        there = self._files[file].get_slice(state_key(piece, key))
+        found: torch.Tensor = there[part] if there.get_shape() else self._files[file].get_tensor(state_key(piece, key))
+        return found
 
     def _overlaps(self, wanted: Piece | Range) -> Iterator[tuple[Range, str, slice]]:
         """The saved pieces that a range needs, the file of each, and what of it."""
@@ -231,13 +253,20 @@ class Whole:
         path: of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
         groups: names of the trained parameters in each of the optimizer's groups: plain torch numbers them.
         listed: the same with those that are frozen: as the optimizer was given them, there or here.
+        orders: in which order whoever asks counts the values of a parameter.
 
     Raises:
         ConfigError: it is none, or its optimizer has other groups.
     """
 
-    def __init__(self, path: Path, groups: Sequence[Sequence[str]], listed: Sequence[Sequence[str]]) -> None:
-        self._path = path
+    def __init__(
+        self,
+        path: Path,
+        groups: Sequence[Sequence[str]],
+        listed: Sequence[Sequence[str]],
+        orders: Mapping[str, Order],
+    ) -> None:
+        self._path, self._orders = path, orders
         try:
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             if not isinstance(found, dict):
@@ -305,7 +334,7 @@ class Whole:
     def values(self, wanted: Piece | Range) -> torch.Tensor:
         """The parameter's values of a range."""
         tensor: torch.Tensor = self._weights[wanted.name]
-        return tensor.reshape(-1)[wanted.start : wanted.stop]
+        return flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
 
     def statistics(self, wanted: Piece | Range) -> dict[str, torch.Tensor]:
         """The optimizer's of a range."""
@@ -315,7 +344,7 @@ class Whole:
             if not tensor.ndim and (shape or key in self._counters):
                 found[key] = tensor.clone()  # each piece counts its own steps, in place
             elif tensor.shape == shape:
-                found[key] = tensor.reshape(-1)[wanted.start : wanted.stop]
+                found[key] = flat(tensor, self._orders.get(wanted.name))[wanted.start : wanted.stop]
             else:
                 raise ConfigError(
                     f"the optimizer in {self._path} keeps {key!r} of {wanted.name} with shape {tuple(tensor.shape)}, "

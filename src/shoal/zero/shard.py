@@ -19,6 +19,7 @@ from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
+from shoal.zero.layout import flat, order_of
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.probe import why_not_cut
@@ -286,4 +287,6 @@ def _swap(
 
 def _share(parameter: torch.nn.Parameter, tile: Tile, value: torch.Tensor) -> torch.Tensor:
     """A tile's share of a statistic."""
-    return value.reshape(-1)[tile.start : tile.stop].clone() if value.shape == parameter.shape else value.clone()
+    if value.shape != parameter.shape:
+        return value.clone()
+    return flat(value, order_of(parameter))[tile.start : tile.stop].clone()

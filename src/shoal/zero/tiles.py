@@ -1,9 +1,9 @@
 """Tiles: the coordinates that everything sharded is named by.
 
-A tile is a range of a parameter's values in their flat order, at most `tile_numel` of them. Where the cuts are depends
-on the model alone, not on how many ranks there are: so ranks of different groups can speak of the same tile, and one
-tile's values and optimizer state can be kept, moved and versioned on their own. Who owns a tile is looked up in the
-`Plan`, and computed nowhere else.
+A tile is a range of a parameter's values in their flat order (`layout`), at most `tile_numel` of them. Where the cuts
+are depends on the model alone, not on how many ranks there are: so ranks of different groups can speak of the same
+tile, and one tile's values and optimizer state can be kept, moved and versioned on their own. Who owns a tile is looked
+up in the `Plan`, and computed nowhere else.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ class Trainee:
         """Note the epoch's weights, the first time."""
         epoch = self.swarm.local_epoch
         if epoch not in self.report.weights:
-            self.report.weights[epoch] = digest(self.model.state_dict())
-            self.report.statistics[epoch] = digest(self.optimizer.state_dict()["state"])
+            self.report.weights[epoch] = digest(list(self.model.state_dict().values()))
+            self.report.statistics[epoch] = digest(self.optimizer.state_dict().get("state"))
             shared = sum(count > 1 for count in self.report.steps.values())
             self.line.say("epoch", (epoch, self.report.weights[epoch], shared))
 
@@ -239,7 +239,7 @@ def train(line: Line, job: Job) -> Report:
             trainee.saw()
             if line.heard("leave"):
                 break
-        trainee.report.end = digest(trainee.model.state_dict())
+        trainee.report.end = digest(list(trainee.model.state_dict().values()))
         line.say("finished")
         if job.wait:
             line.wait("leave")
@@ -280,7 +280,9 @@ def digest(values: Any) -> str:
             found.update(f"{value.dtype} {tuple(value.shape)}".encode())
             found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, dict):
-            for key, item in value.items():
+            for key, item in sorted(
+                value.items(), key=lambda pair: repr(pair[0])
+            ):  # loaded in another order, it is the same
                 found.update(repr(key).encode())
                 add(item)
         elif isinstance(value, list | tuple):

@@ -34,11 +34,11 @@ def averaged(
         line.say("address", str(dht.get_visible_maddrs()[0]))
         averager = shoal.DecentralizedAverager(tensors, dht, start=True, prefix="numbers", compression=codec)
         for _ in range(rounds):
-            with averager.get_tensors() as held:
+            with averager.get_tensors() as held, torch.no_grad():
                 for tensor in held:
                     tensor += grows
             averager.step(timeout=30)
-        line.say("averaged", [tensor.clone().numpy() for tensor in tensors])
+        line.say("averaged", [tensor.detach().clone().numpy() for tensor in tensors])
         line.wait("leave")
     return tensors
 
@@ -58,8 +58,8 @@ def two_averagers(
 
 
 def sixteen_bits(codec: CompressionBase) -> Verdict:
-    """30 rounds, before each of which all peers add 1e-4 to 1.0."""
-    found = two_averagers(codec, [[torch.ones(1000)] for _ in range(2)], ROUNDS, 1e-4)
+    """30 rounds of a model's parameter, before each of which all peers add 1e-4 to its ones."""
+    found = two_averagers(codec, [[nn.Parameter(torch.ones(1000))] for _ in range(2)], ROUNDS, 1e-4)
     moved = [float(tensor.double().mean()) - 1 for (tensor,) in found]
     lost = max(abs(each / (ROUNDS * 1e-4) - 1) for each in moved)
     return Verdict(lost <= LOST_AT_MOST, f"1.0 became {1 + moved[0]:.5f} (exactly: 1.00300), {lost:.1%} is lost")
@@ -158,7 +158,7 @@ class Gives(shoal.DecentralizedAverager):
     def get_current_state(self) -> Any:
         """Metadata and tensors."""
         tensors = [torch.full((3,), 7.0), torch.zeros(2)]
-        return ({"epoch": 5}, tensors, None)[: self.values] if self.values > 1 else {"epoch": 5}
+        return ({"epoch": 5}, tensors, None)[: self.values]
 
 
 def donor(line: Line, values: int) -> None:

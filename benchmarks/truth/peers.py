@@ -96,6 +96,12 @@ class Peer:
         self.returned = self.wait("returned", limit_s)
         return self.returned
 
+    def latest(self, what: str) -> Any:
+        """What it has said last of this name until now."""
+        while self._pipe.poll():
+            self.said.append(self._pipe.recv())
+        return next(value for name, value in reversed(self.said) if name == what)
+
     def until_epoch(self, epoch: int, limit_s: float = LIMIT_S) -> None:
         """Wait until it is there."""
         end = time.monotonic() + limit_s

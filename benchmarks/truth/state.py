@@ -102,7 +102,7 @@ def schedule_in_groups(trainee: Trainee) -> None:
 
 def keep_statistics(trainee: Trainee) -> None:
     """Which dtypes the statistics have now."""
-    state = trainee.optimizer.state_dict()["state"]
+    state = trainee.optimizer.state_dict().get("state", {})
     trainee.report.values["dtypes"] = sorted(
         {f"{k} {v.dtype}" for each in state.values() for k, v in each.items() if torch.is_tensor(v)}
     )
@@ -197,55 +197,47 @@ def newcomer_bfloat16() -> Verdict:
 # ------------------------------------------------------------------------------------------------------- hostile donors
 
 
-class Boom(torch.optim.AdamW):
-    """An optimizer whose state, once armed, has a learning rate that is none."""
+def claim(trainee: Trainee, epoch: int, samples: int, rate: object = None) -> None:
+    """Claim a state that is further than all others, as a checkpoint would, or else by shoal's own insides.
 
-    armed = False
+    Before the others hear of it, `rate` is what all learning rates are.
+    """
+    collaboration: Any = trainee.swarm.collaboration
+    tell = collaboration.tell_loaded
 
-    def state_dict(self) -> dict[str, Any]:
-        """With the rate."""
-        found = super().state_dict()
-        if self.armed:
-            found["param_groups"] = [{**group, "lr": "boom"} for group in found["param_groups"]]
-        return found
+    async def tell_loaded() -> None:
+        for group in trainee.optimizer.param_groups if rate is not None else ():
+            group["lr"] = rate
+        await tell()
 
-
-def boom(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-    """The hostile peer's."""
-    return Boom(parameters, lr=1e-2)
-
-
-def claim(trainee: Trainee, epoch: int, samples: int) -> None:
-    """Claim a state that is further than all others: as a checkpoint would, or else by shoal's own insides."""
+    collaboration.tell_loaded = tell_loaded
+    trainee.kept["claimed"] = True
     own = trainee.swarm.state_dict()
     own["shoal"] |= {"epoch": epoch, "samples": samples, "scheduled": 0}
     try:
         trainee.swarm.load_state_dict(own)
     except shoal.ShoalError:  # it is refused already here
-        collaboration: Any = trainee.swarm.collaboration
         collaboration.state = collaboration.state._replace(epoch=epoch, samples=samples)
-        trainee.swarm.dht.loop_thread.run(collaboration.tell_loaded(), 5.0)
+        trainee.swarm.dht.loop_thread.run(tell_loaded(), 5.0)
 
 
 def claims_further(trainee: Trainee) -> None:
     """A rate of "boom" under a better name."""
     if trainee.swarm.local_epoch >= HELLO and not trainee.kept:
-        claim(trainee, 1000, 10**6)
-        trainee.kept["claimed"] = trainee.optimizer.armed = True  # type: ignore[attr-defined]
+        claim(trainee, 1000, 10**6, "boom")
 
 
 def claims_the_end(trainee: Trainee) -> None:
     """A name at the bounds."""
     if trainee.swarm.local_epoch >= HELLO and not trainee.kept:
         claim(trainee, 10**7, 2**62)
-        trainee.kept["claimed"] = True
 
 
 def go_on(hook: Callable[[Trainee], None]) -> Verdict:
     """Two honest peers, and one that offers a poisoned state at epoch 6: the two go on, equal to the bit."""
     epochs = 40
-    honest = [Job(index=i, epochs=epochs, target=48, pace_s=0.03, optimizer=boom) for i in range(2)]
-    hostile = Job(index=2, epochs=2 * 10**6, target=48, pace_s=0.03, optimizer=boom, hook=hook)
+    honest = [Job(index=i, epochs=epochs, target=48, pace_s=0.03) for i in range(2)]
+    hostile = Job(index=2, epochs=2 * 10**6, target=48, pace_s=0.03, hook=hook)
     with Peers() as peers:
         started = joined(peers, [*honest, hostile])
         found = list[Report]()
@@ -279,28 +271,32 @@ def poisoned_name() -> Verdict:
 
 
 def large() -> nn.Module:
-    """About 264,000 values: with AdamW a state of 3.2 MB."""
+    """About 66,000 values: 0.26 MB in each step, with AdamW a state of 0.8 MB."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))
+    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
 
 
 def slow_newcomer() -> Verdict:
-    """A newcomer whose download takes five epochs."""
-    epochs, limit = 40, {"state_upload_limit": 600_000.0}
+    """A newcomer whose download takes five epochs, over a line that carries the steps of those epochs beside it."""
+    epochs, limit = 50, {"state_upload_limit": 440_000.0}
     common: dict[str, Any] = {"target": 160, "batch": 16, "pace_s": 0.1, "model": large}
     with Peers() as peers:
         old = joined(peers, [Job(index=i, epochs=epochs, dht=limit, **common) for i in range(2)])
         entry = dict(old[0].said)["address"]
         old[0].until_epoch(HELLO)
         new = peers.start(train, job=Job(index=2, epochs=epochs, entries=(entry,), **common))
+        new.wait("address")
+        came = old[0].latest("epoch")[0]
         reports = [new.result(), *(each.result() for each in old)]
     newcomer = reports[0]
     taken = sum(count > 1 for count in newcomer.steps.values())
     since = min(newcomer.steps, default=epochs)
     differ, seen = apart(reports, since=since)
-    # Within 16 epochs it must be there, and then stay.
-    held = since <= HELLO + 16 and taken >= 0.9 * (epochs - since) and not differ
-    measured = f"{newcomer.downloads} downloads, takes part in {taken} of {epochs} epochs, from {since} on"
+    # Beside the steps the download takes longer than five epochs; then it must be there, and stay.
+    held = since <= came + 25 and newcomer.downloads == 1 and taken >= 0.9 * (epochs - since) and not differ
+    measured = (
+        f"{newcomer.downloads} downloads, came at epoch {came}, takes part from {since} on, in {taken} of {epochs}"
+    )
     return Verdict(held, f"{measured}; {differ} of {seen} differ")
 
 
@@ -309,7 +305,7 @@ def donor_dies() -> Verdict:
     wait_s = 12.0
     common: dict[str, Any] = {"target": 32, "batch": 16, "pace_s": 0.1, "model": large}
     with Peers() as peers:
-        old = peers.start(train, job=Job(epochs=1000, dht={"state_upload_limit": 100_000.0}, **common))
+        old = peers.start(train, job=Job(epochs=1000, dht={"state_upload_limit": 32_768.0}, **common))
         entry = old.wait("address")
         old.until_epoch(HELLO)
         options = {"load_state_timeout": wait_s}

@@ -89,7 +89,7 @@ def hf_trainer(line: Line, job: Job, warmup_steps: int = 0) -> Report:
             optimizers=(trainee.swarm, None),
             callbacks=[Watch()],
         ).train()
-        trainee.report.end = digest(trainee.model.state_dict())
+        trainee.report.end = digest(list(trainee.model.state_dict().values()))
     return trainee.report
 
 

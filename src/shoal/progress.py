@@ -21,8 +21,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from shoal.peer import PeerID
-from shoal.wire import Progress
+from shoal.wire import Progress, Standing
 
 __all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
 
@@ -30,6 +32,9 @@ _SHOWN = 120
 _MAX_REMEMBERED = 4096
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
+_RELAYED_S = 3.0
+"""What somebody tells of others holds for so long: by then they have written it to the DHT themselves."""
+
 _INVERTED = bytes(range(255, -1, -1))
 
 
@@ -94,6 +99,7 @@ class SwarmProgress:
         self._strangers: dict[PeerID, float] = {}  # their settings differ, if they live: what they said last
         self._lost: dict[PeerID, tuple[float, float]] = {}  # what it said last: its own time, and when it was lost here
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often, and until when it does not count
+        self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # of those known, as others say
         self._now = float("-inf")
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
@@ -131,9 +137,39 @@ class SwarmProgress:
             return False
         if direct or peer in self._known:
             self._alive.add(peer)
+        if direct:
+            self._relayed.pop(peer, None)
         self._known[peer] = (progress, now)
         self._lost.pop(peer, None)
         return True
+
+    def relayed(self, teller: Progress, others: Iterable[Standing], now: float) -> bool:
+        """Somebody told of others who are at its own state. True if it was news.
+
+        It counts for those that are known already, for a while, and until they say something themselves: so nobody can
+        be silenced by what is said in its name.
+        """
+        news = False
+        for other in others:
+            known = self._known.get(other.peer)
+            if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
+                continue
+            at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
+            progress = replace(known[0], samples=other.samples, time=other.time, **at_state)
+            self._relayed[other.peer] = progress, now
+            news = True
+        return news
+
+    def _said_last(self, peer: PeerID, now: float) -> Progress:
+        """What a known peer said last, itself or through others."""
+        own = self._known[peer][0]
+        progress, at = self._relayed.get(peer, (own, now))
+        return progress if progress.time > own.time and now - at <= _RELAYED_S else own
+
+    def standings(self, mine: Progress, now: float) -> list[Standing]:
+        """What is known here of those who are at the same state as this peer."""
+        said = [self._said_last(peer, now) for peer in self._known]
+        return [Standing(p.contact.peer, p.samples, p.time) for p in said if p.digest == mine.digest]
 
     def _left(self, progress: Progress) -> bool:
         peer = progress.contact.peer
@@ -159,6 +195,7 @@ class SwarmProgress:
 
     def _lose(self, peer: PeerID, said: float) -> None:
         self._known.pop(peer, None)
+        self._relayed.pop(peer, None)
         self._alive.discard(peer)
         self._lost.pop(peer, None)
         self._lost[peer] = (said, self._now)
@@ -226,7 +263,7 @@ class SwarmProgress:
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
             self.lost(peer)
         own_key = _key(mine)
-        others = {peer: progress for peer, (progress, _) in self._known.items()}
+        others = {peer: self._said_last(peer, now) for peer in self._known}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
         offering = [mine, *(progress for progress in others.values() if self._offers(progress, now))]
         offered = {_key(progress) for progress in offering if progress.contact.addresses}

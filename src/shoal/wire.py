@@ -602,11 +602,27 @@ class Progress(Message, frozen=True):
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
 
 
-class TellProgress(Request[Progress], frozen=True):
-    """Here I stand; where do you stand?"""
+class Standing(Message, frozen=True):
+    """What a peer told of another one that is at its own state: how many samples it has, by a clock of that other."""
+
+    peer: PeerID
+    samples: Annotated[int, msgspec.Meta(ge=0)]
+    time: float
+
+
+class ProgressTold(Message, frozen=True):
+    """Here I stand; with the others who are at my state, if together we have the samples of the next step."""
+
+    progress: Progress
+    others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
+
+
+class TellProgress(Request[ProgressTold], frozen=True):
+    """Here I stand, and others as in `ProgressTold`; where do you stand?"""
 
     run_id: str
     progress: Progress
+    others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
 
     @property
     def scope(self) -> str:

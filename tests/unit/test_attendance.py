@@ -11,6 +11,8 @@ ALL, PRESENT = frozenset({ME, HERE, ABSENT}), frozenset({ME, HERE})
 
 def miss(attendance: Attendance, now: float) -> list[tuple[PeerID, int]]:
     """A round to which one of three does not come."""
+    attendance.search()
+    assert attendance.awaited(ALL, now - 15.0) == ALL
     assert attendance.awaited(ALL, now) == ALL
     return attendance.formed(PRESENT, now)
 
@@ -19,21 +21,23 @@ def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
     """Once may be chance. The others have their rounds without it, and try again now and then."""
     attendance, now = Attendance(15.0), 100.0
     assert miss(attendance, now) == []
+    now += 15.0
     for missed, pause_s in [(2, 60.0), (3, 120.0), (4, 240.0), (5, 480.0), (6, 960.0), (7, 960.0), (8, 960.0)]:
         assert miss(attendance, now) == [(ABSENT, missed)]
+        attendance.search()
         assert attendance.awaited(ALL, now + pause_s - 0.1) == PRESENT
         assert attendance.formed(PRESENT, now + pause_s - 0.1) == []  # it was not asked for
-        now += pause_s
+        now += pause_s + 15.0
 
 
 def test_who_comes_again_is_waited_for_again() -> None:
     """Also when it came to a round in which nobody waited for it."""
     attendance = Attendance(15.0)
     miss(attendance, 0.0)
-    miss(attendance, 0.0)
-    assert attendance.awaited(ALL, 1.0) == PRESENT
-    attendance.formed(ALL, 1.0)
-    assert miss(attendance, 2.0) == []
+    miss(attendance, 15.0)
+    assert attendance.awaited(ALL, 16.0) == PRESENT
+    attendance.formed(ALL, 16.0)
+    assert miss(attendance, 31.0) == []
 
 
 def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None:
@@ -43,3 +47,13 @@ def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None
         assert attendance.awaited(PRESENT, now) == PRESENT
         assert attendance.formed(PRESENT, now) == []
     assert miss(attendance, 3.0) == []
+
+
+def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None:
+    """Its leader had not heard of it; after two such chances it was not waited for, and never in time again."""
+    attendance, now = Attendance(15.0), 100.0
+    for _ in range(10):
+        attendance.search()
+        assert attendance.awaited(ALL, now) == ALL
+        assert attendance.formed(PRESENT, now + 7.4) == []
+        now += 10.0

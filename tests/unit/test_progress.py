@@ -10,7 +10,7 @@ import pytest
 
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView, settings_difference
-from shoal.wire import Contact, Progress
+from shoal.wire import Contact, Progress, Standing
 
 ME, ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (1, 2, 3, 4))
 DIGESTS = [bytes([number]) * 32 for number in range(4)]
@@ -397,3 +397,23 @@ def test_peers_with_other_settings_do_not_count() -> None:
     assert known.mismatch == "lr is 0.1 here and 0.2 at another peer of the run"
     assert view(known, settings={"lr": "0.1"}).peers == (ME,)
     assert known.heard(said(BEN, settings={"lr": "0.1"}), 0.0)
+
+
+# ---------------------------------------------------------------------------------------------------- told by others
+
+
+def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> None:
+    """A keeper tells all who is at its state, with how many samples: newer than what they had heard from these."""
+    known, teller = swarm(), said(ANN, epoch=6, digest=DIGESTS[3], branch_samples=1100, time=7.0)
+    known.heard(said(BEN), 0.0)
+    mine = said(ME, epoch=6, digest=DIGESTS[3], branch_samples=1100)
+    assert known.relayed(teller, [Standing(BEN, 40, 101.0), Standing(CAT, 5, 101.0), Standing(ME, 9, 200.0)], 0.0)
+    assert not known.relayed(teller, [Standing(BEN, 30, 101.0), Standing(BEN, 30, math.inf)], 0.0)
+    seen = known.view(mine, 0.0)
+    assert (seen.together, seen.samples) == (frozenset({ME, BEN}), 50)
+    assert known.standings(mine, 0.0) == [Standing(BEN, 40, 101.0)]
+    assert known.view(mine, 3.1).together == {ME}  # by then it has told so itself
+    known.relayed(teller, [Standing(BEN, 40, 1e9)], 4.0)
+    assert known.view(mine, 4.0).together == {ME, BEN}
+    assert known.heard(said(BEN, time=102.0), 4.0)  # nobody is silenced by what others say in its name
+    assert known.view(mine, 4.0).together == {ME}

@@ -201,6 +201,7 @@ class Averager:
                 await asyncio.sleep(pause_s)
 
     def _aborted(self, error: RoundFailed) -> None:
+        self._finder.forget_leader()
         event = RoundAborted(prefix=self.prefix, round_id=error.round_id, reason=error.reason, peers=error.peers)
         self.core.env.events.emit(event)
 

@@ -126,6 +126,10 @@ class GroupFinder:
         finally:
             self.looking = False
 
+    def forget_leader(self) -> None:
+        """The last group's round failed: another peer may lead the next one."""
+        self._matchmaker.forget_leader()
+
     def stop_serving(self) -> None:
         """Take nobody in any more: another averager may use the same prefix now."""
         self._matchmaker.stop_serving()

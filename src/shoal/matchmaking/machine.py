@@ -91,6 +91,8 @@ _MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
 _CROWD_GROUPS = 4
 _LATER_S = 1e-3
+_HEAD_START_S = 1.0
+"""Who led the last group is earlier than the others by this, so that it can lead them again."""
 
 _Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
@@ -178,6 +180,9 @@ class GroupMachine:
     def start(self, now: float) -> list[Action]:
         """Begin the search; call it once, before `handle`."""
         self._new_window(now)
+        leader, expected = self._memory.leader, self._expected_members()
+        if leader is not None and expected is not None and leader.peer in expected:
+            self._ask(leader)  # it knows as much, and looks now, too: that saves the way through the directory
         return self._done(now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -450,6 +455,8 @@ class GroupMachine:
         self._window_end = min(now + self._rules.window_s, self._end)
         # Later than the last one: others hold that for over, as they were told when they asked between two searches.
         last, self._expiration = self._memory.declared, self._window_end + self._wall_offset_s
+        if self._memory.led:
+            self._expiration -= min(_HEAD_START_S, self._rules.window_s / 10)
         if 0 <= last - self._expiration < self._rules.window_s:  # more is a clock that was set back
             self._expiration = last + _LATER_S
         self._memory.declared = self._expiration

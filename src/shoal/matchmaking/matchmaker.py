@@ -4,8 +4,10 @@ It outlives each search and keeps what one search teaches the next (`Memory`): w
 group, how long the directory takes. It owns all tasks, so that whatever a search leaves behind (a farewell, a
 withdrawal) ends in bounded time, at the latest with `close`.
 
-A peer that asks while we do not search is refused at once: what it read is stale, and it finds us again by our next
-declaration.
+Where it is known who is expected, who led the last group leads the next one, too, if its round succeeded: it declares
+itself a little earlier than the others, and they ask it at once, without the directory. A peer that asks while we do
+not search is refused: what it read is stale, and it finds us again by our next declaration. If we led the last such
+group we wait a moment first, for the news that made it search to come to us.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from shoal.clock import Env
@@ -31,6 +34,9 @@ from shoal.wire import Contact, Join, JoinRefused, Leave, Member
 __all__ = ["Matchmaker"]
 
 _FAREWELL_S = 3.0
+
+_HELD_S = 0.5
+"""Who led the last group, and does not look yet, answers who asks it to lead again only so much later."""
 
 
 class Matchmaker:
@@ -93,6 +99,7 @@ class Matchmaker:
         self._memory = Memory()
         self._companions: tuple[str, frozenset[PeerID]] = ("", frozenset())
         self._search: Search | None = None
+        self._searching = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writer: asyncio.Task[None] | None = None
         self._held: set[Inbound] = set()
@@ -148,6 +155,7 @@ class Matchmaker:
             raise ConfigError(f"group_key is {group_key!r}, it must be '{self._prefix}.0b' followed by bits")
         started = asyncio.get_running_loop().time()
         search = self._search = self._new_search(group_key, member, rules, started, expected)
+        self._searching.set()
         try:
             group = await search.run()
         except BaseException:
@@ -155,7 +163,9 @@ class Matchmaker:
             raise
         finally:
             self._search = None
+            self._searching.clear()
             search.close()
+        self._remember(group if expected is not None else None)
         self._companions = (group_key, frozenset(group.peers))
         waited_s = asyncio.get_running_loop().time() - started
         self._env.events.emit(
@@ -168,6 +178,14 @@ class Matchmaker:
             )
         )
         return group
+
+    def _remember(self, group: Group | None) -> None:
+        self._memory.led = group is not None and group.leads
+        self._memory.leader = None if group is None or group.leads else group.members[group.decider].contact
+
+    def forget_leader(self) -> None:
+        """The round of the last group failed: who led it has no privilege in the next one."""
+        self._remember(None)
 
     def _member(self, gathered: bytes, bandwidth: float | None, reference: bytes) -> Member:
         if len(gathered) > MAX_GATHERED_BYTES:
@@ -236,6 +254,11 @@ class Matchmaker:
     # ---------------------------------------------------------------------------------------------- from outside
 
     async def _serve_join(self, stream: ControlStream, join: Join) -> None:
+        if self._search is None and self._memory.led:
+            # Its search began because of the same news that is on the way to us.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_HELD_S):
+                    await self._searching.wait()
         if self._search is None:
             await stream.send(JoinRefused("not-looking", "not looking for a group now"))
         else:

@@ -124,12 +124,16 @@ class Memory:
         companions: the members of the last group under the same key: who is likely to come again.
         read_s: how long the last read of the directory took: a measure of how far away the others are.
         declared: the latest expiration that we declared ourselves with.
+        leader: who led the last group in which all who were expected were waited for; None if there is none.
+        led: whether that was this peer.
     """
 
     lost: dict[PeerID, float] = field(default_factory=dict)
     companions: frozenset[PeerID] = frozenset()
     read_s: float = 0.0
     declared: float = -math.inf
+    leader: Contact | None = None
+    led: bool = False
 
     _MAX_LOST = 1024
 

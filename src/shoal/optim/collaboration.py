@@ -229,6 +229,7 @@ class Collaboration:
         if companions.look(view, self.settings.target_batch_size, now):
             return self.view()
         self.others_samples = view.samples - self.training.samples
+        self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
         if self._end.announce(view.end_epoch):
             self._gossip.renamed()
@@ -326,6 +327,7 @@ class Collaboration:
             return
         alone, name = {self.core.peer_id}, self.state
         said = self._said(await self._check(name))
+        self._attendance.search()
         result = await self._rounds.run(
             self._gradients,
             tag=name.group_tag,
@@ -341,7 +343,7 @@ class Collaboration:
             return
         self.last_round = result
         members = [member.contact.peer for member in result.outcome.members]
-        self._notices.absent(self._attendance.formed(members, self._now()))
+        self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
         if self.state == name:
             self._shared = True
             await self._take_step_of(result, said)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,14 +18,18 @@ import msgspec
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
+from shoal.optim.tellers import FEW, keepers, pace_s
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
-from shoal.wire import Contact, Progress, TellProgress, decode, encode
+from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, decode, encode
 
 __all__ = ["ProgressGossip"]
 
-_TELL_LIMIT = 32
-"""With more peers than this, progress goes through the DHT only."""
+_ALL = 256
+"""So many peers are told directly that we are here, and that we leave; a link to them shows at once when they die."""
+
+_DEAF_S = 30.0
+"""Who could not be told is no keeper for so long."""
 
 _CALL_TIMEOUT_S = 3.0
 _LEAVE_S = 1.0
@@ -55,6 +59,7 @@ class ProgressGossip:
         ttl_s: what is written to the DHT is valid for so long.
 
     Attributes:
+        enough: whether the swarm has the samples of the next step, as it was known here last.
         looked: set when the run's progress has been read from the DHT, and who wrote it is alive or not.
     """
 
@@ -73,6 +78,7 @@ class ProgressGossip:
         self._core, self._run_id, self._known, self._mine, self._on_news = core, run_id, known, mine, on_news
         self._publish_period_s, self._tell_period_s, self._ttl_s = publish_period_s, tell_period_s, ttl_s
         self.looked = asyncio.Event()
+        self.enough = False
         self._renamed = asyncio.Event()
         self._renames = 0
         self._tell_at = float("-inf")
@@ -81,6 +87,9 @@ class ProgressGossip:
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
+        self._met: set[PeerID] = set()  # who was told directly, or told us, that we or they are here
+        self._deaf: dict[PeerID, float] = {}  # who could not be told, and until when nobody tries
+        self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
         self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
         self._clock_told = False
@@ -99,7 +108,7 @@ class ProgressGossip:
         others = [peer for peer in self._known.peers if self._core.endpoint.reachable(peer)]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
-                await asyncio.gather(self._publish(), *(self._tell_one(peer) for peer in others[:_TELL_LIMIT]))
+                await asyncio.gather(self._publish(), *(self._tell_one(peer) for peer in others[:_ALL]))
 
     async def close(self) -> None:
         """Stop answering and telling. Safe to call twice."""
@@ -118,17 +127,24 @@ class ProgressGossip:
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
-    def _told(self, peer: PeerID, request: TellProgress) -> Progress:
+    def _told(self, peer: PeerID, request: TellProgress) -> ProgressTold:
         # Not a coroutine: what a peer said last must be heard before it is lost.
         if request.progress.contact.peer != peer:
             raise PeerError("progress in another peer's name", peer)
-        self._hear_directly(request.progress)
-        return self._mine()
+        self._hear_directly(request.progress, request.others)
+        return ProgressTold(*self._what_we_know())
 
-    def _hear_directly(self, progress: Progress) -> None:
+    def _what_we_know(self) -> tuple[Progress, list[Standing]]:
+        mine = self._mine()
+        return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
+
+    def _hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
+            self._met.add(progress.contact.peer)
             self._hear(progress)
             self._compare_clocks(progress)
+            if self._known.relayed(progress, others, asyncio.get_running_loop().time()):
+                self._on_news()
 
     def _compare_clocks(self, progress: Progress) -> None:
         """Of a word that came directly. Rounds go on with any clock, but the DHT keeps a record by everybody's."""
@@ -145,6 +161,7 @@ class ProgressGossip:
             self._on_news()
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
+        self._met.discard(peer)
         if self._known.lost(peer):
             self._on_news()
 
@@ -207,7 +224,7 @@ class ProgressGossip:
     # ------------------------------------------------------------------------------------------------------- directly
 
     def tell(self, view: SwarmView, *, now: bool = False) -> None:
-        """Tell the peers of the run directly where we stand.
+        """Tell the peers of the run directly where we stand: all of them if they are few, else who keeps the count.
 
         At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
         of the last message wait for its end, unless `now`. Where nothing has changed it is told once a second.
@@ -225,14 +242,35 @@ class ProgressGossip:
                     self._waking = loop.call_at(self._tell_at, self._on_news)
                 return
         self._told_at, self._told_place, self._told_peers = loop.time(), place, view.peers
-        self._tell_at = loop.time() + self._tell_period_s
-        others = [peer for peer in view.peers if peer != self._core.peer_id]
-        if len(others) <= _TELL_LIMIT:
-            for peer in others:
-                if peer in self._telling:
-                    self._outdated.add(peer)
-                elif self._core.endpoint.reachable(peer):
-                    self._begin_telling(peer)
+        self._tell_at = loop.time() + pace_s(self._tell_period_s, len(view.peers))
+        for peer in self._whom_to_tell(view):
+            if peer in self._telling:
+                self._outdated.add(peer)
+            elif self._core.endpoint.reachable(peer):
+                self._begin_telling(peer)
+
+    def _whom_to_tell(self, view: SwarmView) -> list[PeerID]:
+        me, now, digest = self._core.peer_id, asyncio.get_running_loop().time(), self._mine().digest
+        others = [peer for peer in view.peers if peer != me]
+        if len(others) <= FEW:
+            return others
+        told = dict.fromkeys(peer for peer in others[:_ALL] if peer not in self._met)
+        self._met.update(told)
+        able = [peer for peer in view.together if self._can_keep(peer, now)]
+        count = keepers(
+            digest, able if len(able) > 1 else [peer for peer in others if self._can_keep(peer, now)] or others
+        )
+        told |= dict.fromkeys(count)
+        said, at = self._called
+        if self.enough and me in count and (said != digest or now >= at + _SILENCE_S):
+            self._called = digest, now
+            told |= dict.fromkeys(view.together)
+        told.pop(me, None)
+        return list(told)
+
+    def _can_keep(self, peer: PeerID, now: float) -> bool:
+        contact = self._core.endpoint.contact if peer == self._core.peer_id else self.contact(peer)
+        return bool(contact.addresses) and self._deaf.get(peer, now) <= now
 
     def _begin_telling(self, peer: PeerID) -> None:
         task = self._telling[peer] = asyncio.get_running_loop().create_task(self._tell_one(peer))
@@ -246,14 +284,18 @@ class ProgressGossip:
                 self._begin_telling(peer)
 
     async def _tell_one(self, peer: PeerID) -> None:
-        request = TellProgress(self._run_id, self._mine())
-        with suppress(PeerError):
-            progress = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
-            if progress.contact.peer == peer:
-                self._hear_directly(progress)
-            else:
-                reason = "answers in another peer's name"
-                self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
+        try:
+            request = TellProgress(self._run_id, *self._what_we_know())
+            told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
+        except PeerError:
+            self._deaf[peer] = asyncio.get_running_loop().time() + _DEAF_S
+            return
+        self._deaf.pop(peer, None)
+        if told.progress.contact.peer == peer:
+            self._hear_directly(told.progress, told.others)
+        else:
+            reason = "answers in another peer's name"
+            self._core.env.events.emit(PeerDropped(peer=peer, where="progress", reason=reason))
 
 
 def _place(progress: Progress) -> tuple[object, ...]:

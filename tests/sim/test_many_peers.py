@@ -1,0 +1,108 @@
+"""What progress costs in larger swarms: messages, and the time from the last sample to the step."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from contextlib import suppress
+from typing import NamedTuple
+
+import pytest
+
+from shoal import sim
+from shoal.events import Event, RoundFinished
+from shoal.optim.gossip import ProgressGossip
+from shoal.peer import PeerID
+from shoal.sim import SimNetwork
+from tests.sim.optimizer_kit import Run, backward
+
+EPOCHS, BATCHES, BATCH_S = 6, 5, 0.2
+
+
+class Measured(NamedTuple):
+    """Medians over the epochs from the third on.
+
+    Attributes:
+        overhead_s: from the last sample of an epoch to the step of the middle peer.
+        round_s: what the round itself takes.
+        told_s: direct messages that one peer sends in a second.
+    """
+
+    overhead_s: float
+    round_s: float
+    told_s: float
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Measured:
+    """Epochs of a second, to which each peer has five batches; then it waits for the step."""
+    told, rounds = [0], list[float]()
+    tell_one = ProgressGossip._tell_one
+
+    async def counted(gossip: ProgressGossip, peer: PeerID) -> None:
+        told[0] += 1
+        await tell_one(gossip, peer)
+
+    monkeypatch.setattr(ProgressGossip, "_tell_one", counted)
+
+    def note(event: Event) -> None:
+        if isinstance(event, RoundFinished):
+            rounds.append(event.duration_s)
+
+    async def main() -> Measured:
+        run = Run(target=peers * BATCHES * 4, network=SimNetwork(peers, latency_s=latency_s))
+        loop, names = asyncio.get_running_loop(), [f"p{peer:03}" for peer in range(peers)]
+        last, stepped = dict[int, float](), dict[int, list[float]]()
+        for name in names:
+            (await run.add(name)).collaboration.core.env.events.subscribe(note)
+        await sim.sleep(6.0)
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            collaboration = trainer.collaboration
+            for epoch in range(EPOCHS):
+                for number in range(BATCHES):
+                    await sim.sleep(BATCH_S)
+                    backward(trainer.parameters, trainer.index, number, 4)
+                    collaboration.training.accumulate(4)
+                    last[epoch] = loop.time()
+                    collaboration.accumulated()
+                while collaboration.epoch <= epoch:
+                    await trainer.take_turn()
+                    if collaboration.epoch <= epoch:
+                        with suppress(TimeoutError):
+                            async with asyncio.timeout(0.5):
+                                await collaboration._moved.wait()
+                stepped.setdefault(epoch, []).append(loop.time())
+
+        began, told[0] = loop.time(), 0
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
+        assert all(trainer.downloads == 0 for trainer in run.trainers.values())
+        told_s = told[0] / (loop.time() - began) / peers
+        await run.close()
+        overheads = [statistics.median(stepped[epoch]) - last[epoch] for epoch in range(2, EPOCHS)]
+        return Measured(statistics.median(overheads), statistics.median(rounds[2 * peers :]), told_s)
+
+    return sim.run(main, seed=peers)
+
+
+@pytest.mark.parametrize("latency_s", [0.05, 0.1])
+def test_an_epoch_ends_three_round_trips_after_its_last_sample(
+    monkeypatch: pytest.MonkeyPatch, latency_s: float
+) -> None:
+    """Beside the round itself; it took five, through the directory of groups."""
+    found = measure(monkeypatch, 8, latency_s)
+    assert found.overhead_s - found.round_s <= 3 * 2 * latency_s
+
+
+def test_sixteen_peers_tell_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All told all others at each step: 75 calls a second, 7% of a core; 20, with as many that come, are 2%."""
+    assert measure(monkeypatch, 16, 0.02).told_s <= 20.0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_there_is_no_cliff_above_thirty_two_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above 32 others all news went through the DHT, and epochs ended a second late."""
+    few, many = measure(monkeypatch, 16, 0.02), measure(monkeypatch, 128, 0.02)
+    assert many.overhead_s <= 1.2 * few.overhead_s
+    assert many.told_s <= 20.0

@@ -66,7 +66,8 @@ class Optimizer(torch.optim.Optimizer):
             name such a state.
         require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
             has: for peers that only ever join. After `load_state_timeout`.
-        average_state_every: epochs between two averagings of the parameters, while training goes on; 0 for never.
+        average_state_every: epochs between two averagings of parameters and `extra_tensors`, while training goes on; 0
+            for never: all peers take the same steps, so their parameters need none.
         check_parameters_every: epochs between two checks that all peers at one state hold the same parameters; 0 for
             never. Each takes 0.6 s of one core for 1 GiB, beside the training; who holds others downloads.
         client_mode: this peer only dials; None takes it from `dht`.
@@ -103,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         allreduce_timeout: float | None = None,
         load_state_timeout: float = 600.0,
         require_state: bool = False,
-        average_state_every: int = 10,
+        average_state_every: int = 0,
         check_parameters_every: int = 10,
         client_mode: bool | None = None,
         grad_compression: CompressionBase | None = None,

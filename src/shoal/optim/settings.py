@@ -18,7 +18,7 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
         run_id: names the run; all its peers give the same.
         target_batch_size: samples of the whole swarm in one step.
         averager: of gradients and of states.
-        average_state_every: epochs between two averagings of the parameters; 0 for never.
+        average_state_every: epochs between two averagings of the states; 0 for never.
         check_every: epochs between two checks of the parameters themselves; 0 for never.
         publish_period_s: how often progress is written to the DHT when nothing changes.
         tell_period_s: the shortest time between two messages of progress to the other peers.
@@ -33,7 +33,7 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     target_batch_size: int
     averager: AveragerSettings
-    average_state_every: int = 10
+    average_state_every: int = 0
     check_every: int = 10
     publish_period_s: float = 2.0
     tell_period_s: float = 0.05

@@ -137,3 +137,29 @@ def test_who_goes_on_beside_a_state_that_it_cannot_have_is_told_so_once() -> Non
         await run.close()
 
     sim.run(main, seed=5)
+
+
+def test_a_slow_peer_whose_batches_count_for_nothing_is_told_so() -> None:
+    """A batch of 1.2 epochs: it contributed 0 of its samples, and nobody said so."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+        slow = await run.add("slow")
+        warned = warnings_of(slow)
+        await sim.sleep(3.0)
+        for name in names:
+            run.swarm.spawn(name, run.swarm.peer(name).train(2, duration_s=0.25, until=until(60.0)))
+        await run.swarm.run_on("slow", slow.train, 2, duration_s=5.0, until=until(60.0))
+        contribution = slow.collaboration.contribution
+        told = [message for message in warned if "none of the samples that this peer computed" in message]
+        assert len(told) == (contribution.contributed == 0), (contribution.contributed, warned)
+        total = contribution.contributed + contribution.dropped + slow.collaboration.training.samples
+        assert total >= slow.collaboration.speed.processed - 4
+        fast = run.swarm.peer("p0").collaboration.contribution
+        assert fast.contributed > 10 * contribution.contributed
+        await run.close()
+
+    sim.run(main, seed=6)

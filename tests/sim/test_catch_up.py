@@ -32,10 +32,14 @@ class Scene:
     Args:
         download_s: how long the newcomer's line takes for the state, if there is nothing else on it.
         state_bytes: size of what no gradient has of the state.
+        batch_s: how long each batch takes; an epoch is five.
         run: options of the run.
     """
 
-    def __init__(self, download_s: float = 10.0, state_bytes: int = 2 * MIB, **run: Any) -> None:
+    def __init__(
+        self, download_s: float = 10.0, state_bytes: int = 2 * MIB, *, batch_s: float = 0.25, **run: Any
+    ) -> None:
+        self.batch_s = batch_s
         loop: Any = asyncio.get_running_loop()
         self.loop = loop
         self.network = SimNetwork(loop.seed, window_bytes=32 << 10)
@@ -57,7 +61,7 @@ class Scene:
     def train(self, name: str) -> None:
         """This one trains until the end."""
         trainer = self.run.swarm.peer(name)
-        work = trainer.train(2, duration_s=0.25, until=lambda: self.loop.time() > self.until)
+        work = trainer.train(2, duration_s=self.batch_s, until=lambda: self.loop.time() > self.until)
         self.tasks[name] = self.run.swarm.spawn(name, work)
 
     async def newcomer(self, name: str = "late", **changes: Any) -> Trainer:
@@ -263,7 +267,8 @@ def test_a_line_that_carries_little_more_than_the_steps_is_enough() -> None:
     """The steps come first, and the state has what is left of the line."""
 
     async def main() -> None:
-        scene = Scene(4.5, MIB, width=4096)  # a step has 229 kB and takes 1.25 s, the line carries 233 kB/s
+        # A step has 229 kB and takes about 5 s: 46 kB/s, of 100.
+        scene = Scene(MIB / 4 / 100e3, MIB // 4, batch_s=1.0, width=4096)
         await scene.begin()
         await sim.sleep(10.0)
         late = await scene.newcomer()

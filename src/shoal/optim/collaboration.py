@@ -43,6 +43,7 @@ from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.companions import Companions
+from shoal.optim.contribution import Contribution
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.misfits import Misfits
 from shoal.optim.notices import Notices
@@ -108,6 +109,8 @@ class Collaboration:
         self._beginning = Beginning(settings.state_patience_s, required=settings.require_state)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
+        self.contribution = Contribution()
+        self._given = 0
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
         self._notices = Notices(core.env.events, settings.run_id)
@@ -334,7 +337,7 @@ class Collaboration:
             gather=said,
             hopeless=lambda view: view.behind or view.together == alone,
             expected=lambda: self._attendance.awaited(self.view().together, self._now()),
-            prepare=lambda: self.training.contribution() if self.state == name else (0.0, 0.0),
+            prepare=lambda: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
@@ -388,8 +391,15 @@ class Collaboration:
         await self.tell_loaded()
         return False
 
+    def _contribute(self, name: StateName) -> tuple[float, float]:
+        """Weight and factor of what was accumulated at this state."""
+        self._given = self.training.samples if self.state == name else 0
+        return self.training.contribution() if self.state == name else (0.0, 0.0)
+
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
+        if self.core.peer_id in result.outcome.contributors:
+            self.contribution.counted(self._given)
         if not await self._judge_parameters(result, self.state):
             return
         agreement = agree(result.gathered)
@@ -435,6 +445,7 @@ class Collaboration:
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
             agreement = Agreement(said.options, said.absent)
+            self.contribution.counted(samples)
             await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
@@ -555,6 +566,12 @@ class Collaboration:
 
     def _renewed(self) -> None:
         """The state has another name: donors offer the new one, the others are told now."""
+        speed, held = self.speed, self.training.samples
+        why = self.contribution.look(
+            self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
+        )
+        if why is not None:
+            self._notices.warn(why)
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)
         self._gossip.renamed()

@@ -22,6 +22,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, of_round, of_step_alone
 from shoal.rpc import Stream
 from shoal.state import Pacer, ShareLimits
+from shoal.state.pace import FREE_PIECE_BYTES
 from shoal.state.upload import Upload
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
@@ -146,7 +147,7 @@ class _Follower:
             return
         sent, total = self._wanted[digest], len(step.data)
         fraction = ShareLimits().beside_rounds
-        nbytes = self._upload.piece_bytes(total - sent, self._pacer, fraction)
+        nbytes = min(self._upload.piece_bytes(total - sent, self._pacer, fraction), FREE_PIECE_BYTES)
         await self._upload.admit(nbytes, self._pacer, fraction)
         self._wanted[digest] = sent + nbytes
         await self._send(StepBytes(digest, sent), memoryview(step.data)[sent : sent + nbytes])

@@ -1,0 +1,51 @@
+"""What came of a peer's work: how many of its samples went into the swarm's steps. Pure bookkeeping."""
+
+from __future__ import annotations
+
+__all__ = ["Contribution"]
+
+_EPOCHS = 5
+_BATCHES = 5
+
+
+class Contribution:
+    """Counts a peer's samples, and finds out that none of them count.
+
+    Attributes:
+        contributed: samples that went into a step.
+        dropped: samples that were computed and went into none: their state was over before they came.
+    """
+
+    def __init__(self) -> None:
+        self.contributed = self.dropped = 0
+        self._since: tuple[int, int, int, float] | None = None  # epoch, contributed, batches, time
+        self._told = False
+
+    def counted(self, samples: int) -> None:
+        """So many of this peer's samples went into a step."""
+        self.contributed += samples
+
+    def look(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
+        """The state is another one. Returns what the user should be told: once, that nothing of this peer counts.
+
+        Args:
+            epoch: of the state.
+            processed: samples that were computed so far.
+            batches: in so many batches.
+            held: samples that are accumulated for the next step.
+            now: seconds.
+        """
+        self.dropped = max(0, processed - self.contributed - held)
+        if self._since is None or self._since[1] != self.contributed:
+            self._since = epoch, self.contributed, batches, now
+        first, _, before, since = self._since
+        epochs, done = epoch - first, batches - before
+        if self._told or epochs < _EPOCHS or done < _BATCHES:
+            return None
+        self._told = True
+        return (
+            f"none of the samples that this peer computed in the last {epochs} epochs count: a batch takes it "
+            f"{(now - since) / done:.1f} s, and an epoch of the swarm {(now - since) / epochs:.1f} s, so its state is "
+            "over before the batch is done. Give this peer smaller batches, or raise target_batch_size on all, so that "
+            "an epoch lasts longer"
+        )

@@ -1,0 +1,35 @@
+"""A peer finds out that nothing of what it computes counts."""
+
+from __future__ import annotations
+
+from shoal.optim.contribution import Contribution
+
+
+def test_a_peer_whose_batches_take_longer_than_an_epoch_is_told_once_with_numbers() -> None:
+    """It contributed 0 of 6,400 samples, without a word."""
+    contribution, told = Contribution(), []
+    for epoch in range(1, 41):
+        batches = int(epoch / 1.2)
+        why = contribution.look(epoch, processed=8 * batches, batches=batches, held=0, now=10.0 * epoch)
+        told += [why] if why else []
+    assert len(told) == 1
+    assert "a batch takes it 10.0 s, and an epoch of the swarm 10.0 s" in told[0]  # batches are counted when done
+    assert "smaller batches, or raise target_batch_size" in told[0]
+    assert (contribution.contributed, contribution.dropped) == (0, 8 * 33)
+
+
+def test_a_peer_that_contributes_now_and_then_is_not_told() -> None:
+    """What was not in a step is counted as dropped; what is accumulated is not yet."""
+    contribution = Contribution()
+    for epoch in range(1, 41):
+        if epoch % 4 == 0:
+            contribution.counted(8)
+        assert contribution.look(epoch, processed=8 * epoch, batches=epoch, held=8, now=10.0 * epoch) is None
+    assert (contribution.contributed, contribution.dropped) == (80, 8 * 40 - 80 - 8)
+
+
+def test_a_newcomer_that_came_over_many_epochs_at_once_is_not_told() -> None:
+    """It has computed next to nothing yet."""
+    contribution = Contribution()
+    assert contribution.look(0, processed=8, batches=1, held=0, now=0.0) is None
+    assert contribution.look(50, processed=8, batches=1, held=0, now=60.0) is None

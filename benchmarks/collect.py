@@ -268,6 +268,19 @@ def optimizer_overhead(content: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def optimizer_memory(content: Mapping[str, Any]) -> list[Row]:
+    """Live tensors of a peer; the bar is for float32 without a codec."""
+    return [
+        Row(
+            f"live tensors of a peer, {name}",
+            each["peer"],
+            "bytes per parameter",
+            bar=at_most(28.01) if name == "float32" else None,
+        )
+        for name, each in content.items()
+    ]
+
+
 def zero(content: Mapping[str, Any]) -> list[Row]:
     """`shoal.zero` beside the best of PyTorch's engines that send as many bytes, and of those of the same stage."""
     rows = []

@@ -27,6 +27,11 @@ def live_bytes() -> int:
     return sum(storages.values())
 
 
+def at_epoch(trainer: Trainer, epoch: int) -> Callable[[], bool]:
+    """Whether it has come so far."""
+    return lambda: trainer.collaboration.epoch >= epoch
+
+
 @pytest.mark.parametrize("average_state_every", [0, 2])
 def test_36_bytes_of_live_tensors_per_parameter(average_state_every: int) -> None:
     """With AdamW, in float32: 16 as plain torch, 4 for sums of gradients, and 8 for the rounds, of both kinds."""
@@ -36,12 +41,9 @@ def test_36_bytes_of_live_tensors_per_parameter(average_state_every: int) -> Non
         run = Run(target=16, dtype=torch.float32, width=WIDTH, average_state_every=average_state_every)
         trainers = [await run.add(name) for name in ("p0", "p1")]
 
-        def done(trainer: Trainer) -> Callable[[], bool]:
-            return lambda: trainer.collaboration.epoch >= 5
-
         await asyncio.gather(
             *(
-                run.swarm.run_on(f"p{index}", trainer.train, 4, duration_s=0.5, until=done(trainer))
+                run.swarm.run_on(f"p{index}", trainer.train, 4, duration_s=0.5, until=at_epoch(trainer, 5))
                 for index, trainer in enumerate(trainers)
             )
         )
@@ -51,3 +53,26 @@ def test_36_bytes_of_live_tensors_per_parameter(average_state_every: int) -> Non
         await run.close()
 
     sim.run(main, seed=41)
+
+
+def test_a_newcomer_holds_no_more_once_it_takes_part() -> None:
+    """What it received, kept and followed is gone, and so is the donors' copy."""
+
+    async def main() -> None:
+        before = live_bytes()
+        run = Run(target=16, dtype=torch.float32, average_state_every=2, width=WIDTH)
+        for name in ("p0", "p1"):
+            await run.add(name)
+        tasks = [
+            asyncio.create_task(run.swarm.run_on(name, each.train, 4, duration_s=0.5, until=at_epoch(each, 30)))
+            for name, each in run.trainers.items()
+        ]
+        await sim.sleep(8.0)
+        late = await run.add("late")
+        await asyncio.gather(*tasks, run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=at_epoch(late, 30)))
+        assert late.collaboration.downloads
+        await sim.sleep(60.0)
+        assert 27.9 < (live_bytes() - before) / (3 * PARAMETERS) < 28.1
+        await run.close()
+
+    sim.run(main, seed=42)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,9 @@ __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
 
 _MAX_COUNT = 1 << 53
 """No count or other whole number is larger: up to here every one is a float, too."""
+
+_STAYS = LEFT_OUT - {"train_mode"}
+"""Options that stay the receiver's. Whether ScheduleFree's weights are those of training must be equal, though."""
 
 _MAX_RATE = 1e6
 _FRACTIONS = frozenset({"betas", "momentum"})
@@ -51,11 +55,11 @@ class Prepared(NamedTuple):
 
     Attributes:
         options: of each group, without its parameters.
-        state: by parameter, or by a name of the optimizer's own.
+        states: its statistics, by parameter, or by a name of its own; then those of each optimizer that it wraps.
     """
 
     options: list[dict[str, Any]]
-    state: dict[Any, Any]
+    states: list[dict[Any, Any]]
 
 
 class OptimizerState:
@@ -72,6 +76,18 @@ class OptimizerState:
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+
+    @property
+    def _states(self) -> list[dict[Any, Any]]:
+        """Its statistics, and those of the optimizers that it wraps (Lookahead), which have its groups."""
+        found: list[dict[Any, Any]] = []
+        wrapped = [self._optimizer]
+        for each in wrapped:
+            if not any(each.state is other for other in found):
+                found.append(each.state)
+            inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+            wrapped += [value for value in inner if not any(value is other for other in wrapped)]
+        return found
 
     # ------------------------------------------------------------------------------------------------------- take out
 
@@ -94,8 +110,10 @@ class OptimizerState:
             [len(group["params"]), _take_out(_travelling(group), tensors, "option")]
             for group in self._optimizer.param_groups
         ]
+        return {"groups": groups, "states": [self._export(state, tensors) for state in self._states]}
+
+    def _export(self, kept: Mapping[Any, Any], tensors: list[torch.Tensor]) -> list[Any]:
         # In one order on all peers: whose states are equal must offer equal bytes.
-        kept = self._optimizer.state
         state = [
             [number, _take_out(_sorted(kept[parameter]), tensors, f"statistic of parameter {number}")]
             for number, parameter in enumerate(self._parameters)
@@ -103,9 +121,10 @@ class OptimizerState:
         ]
         own = {key: entry for key, entry in kept.items() if not isinstance(key, torch.Tensor)}
         others = [
-            [_take_out(key, [], "name"), _take_out(own[key], tensors, f"statistic {key!r}")] for key in _sorted(own)
+            [_take_out(key, [], "name of a statistic"), _take_out(entry, tensors, f"statistic {key!r:.40}")]
+            for key, entry in _sorted(own).items()
         ]
-        return {"groups": groups, "state": state, "others": others}
+        return [state, others]
 
     # --------------------------------------------------------------------------------------------------------- put in
 
@@ -122,25 +141,32 @@ class OptimizerState:
         """
         reader = _Reader(tensors, first)
         try:
-            groups, state, others = values["groups"], values["state"], values["others"]
+            groups = values["groups"]
             sizes = [size for size, _ in groups]
             offered = [_named(reader.read(options)) for _, options in groups]
-            entries = {number: _named(reader.read(entry)) for number, entry in state}
-            rest = {_name(reader.read(key)): reader.read(entry) for key, entry in others}
+            states = [self._read_state(reader, *state) for state in values["states"]]
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"its optimizer's values are not in their form: {error}") from error
         reader.finish()
         own = [len(group["params"]) for group in self._optimizer.param_groups]
         if sizes != own:
             raise ValueError(f"its parameter groups have {sizes!s:.80} parameters, and {own!s:.80} here")
-        parameters = self._parameters
-        for number in entries:
-            if type(number) is not int or not 0 <= number < len(parameters):
-                raise ValueError(f"it has statistics of parameter {number!r:.20}")
+        if len(states) != len(self._states):
+            raise ValueError(
+                f"it is of {len(states)} optimizers, one in the other, and there are {len(self._states)} here"
+            )
         pairs = zip(self._optimizer.param_groups, offered, self._made_with, strict=True)
         unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
         options = [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
-        return Prepared(options, {**{parameters[number]: entry for number, entry in entries.items()}, **rest})
+        return Prepared(options, states)
+
+    def _read_state(self, reader: _Reader, state: Any, others: Any) -> dict[Any, Any]:
+        parameters, found = self._parameters, {}
+        for number, entry in state:
+            if type(number) is not int or not 0 <= number < len(parameters):
+                raise ValueError(f"it has statistics of parameter {number!r:.20}")
+            found[parameters[number]] = _named(reader.read(entry))
+        return {**found, **{_name(reader.read(key)): reader.read(entry) for key, entry in others}}
 
     def prepare(self, values: Any, tensors: Sequence[torch.Tensor], first: int) -> Prepared:
         """As `check`, with everything where it belongs, and tried. Tensors are kept, not copied, where they can be.
@@ -154,13 +180,14 @@ class OptimizerState:
                 if value is not group.get(name):
                     options[name] = _moved(value, group["params"][0].device)
             on_host = _ON_HOST if not (group.get("capturable") or group.get("fused")) else ()
-            for parameter in group["params"]:
-                if entry := prepared.state.get(parameter):
-                    prepared.state[parameter] = {
+            for state, parameter in product(prepared.states, group["params"]):
+                if entry := state.get(parameter):
+                    state[parameter] = {
                         name: _moved(value, _HOST if name in on_host else parameter.device)
                         for name, value in entry.items()
                     }
-        try_step(self._optimizer, prepared.options, prepared.state)
+        if len(prepared.states) == 1:  # of one that wraps others no twin can be made
+            try_step(self._optimizer, prepared.options, prepared.states[0])
         return prepared
 
     def switch(self, prepared: Prepared) -> None:
@@ -174,8 +201,9 @@ class OptimizerState:
                     mine.fill_(float(value))  # a captured graph reads it
                 else:
                     group[name] = value
-        self._optimizer.state.clear()
-        self._optimizer.state.update(prepared.state)
+        for state, becomes in zip(self._states, prepared.states, strict=True):
+            state.clear()
+            state.update(becomes)
 
 
 # ------------------------------------------------------------------------------------------------------ plain and back
@@ -186,7 +214,7 @@ def _take_out(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return {"t": [len(tensors) - 1, *_order(value)]}
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and all(_plain(key) is not _OBJECT for key in value):
         return {"d": [[key, _take_out(item, tensors, f"{what} {key!r:.40}")] for key, item in value.items()]}
     if isinstance(value, list | tuple | deque):
         kind = "q" if isinstance(value, deque) else "l" if isinstance(value, list) else "u"
@@ -207,6 +235,9 @@ def _mark(value: object, depth: int = 0) -> object:
     """Differs once the value has changed, as far as can be seen. Switches do not count: they say that it is ready."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version  # noqa: SLF001 (how autograd notices changes in place, since torch 0.4)
+    if isinstance(value, torch.optim.Optimizer) and depth < _MAX_DEPTH:
+        own = {name: item for name, item in vars(value).items() if name not in _NOT_ITS_OWN}
+        return _mark({name: item for name, item in own.items() if name[:11] != "_optimizer_"}, depth + 1)
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
         return [(id(key), _mark(item, depth + 1)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque) and depth < _MAX_DEPTH:
@@ -240,7 +271,7 @@ def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _travelling(group: Mapping[str, Any]) -> dict[str, Any]:
-    return _sorted({name: value for name, value in group.items() if name not in LEFT_OUT and _travels(value)})
+    return _sorted({name: value for name, value in group.items() if name not in _STAYS and _travels(value)})
 
 
 def _travels(value: object) -> bool:
@@ -319,11 +350,11 @@ def _merged(
 ) -> dict[str, Any]:
     """The options of a group that takes over another one's; those in `unset` are None at first, and may be anything."""
     merged = {name: value for name, value in mine.items() if name != "params"}
-    for name in [name for name, value in merged.items() if name not in made_with and name not in LEFT_OUT]:
+    for name in [name for name, value in merged.items() if name not in made_with and name not in _STAYS]:
         if name not in theirs and is_number(merged[name]):
             del merged[name]  # came with the receiver's own steps
     for name, value in theirs.items():
-        if name in LEFT_OUT:
+        if name in _STAYS:
             continue
         if not isinstance(name, str):
             raise ValueError(f"an option is called {name!r:.40}")

@@ -100,6 +100,7 @@ def test_hooks_behind_a_gradient_run_where_there_is_one_and_are_refused_elsewher
     [
         ("a Sequential", ["", "0", "2", "3"]),
         ("given", ["", "2"]),
+        ("in place", ["", "0", "2", "4"]),
         ("a dictionary", ["first", "first.0", "first.2", "first.3", "more.0"]),
     ],
 )

@@ -88,12 +88,22 @@ class Tower(torch.nn.Sequential):
         super().__init__(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
 
 
+def in_place() -> torch.nn.Module:
+    """What a member returns is a view, and the next one writes over it."""
+    torch.manual_seed(4)
+    first, last = torch.nn.Linear(6, 6), torch.nn.Linear(8, 3)
+    rows = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Flatten())
+    return torch.nn.Sequential(first, torch.nn.Unflatten(1, (2, 3)), rows, torch.nn.ReLU(inplace=True), last)
+
+
 def in_units(kind: str) -> tuple[list[str], bool]:
     """Stage 3: what is gathered together; and whether a few steps are those of one process."""
     models: list[Any] = [
         torch.nn.ModuleDict({"first": Tower(), "more": torch.nn.ModuleList([torch.nn.Linear(3, 3)])}) for _ in "12"
     ]
-    model, plain = models if kind == "a dictionary" else (Tower(), Tower())
+    if kind != "a dictionary":
+        models = [in_place() if kind == "in place" else Tower() for _ in "12"]
+    model, plain = models
     given = [model[2]] if kind == "given" else None
     _, optimizer = shoal.zero.shard(model, lambda each: torch.optim.SGD(each, lr=0.1), stage=3, units=given)
     alone = torch.optim.SGD(plain.parameters(), lr=0.1)

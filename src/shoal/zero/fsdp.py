@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -136,6 +137,7 @@ def partition(
     mesh = DeviceMesh.from_group(group, device.type)
     dtype = dtype or next((each.dtype for each in model.parameters() if _is_narrow(each)), None)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
+    changed = _changed_in_place(model)
     hooks = {name: each._backward_hooks for name, each in named_parameters(model)}  # noqa: SLF001
     for module in [*parts, *(root for root in roots(model) if root not in parts)]:
         for parameter in module.parameters():
@@ -143,11 +145,24 @@ def partition(
                 # The shards are rows, and the optimizer's float32 copy.
                 wide = parameter.data.float() if _is_narrow(parameter) else parameter.data
                 parameter.data = wide.contiguous()
+        if id(module) in changed:
+            module.register_forward_hook(_own_memory)  # before FSDP2's own
         fully_shard(module, mesh=mesh, mp_policy=policy)
     for name, parameter in named_parameters(model):
         if hooks[name]:
             parameter._backward_hooks = hooks[name]  # noqa: SLF001 (its handles work on)
     return dtype
+
+
+def _changed_in_place(model: torch.nn.Module) -> set[int]:
+    """The `id` of members of Sequentials whose result the next one writes over, such as `ReLU(inplace=True)`."""
+    pairs = (pair for each in model.modules() if isinstance(each, torch.nn.Sequential) for pair in pairwise(each))
+    return {id(one) for one, following in pairs if any(getattr(each, "inplace", False) for each in following.modules())}
+
+
+def _own_memory(_: torch.nn.Module, __: object, output: object) -> torch.Tensor | None:
+    """FSDP2 hooks onto what a unit returns, and loses that hook where a view is written over."""
+    return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else None  # noqa: SLF001
 
 
 def _is_narrow(parameter: torch.nn.Parameter) -> bool:

@@ -59,6 +59,7 @@ class CatchUp:
         self._vectors: dict[bool, Vector] = {}
         self._following: Following | None = None
         self._since = self._received_before = 0.0
+        self._told = False
 
     @property
     def from_epoch(self) -> int:
@@ -135,7 +136,8 @@ class CatchUp:
     async def give_up(self, took_s: float) -> str | None:
         """Why nothing leads on from the state that we have, after so many seconds; None if nothing is missing.
 
-        If something is, nobody is followed any more: with the next state it is tried anew.
+        If something is, nobody is followed any more: with the next state it is tried anew. It is told once until this
+        peer takes part.
         """
         following = self._following
         if following is None or not following.missed:
@@ -143,16 +145,24 @@ class CatchUp:
         rate = (self._core.endpoint.traffic[1] - self._received_before) / max(self._now() - self._since, 1e-3)
         (epoch, since), (last, until) = following.told or ((0, 0.0), (0, 0.0))
         await self.leave()
+        if self._told:
+            return None
+        self._told = True
         return (
             f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile one is "
             f"missing: {following.missed}. A step takes them about {(until - since) / max(1, last - epoch):.1f} s and "
             f"has {following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. Raise target_batch_size so that "
-            "a step takes longer, make steps smaller (grad_compression), or give "
-            "this peer a faster line, or more catch_up_bytes"
+            "a step takes longer, make steps smaller (grad_compression), or give this peer a faster line, or more "
+            "catch_up_bytes"
         )
 
+    async def joined(self) -> None:
+        """This peer has taken a step of the swarm itself: it follows nobody any more."""
+        self._told = False
+        await self.leave()
+
     async def leave(self) -> None:
-        """Follow nobody any more: this peer takes part. Safe to call twice."""
+        """Follow nobody any more. Safe to call twice."""
         following, self._following = self._following, None
         self._vectors.clear()
         if following is not None:

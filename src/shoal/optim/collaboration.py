@@ -523,7 +523,7 @@ class Collaboration:
             self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
-            await self._catch_up.leave()
+            await self._catch_up.joined()
         self._renewed()
         self._move(Phase.COLLECTING)
 

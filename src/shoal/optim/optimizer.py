@@ -66,6 +66,7 @@ class Optimizer(torch.optim.Optimizer):
             name such a state.
         require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
             has: for peers that only ever join. After `load_state_timeout`.
+        catch_up_bytes: the most memory for the steps that the others take while this peer downloads a state.
         average_state_every: epochs between two averagings of parameters and `extra_tensors`, while training goes on; 0
             for never: all peers take the same steps, so their parameters need none.
         check_parameters_every: epochs between two checks that all peers at one state hold the same parameters; 0 for
@@ -104,6 +105,7 @@ class Optimizer(torch.optim.Optimizer):
         allreduce_timeout: float | None = None,
         load_state_timeout: float = 600.0,
         require_state: bool = False,
+        catch_up_bytes: int = 4 << 30,
         average_state_every: int = 0,
         check_parameters_every: int = 10,
         client_mode: bool | None = None,
@@ -122,6 +124,7 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(run_id, str) or not run_id:
             raise ConfigError(f"run_id must be a text, got {run_id!r}")
         _check_count("target_batch_size", target_batch_size)
+        _check_count("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
             _check_count("batch_size_per_step", batch_size_per_step)
         _check_epochs("average_state_every", average_state_every)
@@ -174,6 +177,7 @@ class Optimizer(torch.optim.Optimizer):
             average_state_every=average_state_every,
             state_patience_s=load_state_timeout,
             require_state=require_state,
+            catch_up_bytes=catch_up_bytes,
             check_every=check_parameters_every,
             fingerprint=run_settings(
                 self._training,

@@ -18,7 +18,7 @@ from shoal.errors import ClosedError, ConfigError, PeerProtocolError, PeerRefuse
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import FREE_PIECE_BYTES, Pacer
+from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
@@ -46,7 +46,6 @@ class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
             away. As long as a download may take if its user does not say otherwise.
         linger_s: how long a copy that nobody takes is kept, seconds.
         send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none, is left.
-            For a piece of 256 KiB at most; a larger one has longer.
     """
 
     upload_bytes_per_s: float | None = None
@@ -201,7 +200,7 @@ class StateDonor:
                 raise PeerRefused("the state is not shared any more")
             if snapshot.over:
                 raise PeerRefused("others have waited long for a newer state: ask for the manifest again")
-            async with asyncio.timeout(self._limits.send_stall_s * max(1.0, piece.nbytes / FREE_PIECE_BYTES)):
+            async with asyncio.timeout(self._limits.send_stall_s):
                 await stream.send(Chunk(chunk, first - start), piece)
             first += piece.nbytes
         return stop - start

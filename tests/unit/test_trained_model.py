@@ -77,6 +77,19 @@ def test_a_parameter_that_was_replaced_is_told() -> None:
         trained.check()
 
 
+def test_a_frozen_weight_that_changes_in_mid_run_is_found() -> None:
+    """Another base that is loaded later: what was compared when the peers met holds no more."""
+    made = model()
+    trained = TrainedModel(made, list(made[2].parameters()), [])
+    made.load_state_dict(made.state_dict())  # the same values again
+    statistics(made)
+    assert trained.changed() is None
+    with torch.no_grad():
+        made[0].weight.add_(0.1)  # type: ignore[operator]
+    assert trained.changed() == "0.weight"
+    assert trained.changed() is None
+
+
 def test_another_model_than_the_optimizers_is_refused() -> None:
     """Nothing of it is trained."""
     with pytest.raises(ConfigError, match="none of the parameters"):

@@ -41,7 +41,9 @@ class TrainedModel:
         if not any(id(each) in names for each in parameters):
             raise ConfigError("model has none of the parameters of the optimizer: give the model that it trains")
         self._names = [names.get(id(each), "-") for each in parameters]
-        self._frozen = [(name, tensor.detach()) for name, tensor in _fixed_tensors(model) if id(tensor) not in shared]
+        self._frozen = {name: tensor for name, tensor in _fixed_tensors(model) if id(tensor) not in shared}
+        self._digests = {name: _digest(tensor) for name, tensor in self._frozen.items()}
+        self._marks = {name: _mark(tensor) for name, tensor in self._frozen.items()}
         self._places = [
             (module, key, f"{prefix}.{key}".strip("."), parameter)
             for prefix, module in model.named_modules()
@@ -56,12 +58,11 @@ class TrainedModel:
     def settings(self) -> dict[str, str]:
         """What all peers compare: the names of what is trained, and what is not trained, by its bytes."""
         names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
-        both, elements = blake3(), 0
-        for name, tensor in self._frozen:
+        both = blake3()
+        for name, tensor in self._frozen.items():
             both.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            both.update(view_bytes(tensor.to("cpu").contiguous()))
-            elements += tensor.numel()
-        count = len(self._frozen)
+            both.update(self._digests[name])
+        count, elements = len(self._frozen), sum(tensor.numel() for tensor in self._frozen.values())
         return {
             "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
             "frozen tensors": f"{count} with {elements} elements, {both.hexdigest()[:16]}" if count else "none",
@@ -75,6 +76,29 @@ class TrainedModel:
                     f"parameter {name} of the model was replaced, and the optimizer trains the one before: load "
                     "weights without assign=True, or make a new shoal.Optimizer"
                 )
+
+    def changed(self) -> str | None:
+        """A tensor that is not trained, and has other values than at first; None if there is none. Each is told once.
+
+        Values are looked at only where torch has counted a change, or the memory is another: a change through `.data`
+        goes unseen.
+        """
+        for name, before in self._marks.items():
+            if (mark := _mark(self._frozen[name])) == before:
+                continue
+            self._marks[name] = mark
+            if _digest(self._frozen[name]) != self._digests[name]:
+                del self._marks[name]
+                return name
+        return None
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    return (0 if tensor.is_inference() else tensor._version), tensor.data_ptr()  # noqa: SLF001 (asks no device)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return blake3(view_bytes(tensor.detach().to("cpu").contiguous())).digest(16)
 
 
 def _statistics(model: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:

@@ -297,6 +297,11 @@ class Optimizer(torch.optim.Optimizer):
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
+            if (name := self._model.changed()) is not None:
+                self._warn(
+                    f"{name} of the model is not trained, and has changed since the run began: other peers do not have "
+                    "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
+                )
         if (message := self._watch.at_step()) is not None:
             self._warn(message)
         try:

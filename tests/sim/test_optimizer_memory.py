@@ -21,7 +21,8 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for each in gc.get_objects():
-        if issubclass(type(each), torch.Tensor):  # to ask the object itself wakes deprecated ones
+        # To ask an object of another kind for its class wakes deprecated ones.
+        if issubclass(type(each), torch.Tensor) and each.layout is torch.strided:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

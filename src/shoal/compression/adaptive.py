@@ -166,7 +166,7 @@ class PerTensorCompression(AdaptiveCompression):
 
 
 def choose_codecs(
-    codec: CompressionBase, tensors: Sequence[object], role: TensorRole = TensorRole.UNSPECIFIED, *, first_key: int = 0
+    codec: CompressionBase, tensors: Sequence[object], role: TensorRole = TensorRole.UNSPECIFIED
 ) -> list[CompressionBase]:
     """The codec of each tensor, chosen by its shape, dtype, role and position.
 
@@ -176,13 +176,12 @@ def choose_codecs(
         codec: chooses.
         tensors: in order.
         role: of all of them.
-        first_key: the key of the first one; the others count on from it.
     """
     return [
         codec.choose(CompressionInfo.from_tensor(tensor, key=key, role=role))
         if isinstance(tensor, torch.Tensor)
         else codec
-        for key, tensor in enumerate(tensors, first_key)
+        for key, tensor in enumerate(tensors)
     ]
 
 

@@ -206,8 +206,7 @@ class Optimizer(torch.optim.Optimizer):
 
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
-            message = f"{what}: a newcomer's weights would differ from the others'; leave it out"
-            dht.events.emit(Warned(where="optimizer", message=message))
+            self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
         self._collaboration = self._run(begin(), 60.0)
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
         if self._model is not None and self._model.unshared_statistics:

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from benchmarks.emulator.star import Shape
 
-__all__ = ["Emulator", "NotPermitted"]
+__all__ = ["Emulator", "NotPermitted", "end_processes", "ip", "remove", "remove_leftovers"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x400454CA, 0x0001, 0x1000, 0x4000
@@ -103,7 +103,7 @@ class Emulator:
 
     def _remove(self) -> None:
         for name in self._names:
-            _end_processes(name)
+            end_processes(name)
         if self._process is not None:
             try:
                 answer, _ = self._process.communicate(timeout=_STOP_S)
@@ -112,7 +112,7 @@ class Emulator:
                 self._process.kill()
                 self._process.wait()
         for name in self._names:
-            _remove(name)
+            remove(name)
 
 
 def remove_leftovers() -> None:
@@ -121,13 +121,13 @@ def remove_leftovers() -> None:
     for line in listed.splitlines():
         name = line.split(" ")[0]
         if (found := _NAME.match(name)) and not Path("/proc", found[1]).exists():
-            _end_processes(name)
-            _remove(name)
+            end_processes(name)
+            remove(name)
 
 
 def _make_host(name: str, device: str, address: str) -> int:
     """A namespace with a device; returns the device's other end."""
-    _ip("netns", "add", name)
+    ip("netns", "add", name)
     try:
         tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -136,11 +136,11 @@ def _make_host(name: str, device: str, address: str) -> int:
         kind = _IFF_TUN | _IFF_NO_PI | _IFF_VNET_HDR
         fcntl.ioctl(tun, _TUNSETIFF, struct.pack("16sH22x", device.encode(), kind))
         fcntl.ioctl(tun, _TUNSETOFFLOAD, _TUN_F_CSUM | _TUN_F_TSO4)
-        _ip("link", "set", device, "netns", name)
-        _ip("-n", name, "address", "add", f"{address}/24", "dev", device)
-        _ip("-n", name, "link", "set", device, "txqueuelen", str(_QUEUE_PACKETS), "up")
-        _ip("-n", name, "link", "set", "lo", "up")
-        _ip("netns", "exec", name, "sh", "-c", f"echo {_TRAINS} > /proc/sys/net/ipv4/tcp_tso_rtt_log")
+        ip("link", "set", device, "netns", name)
+        ip("-n", name, "address", "add", f"{address}/24", "dev", device)
+        ip("-n", name, "link", "set", device, "txqueuelen", str(_QUEUE_PACKETS), "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("netns", "exec", name, "sh", "-c", f"echo {_TRAINS} > /proc/sys/net/ipv4/tcp_tso_rtt_log")
     except OSError as error:
         os.close(tun)
         raise NotPermitted(f"no TUN device could be made: {error}") from error
@@ -150,18 +150,18 @@ def _make_host(name: str, device: str, address: str) -> int:
     return tun
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise NotPermitted(f"`ip {' '.join(arguments)}` said: {done.stderr.strip()}")
 
 
-def _end_processes(name: str) -> None:
+def end_processes(name: str) -> None:
     found = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
     for pid in found.stdout.split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
 
 
-def _remove(name: str) -> None:
+def remove(name: str) -> None:
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)

@@ -1,0 +1,1 @@
+"""A storm of faults over a swarm that trains: see `__main__`."""

@@ -1,0 +1,136 @@
+"""What a storm did, from what was said and done. Pure: lists of facts go in, figures come out.
+
+*Live* is a trainer that is neither killed, stopped nor cut off, and has joined the network. The *main line* is, of each
+epoch, the state that most trainers told of: one that trains alone while it is cut off is not on it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+__all__ = ["Epoch", "Fault", "Figures", "Lives", "figures", "main_line"]
+
+
+class Fault(NamedTuple):
+    """One fault.
+
+    Attributes:
+        at: when it began.
+        kind: `kill`, `stop` or `cut`.
+        place: the trainer's, which a restarted one takes over.
+        back_at: when the trainer sent its first packet, woke, or had a line again; None if not within the storm.
+    """
+
+    at: float
+    kind: str
+    place: int
+    back_at: float | None
+
+
+class Epoch(NamedTuple):
+    """One swarm step of the main line: when it was told of first, its samples, and the places that contributed."""
+
+    at: float
+    number: int
+    samples: int
+    by: frozenset[int]
+    loss: float
+
+
+class Lives:
+    """When each place was live.
+
+    Attributes:
+        spans: for each place, its times of life, in order: beginning, and end or infinity.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.spans: list[list[tuple[float, float]]] = [[] for _ in range(places)]
+
+    def begin(self, place: int, at: float) -> None:
+        """It is live from now on."""
+        self.spans[place].append((at, float("inf")))
+
+    def end(self, place: int, at: float) -> None:
+        """It is live no more."""
+        if self.spans[place]:
+            self.spans[place][-1] = self.spans[place][-1][0], at
+
+    def at(self, time: float) -> set[int]:
+        """Who is live then."""
+        return {place for place, spans in enumerate(self.spans) if any(a <= time < b for a, b in spans)}
+
+    def seconds(self, begin: float, end: float) -> float:
+        """Trainer seconds of life within these times."""
+        return sum(max(0.0, min(b, end) - max(a, begin)) for spans in self.spans for a, b in spans)
+
+
+class Figures(NamedTuple):
+    """Of one span of time.
+
+    Attributes:
+        epochs: of the main line.
+        rate: samples committed per second and live trainer.
+        participation: contributors over those live, as each epoch was told of, summed over epochs.
+        gaps: between successive epochs, seconds, sorted.
+        back: for each kind, the times from the return to the first contribution, sorted.
+        never: returns after which no contribution came before the end; those that another fault hit left out.
+    """
+
+    epochs: int
+    rate: float
+    participation: float
+    gaps: list[float]
+    back: dict[str, list[float]]
+    never: int
+
+
+def main_line(said: Iterable[dict[str, Any]], place_of: dict[str, int]) -> list[Epoch]:
+    """The epochs of the main line, in order of their numbers.
+
+    Args:
+        said: what the trainers said; those with an `epoch` matter.
+        place_of: the place of each peer id.
+    """
+    told: dict[int, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for each in said:
+        if "epoch" in each:
+            told[each["epoch"]][each["digest"]].append(each)
+    line = []
+    for number in sorted(told):
+        same = max(told[number].values(), key=len)
+        by = Counter(place_of[peer] for each in same for peer in each["by"] if peer in place_of)
+        loss = sum(each["loss"] for each in same) / len(same)
+        line.append(Epoch(min(each["at"] for each in same), number, same[0]["samples"], frozenset(by), loss))
+    return line
+
+
+def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin: float, end: float) -> Figures:
+    """Of the time from `begin` to `end`."""
+    within = [epoch for epoch in line if begin <= epoch.at < end]
+    live = [lives.at(epoch.at) for epoch in within]
+    took_part = sum(len(epoch.by & there) for epoch, there in zip(within, live, strict=True))
+    times = sorted([begin, *(epoch.at for epoch in within), end])
+    back: dict[str, list[float]] = defaultdict(list)
+    never = 0
+    for fault in faults:
+        if fault.back_at is None or not begin <= fault.at < end:
+            continue
+        later = (other.at for other in faults if other.place == fault.place and other.at > fault.back_at)
+        again = min(later, default=end)
+        came = next((epoch.at for epoch in line if epoch.at > fault.back_at and fault.place in epoch.by), None)
+        if came is not None and came <= again:
+            back[fault.kind].append(came - fault.back_at)
+        elif again == end and end - fault.back_at > 5.0:
+            never += 1
+    return Figures(
+        epochs=len(within),
+        rate=sum(epoch.samples for epoch in within) / max(1e-9, lives.seconds(begin, end)),
+        participation=took_part / max(1, sum(map(len, live))),
+        gaps=sorted(b - a for a, b in pairwise(times)),
+        back={kind: sorted(each) for kind, each in back.items()},
+        never=never,
+    )

@@ -1,0 +1,49 @@
+"""The figures of `benchmarks.storm`, from facts that are made up here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.storm.judge import Fault, Lives, figures, main_line
+
+PLACES = {"a": 0, "b": 1, "c": 2}
+
+
+def told(at: float, epoch: int, by: str, *, digest: str = "x", samples: int = 10) -> dict[str, Any]:
+    """What a trainer says of a step."""
+    return {"at": at, "epoch": epoch, "digest": digest, "samples": samples, "by": list(by), "loss": 1.0}
+
+
+def test_the_main_line_is_what_most_tell_of() -> None:
+    """A step that one takes alone while it is cut off does not count, though it was told of first."""
+    said = [told(0.5, 1, "c", digest="alone"), told(1.0, 1, "ab"), told(1.1, 1, "ab"), {"at": 2.0, "warned": "?"}]
+    (epoch,) = main_line(said, PLACES)
+    assert (epoch.at, epoch.by) == (1.0, frozenset({0, 1}))
+
+
+def test_figures_of_a_stop() -> None:
+    """One of three is stopped for 4 s, and contributes 1 s after it woke."""
+    lives = Lives(3)
+    for place in range(3):
+        lives.begin(place, 0.0)
+    lives.end(2, 2.5)
+    lives.begin(2, 6.5)
+    said = [told(at, int(at), "ab" if 2.5 < at < 7.5 else "abc") for at in (1.0, 2.0, 5.0, 6.0, 7.0, 7.5, 8.0, 9.0)]
+    line = main_line([{**each, "epoch": number} for number, each in enumerate(said)], PLACES)
+    found = figures(line, lives, [Fault(2.5, "stop", 2, 6.5)], 0.0, 10.0)
+    assert found.rate == pytest.approx(80 / (10 + 10 + 6))
+    assert found.participation == pytest.approx((3 + 3 + 2 + 2 + 2 + 3 + 3 + 3) / (3 + 3 + 2 + 2 + 3 + 3 + 3 + 3))
+    assert found.gaps[-1] == 3.0
+    assert found.back == {"stop": [1.0]}
+    assert found.never == 0
+
+
+def test_who_never_contributes_again_is_counted() -> None:
+    """Unless another fault strikes it first."""
+    lives = Lives(3)
+    line = main_line([told(1.0, 1, "abc"), told(20.0, 2, "ab")], PLACES)
+    assert figures(line, lives, [Fault(2.0, "cut", 2, 3.0)], 0.0, 21.0).never == 1
+    struck_again = [Fault(2.0, "cut", 2, 3.0), Fault(4.0, "cut", 2, None)]
+    assert figures(line, lives, struck_again, 0.0, 21.0).never == 0

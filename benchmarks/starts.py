@@ -9,45 +9,48 @@ Exit code 1 if anybody was left out. Imports are done before the start: what the
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
-import os
+import math
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import ROOT, write
+from benchmarks.allreduce import write
+from benchmarks.contenders.start_peer import train
 
 FIRST_EPOCH = 3
 READY_S = 300.0
+
+
+# The children are forks of one process that has imported torch: 16 imports on two cores take longer than a start.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["benchmarks.contenders.start_peer"])
 
 
 class Child:
     """One trainer, and what it said."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "benchmarks.contenders.start_peer", json.dumps(settings)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")},
-            cwd=ROOT,
-        )
+        self._pipe, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=train, args=(settings, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
         self.said: list[dict[str, Any]] = []
         self.ready = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.said.append(json.loads(line))
-            self.ready.set()
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            while True:
+                self.said.append(self._pipe.recv())
+                self.ready.set()
 
     def wait_ready(self) -> list[str]:
         """Its addresses."""
@@ -55,24 +58,15 @@ class Child:
             raise TimeoutError(f"a trainer was not ready within {READY_S:.0f} s")
         return list(self.said[0]["ready"])
 
-    def go(self) -> None:
-        """Make the optimizer, and train."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(b"go\n")
-        self.process.stdin.flush()
-
-    def stop(self) -> None:
-        """Train no more, and say what it cost."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+    def tell(self) -> None:
+        """Make the optimizer, and train; told again: train no more, and say what it cost."""
+        with contextlib.suppress(BrokenPipeError):
+            self._pipe.send(None)
 
     def end(self) -> None:
         """Wait for its end."""
-        try:
-            self.process.wait(60.0)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.join(60.0)
+        self.process.kill()
         self._reader.join(60.0)
 
     def all_of(self, kind: str) -> list[dict[str, Any]]:
@@ -96,11 +90,11 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
         for child in children:
             child.wait_ready()
         for child in children:
-            child.go()
+            child.tell()
         time.sleep(args.seconds)
     finally:
         for child in children:
-            child.stop()
+            child.tell()
         for child in children:
             child.end()
     if args.log:
@@ -121,9 +115,14 @@ def judge(children: list[Child]) -> dict[str, Any]:
             row = row + 1 if "downloaded" in said else 0 if "epoch" in said else row
             longest = max(longest, row)
         in_a_row.append(longest)
+    begun = [min(said["at"] for epochs in taken for said in epochs.values() if said["epoch"] == n) for n in counted]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
     cpu = [said["cpu_s"] / said["wall_s"] for child in children for said in child.all_of("cpu_s")]
     return {
         "epochs": last,
+        "first_s": begun[0] if begun else math.nan,
+        "epoch_s": statistics.median(gaps) if gaps else math.nan,
+        "longest_s": max(gaps, default=math.nan),
         "missed": missed,
         "out": sum(bool(each) for each in missed),
         "downloads": sum(len(child.all_of("downloaded")) for child in children),
@@ -150,9 +149,10 @@ def main() -> int:
     for number in range(args.starts):
         results.append(found := start(args))
         print(
-            f"start {number + 1:2}: {found['epochs']:3} epochs, {found['out']:2} of {args.peers} missed one from the "
-            f"third on ({sum(found['missed'])} in all), {found['downloads']} downloads, {found['in_a_row']} in a row, "
-            f"{found['alone']} steps alone, {found['core']:.1%} of a core",
+            f"start {number + 1:2}: {found['epochs']:3} epochs (the third after {found['first_s']:.1f} s, then one in "
+            f"{found['epoch_s']:.2f} s, at most {found['longest_s']:.1f}), {found['out']:2} of {args.peers} missed one "
+            f"from the third on ({sum(found['missed'])} in all), {found['downloads']} downloads, {found['in_a_row']} in "
+            f"a row, {found['alone']} steps alone, {found['core']:.1%} of a core",
             flush=True,
         )
         for warning in found["warned"][:4]:

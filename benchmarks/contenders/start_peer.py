@@ -1,11 +1,10 @@
-"""One of many trainers that are started together: the child of `benchmarks.starts`. Writes JSON lines."""
+"""One of many trainers that are started together: the child of `benchmarks.starts`."""
 
 from __future__ import annotations
 
-import json
-import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -13,21 +12,24 @@ import torch
 import shoal
 from shoal.events import EpochAdvanced, Event, StateDownloaded, Warned
 
-
-def say(**values: Any) -> None:
-    sys.stdout.write(json.dumps(values) + "\n")
-    sys.stdout.flush()
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first one imports half of torch: before the fork
 
 
-def main() -> None:
-    """Waits for its entry addresses, and for `go`; trains until stdin ends."""
-    settings = json.loads(sys.argv[1])
+def train(settings: dict[str, Any], parent: Connection) -> None:
+    """Says its addresses, waits for a word, and trains until the next one."""
+    lock = threading.Lock()
+
+    def say(**values: Any) -> None:
+        with lock:  # events come on shoal's thread
+            parent.send(values)
+
     torch.set_num_threads(1)
     parameter = torch.nn.Parameter(torch.zeros(settings["numel"]))
-    inner = torch.optim.SGD([parameter], lr=0.1)  # the first one imports half of torch
+    inner = torch.optim.SGD([parameter], lr=0.1)
     dht = shoal.DHT(initial_peers=settings["peers"], start=True)
     say(ready=[str(address) for address in dht.get_visible_maddrs()])
-    sys.stdin.readline()
+    parent.recv()
+    began = time.monotonic()
     optimizer = shoal.Optimizer(
         dht=dht,
         run_id="starts",
@@ -35,7 +37,6 @@ def main() -> None:
         batch_size_per_step=settings["batch"],
         optimizer=inner,
     )
-    began = time.monotonic()
 
     def note(event: Event) -> None:
         at = time.monotonic() - began
@@ -50,21 +51,10 @@ def main() -> None:
                 pass
 
     dht.events.subscribe(note)
-    over = threading.Event()
-
-    def listen() -> None:
-        sys.stdin.read()
-        over.set()
-
-    threading.Thread(target=listen, daemon=True).start()
     used = time.process_time()
-    while not over.wait(settings["batch_s"]):
+    while not parent.poll(settings["batch_s"]):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     say(cpu_s=time.process_time() - used, wall_s=time.monotonic() - began)
     optimizer.shutdown()
     dht.shutdown()
-
-
-if __name__ == "__main__":
-    main()

@@ -151,7 +151,7 @@ def main() -> int:
         print(
             f"start {number + 1:2}: {found['epochs']:3} epochs (the third after {found['first_s']:.1f} s, then one in "
             f"{found['epoch_s']:.2f} s, at most {found['longest_s']:.1f}), {found['out']:2} of {args.peers} missed one "
-            f"from the third on ({sum(found['missed'])} in all), {found['downloads']} downloads, {found['in_a_row']} in "
+            f"from the third on ({sum(found['missed'])} times), {found['downloads']} downloads, {found['in_a_row']} in "
             f"a row, {found['alone']} steps alone, {found['core']:.1%} of a core",
             flush=True,
         )

@@ -157,7 +157,7 @@ def main() -> int:
         )
         for warning in found["warned"][:4]:
             print(f"          warned: {warning[:160]}", flush=True)
-    held = sum(not found["out"] for found in results)
+    held = sum(not found["out"] and found["epochs"] > FIRST_EPOCH for found in results)
     print(f"all took part in {held} of {args.starts} starts")
     if args.json:
         write(args.json, {"starts": results})

@@ -10,8 +10,9 @@ from shoal.clock import Env
 from shoal.dht import DhtNode, DhtSettings, RecordValidator
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
-from shoal.rpc import Endpoint, Limits
+from shoal.rpc import Endpoint, Limits, Reachability
 from shoal.transport.base import Transport
+from shoal.transport.sockets import is_loopback
 
 if TYPE_CHECKING:
     from shoal.allreduce.round import RoundTable
@@ -29,7 +30,7 @@ class PeerCore:
         env: clock, chance, executor, events.
         endpoint: calls and streams.
         node: the DHT.
-        client_mode: whether it only dials, and never listens.
+        reachability: whether others can dial it, as far as that was asked.
         state_upload_limit: bytes per second that all states together are sent at; None: no fixed limit.
         leavers: what ends in order before this peer leaves on purpose; each is given the seconds that it may take.
     """
@@ -38,7 +39,7 @@ class PeerCore:
     env: Env
     endpoint: Endpoint
     node: DhtNode
-    client_mode: bool
+    reachability: Reachability
     state_upload_limit: float | None = None
     leavers: list[Callable[[float], Coroutine[Any, Any, None]]] = field(default_factory=list, init=False)
     _rounds: RoundTable | None = field(default=None, init=False)
@@ -52,7 +53,7 @@ class PeerCore:
         env: Env,
         initial_peers: Iterable[Address] = (),
         *,
-        client_mode: bool = False,
+        client_mode: bool | None = False,
         limits: Limits | None = None,
         dht_settings: DhtSettings | None = None,
         validators: Iterable[RecordValidator] = (),
@@ -66,7 +67,8 @@ class PeerCore:
             transport: owned from now on.
             env: clock, chance, executor, events.
             initial_peers: where the network is joined; none begins a new one.
-            client_mode: never listen.
+            client_mode: never listen; False: listen, and announce where; None: ask the others whether they can dial
+                this peer, unless all initial peers are on this machine, and announce nothing if they cannot.
             limits: of the endpoint.
             dht_settings: of the DHT node.
             validators: rules for records, beside signatures.
@@ -79,10 +81,16 @@ class PeerCore:
         """
         endpoint, node = Endpoint(transport, env, limits=limits), None
         try:
+            initial_peers = list(initial_peers)
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
-            core = cls(identity, env, endpoint, node, client_mode, state_upload_limit)
+            core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit)
+            asks = client_mode is None and not all(is_loopback(address.host) for address in initial_peers)
+            if asks:
+                endpoint.withhold()
             await node.bootstrap(initial_peers, timeout_s=timeout_s)
+            if asks and (await core.reachability.find_out()).can_be_reached:
+                await node.look_around()
         except BaseException:
             if node is not None:
                 await node.close()
@@ -94,6 +102,11 @@ class PeerCore:
     def peer_id(self) -> PeerID:
         """Who this peer is."""
         return self.identity.peer_id
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether it only dials: it never listens, or nobody can get in."""
+        return not self.endpoint.contact.addresses
 
     def rounds(self) -> RoundTable:
         """The table of rounds of this endpoint; made when it is first asked for (it needs torch)."""
@@ -117,5 +130,6 @@ class PeerCore:
 
     async def close(self) -> None:
         """Leave the network. Safe to call twice."""
+        await self.reachability.close()
         await self.node.close()
         await self.endpoint.close()

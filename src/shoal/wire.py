@@ -305,6 +305,35 @@ class Bye(Message, frozen=True):
     leaving: bool
 
 
+class Noted(Message, frozen=True):
+    """I have heard you."""
+
+
+class DialedBack(Message, frozen=True):
+    """What came of a `DialBack`: whether the asker was reached, and at which of its addresses (an IP address)."""
+
+    reached: bool
+    host: Annotated[str, msgspec.Meta(max_length=253)]
+
+
+class DialBack(Request[DialedBack], frozen=True):
+    """Dial me at the address that this question comes from, and this port: can others reach me there?"""
+
+    port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
+
+
+class Whereabouts(Request[Noted], frozen=True):
+    """I listen here from now on, in place of what I said before; nowhere, if there is no address."""
+
+    contact: Contact
+
+
+class NoWayIn(Request[Noted], frozen=True):
+    """I cannot connect to you at these addresses of yours, though you live."""
+
+    addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=8)]
+
+
 class OpenStream(Message, frozen=True):
     """Begins a stream on a connection of its own. `method` is the tag of the opening message in `body`."""
 

@@ -28,6 +28,7 @@ class Playback:
         self.asked: list[int] = []
         self.closed = False
         self.bytes_received = 0
+        self.local_host = self.remote_host = ""
 
     @property
     def peer_id(self) -> PeerID:

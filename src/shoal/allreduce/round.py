@@ -104,7 +104,7 @@ class Round:
         rules = DeciderRules(
             self.round_id,
             owners,
-            [member.reduces for member in self.members],
+            [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
             [member.contributes for member in self.members],
             self.me,
             min_group_size=self._options.min_group_size,

@@ -100,7 +100,7 @@ class StateSharing:
 
     async def declare(self) -> None:
         """Tell the DHT now that this peer shares its state, with the present priority; a failure is an event."""
-        if self._donor is None:
+        if self._donor is None or self._core.client_mode:
             return
         core, prefix = self._core, self._prefix
         expiration = core.env.clock.time() + 2 * self._settings.declare_state_period_s
@@ -127,7 +127,7 @@ class StateSharing:
         found = await find_donors(self._core.node, self._prefix, timeout_s=min(timeout_s, _FIND_DONORS_S))
         if not found:
             raise StateUnavailable(f"no peer shares a state under {self._prefix!r}")
-        donors = [Donor(contact, priority) for contact, priority in found]
+        donors = [Donor(self._core.endpoint.dialable(contact), priority) for contact, priority in found]
         left_s = max(0.001, deadline - loop.time())
         options.setdefault("limits", self.limits)
         endpoint, env = self._core.endpoint, self._core.env

@@ -193,6 +193,11 @@ class DhtNode:
         """Whether this node was told of others when it began."""
         return self._neighbours.given
 
+    async def look_around(self) -> None:
+        """Look up this node's own id: its neighbours get to know it, and where it listens now, and it them."""
+        self._check_open()
+        await self._upkeep.look_around()
+
     async def find_lost(self) -> None:
         """Ask a few of the nodes that were lost, and of the initial peers that are missing, whether they are there."""
         self._check_open()

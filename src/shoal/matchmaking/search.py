@@ -12,6 +12,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from shoal.clock import Env
 from shoal.errors import PeerProtocolError, RoundFailed, SchemaMismatch, ShoalError
 from shoal.events import PeerDropped
@@ -47,7 +49,7 @@ from shoal.matchmaking.signals import (
 from shoal.matchmaking.terms import Terms
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
-from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused
+from shoal.wire import Begin, Contact, Join, JoinAccepted, JoinRedirected, JoinRefused, Member
 
 __all__ = ["Owner", "Search"]
 
@@ -242,7 +244,7 @@ class Search:
         except Exception as error:  # noqa: BLE001 (raised by `run`)
             self.fail(error)
         else:
-            self.feed(Declared(_declarations(entries)))
+            self.feed(Declared(self._declarations(entries)))
 
     async def _withdraw(self) -> None:
         """Take our declaration back, in a moment: others may wait for their `Begin`, and a new declaration replaces it.
@@ -261,7 +263,7 @@ class Search:
         except (ShoalError, TimeoutError) as error:
             self.feed(DirectoryFailed(str(error) or "no answer in time"))
         else:
-            self.feed(DirectoryRead(_declarations(entries)))
+            self.feed(DirectoryRead(self._declarations(entries)))
 
     # ---------------------------------------------------------------------------------------------- being asked
 
@@ -298,7 +300,9 @@ class Search:
             self._answer(peer, JoinRefused("replaced", "you have asked again"))
             self.feed(JoinGone(peer))
         inbound = self._inbound[peer] = Inbound(stream, join.member, join.expiration)
-        self.feed(JoinAsked(join.member.contact, join.expiration, join.member.reduces, join.member.contributes))
+        contact = self._endpoint.dialable(join.member.contact)
+        reduces = join.member.reduces and bool(contact.addresses)
+        self.feed(JoinAsked(contact, join.expiration, reduces, join.member.contributes))
         try:
             await inbound.run()
         finally:
@@ -319,7 +323,7 @@ class Search:
         rng.shuffle(members)
         mine = members.index(terms.member)
         try:
-            slices, part_bytes = terms.plan(members)
+            slices, part_bytes = terms.plan([self._as_reducer(member) for member in members])
         except Exception:
             for peer in followers:
                 self._answer(peer, JoinRefused("not-looking", "the leader could not divide the work"))
@@ -330,6 +334,11 @@ class Search:
         for inbound in inbounds:
             inbound.begin(begin)
         self._found(begin, mine, {peer: self._inbound[peer].stream for peer in followers}, inbounds)
+
+    def _as_reducer(self, member: Member) -> Member:
+        """The member as its work is planned: it reduces nothing if nobody here gets in at its place."""
+        shut = member.reduces and self._endpoint.way_shut(member.contact.peer)
+        return replace(member, reduces=False) if shut else member
 
     def _found(
         self, begin: Begin, my_index: int, controls: dict[PeerID, ControlStream], inbounds: Sequence[Inbound] = ()
@@ -359,6 +368,5 @@ class Search:
         self._found(begin, my_index, {stream.peer_id: stream})
         return True
 
-
-def _declarations(entries: Iterable[tuple[Contact, float]]) -> tuple[Declaration, ...]:
-    return tuple(Declaration(contact, expiration) for contact, expiration in entries)
+    def _declarations(self, entries: Iterable[tuple[Contact, float]]) -> tuple[Declaration, ...]:
+        return tuple(Declaration(self._endpoint.dialable(contact), expiration) for contact, expiration in entries)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
@@ -157,6 +158,8 @@ class ProgressGossip:
 
     def _hear(self, progress: Progress, *, direct: bool = True) -> None:
         self._core.endpoint.learn(progress.contact)
+        if (contact := self._core.endpoint.dialable(progress.contact)) is not progress.contact:
+            progress = replace(progress, contact=contact)
         if self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct):
             self._on_news()
 

@@ -5,6 +5,7 @@
 
 from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.framing import Limits
+from shoal.rpc.reachability import Reachability
 from shoal.rpc.stream import Stream
 
-__all__ = ["Endpoint", "Limits", "Stream"]
+__all__ = ["Endpoint", "Limits", "Reachability", "Stream"]

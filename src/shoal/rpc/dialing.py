@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 from shoal.errors import ClosedError, PeerTimeout, PeerUnreachable
@@ -15,6 +16,7 @@ from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.link import CallLink
+from shoal.rpc.ways import Ways
 from shoal.transport.base import Connection, Transport
 from shoal.wire import Contact, Hello
 
@@ -41,7 +43,7 @@ class Dialer:
         me: how others reach us.
         add_link: makes a call link of a new connection.
         spawn: starts a task that the endpoint owns.
-
+        on_shut: see `Ways`.
     """
 
     def __init__(
@@ -53,8 +55,17 @@ class Dialer:
         me: Callable[[], Contact],
         add_link: Callable[[Connection], CallLink],
         spawn: Spawn,
+        on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._transport, self._open, self._limits = transport, connections, limits
+        self.ways = Ways(
+            transport,
+            limits.dial_timeout_s,
+            link=connections.link,
+            spawn=spawn,
+            keep=self._keep_again,
+            on_shut=on_shut,
+        )
         self._me, self._add_link, self._spawn = me, add_link, spawn
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
@@ -75,9 +86,20 @@ class Dialer:
             if len(known) > _MAX_CONTACTS:
                 known.pop(next(iter(known)))
 
+    def moved(self, contact: Contact) -> None:
+        """A peer says that it listens here from now on; nowhere, if it names no address."""
+        self._told.pop(contact.peer, None)
+        self._heard.pop(contact.peer, None)
+        self.ways.forget(contact.peer)
+        self.learn(contact, by_itself=True)
+
     def contact(self, peer: PeerID) -> Contact:
         """Where a peer listens: as it says itself, or else as others do. Without addresses if nobody has."""
-        return Contact(peer, self._told.get(peer) or self._heard.get(peer, ()))
+        return self.dialable(Contact(peer, self._told.get(peer) or self._heard.get(peer, ())))
+
+    def dialable(self, contact: Contact) -> Contact:
+        """The same, without addresses if dialing the peer there has failed though it lives."""
+        return Contact(contact.peer) if self.ways.closed(contact.peer, contact.addresses) else contact
 
     def close(self) -> None:
         """Let no connection be made any more, nor one that is on its way be used."""
@@ -133,12 +155,20 @@ class Dialer:
         addresses = tuple(dict.fromkeys(self._told.get(peer, ()) + self._heard.get(peer, ())))
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
-        connection = await self._transport.dial(peer, addresses, timeout_s=self._limits.dial_timeout_s)
+        if self.ways.closed(peer, addresses):
+            raise PeerUnreachable("it lives, and lets nobody in at the address that it announces", peer)
+        return self._opened(await self.ways.dial(peer, addresses))
+
+    def _opened(self, connection: Connection) -> Connection:
         if self._closed:
             connection.abort()
             raise ClosedError("this peer was shut down")
         self._open.connections.add(connection)
         return connection
+
+    def _keep_again(self, connection: Connection) -> None:
+        with suppress(ClosedError):
+            self.keep(self._opened(connection), bulk=False)
 
     async def stream_connection(self, peer: PeerID, timeout_s: float, *, bulk: bool) -> Connection:
         """A connection for a stream, from the pool or new; when this returns there is a call link too.

@@ -22,7 +22,7 @@ import msgspec
 from shoal.clock import Env
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -80,7 +80,11 @@ class Endpoint:
             me=lambda: self.contact,
             add_link=self._add_link,
             spawn=self._spawn,
+            on_shut=self._way_shut,
         )
+        self._withheld = False
+        self._reached_at: tuple[Address, ...] = ()
+        self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -94,8 +98,24 @@ class Endpoint:
 
     @property
     def contact(self) -> Contact:
-        """How others reach us."""
-        return Contact(self.peer_id, tuple(self._transport.addresses)[:8])
+        """How others reach us; without addresses while they are withheld."""
+        if self._withheld:
+            return Contact(self.peer_id)
+        addresses = dict.fromkeys((*self._reached_at, *self._transport.addresses))
+        return Contact(self.peer_id, tuple(addresses)[:8])
+
+    @property
+    def listens_at(self) -> tuple[Address, ...]:
+        """What is announced to others, unless it is withheld."""
+        return tuple(self._transport.addresses)
+
+    def withhold(self) -> None:
+        """Announce no address from now on: this peer only dials."""
+        self._withheld = True
+
+    def announce(self, *reached_at: Address) -> None:
+        """Announce where we listen, and before that these addresses, at which others have reached us."""
+        self._withheld, self._reached_at = False, reached_at
 
     @property
     def closed(self) -> bool:
@@ -195,6 +215,40 @@ class Endpoint:
     def reachable(self, peer: PeerID) -> bool:
         """Whether there is a call link, or an address to dial."""
         return self.connected(peer) or bool(self._dialer.contact(peer).addresses)
+
+    def moved(self, contact: Contact) -> None:
+        """A peer says that it listens here from now on; nowhere, if it names no address."""
+        self._dialer.moved(contact)
+
+    def dialable(self, contact: Contact) -> Contact:
+        """The same contact, without addresses if we have tried in vain to dial that peer there though it lives."""
+        return self._dialer.dialable(contact)
+
+    def way_shut(self, peer: PeerID) -> bool:
+        """Whether this live peer was dialed twice in vain."""
+        return self._dialer.ways.shut(peer)
+
+    def on_way_shut(self, callback: Callable[[PeerID, tuple[Address, ...]], None]) -> None:
+        """Call `callback(peer, addresses)` for each live peer that was dialed at these addresses twice in vain."""
+        self._shut_callbacks.append(callback)
+
+    def _way_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
+        for callback in self._shut_callbacks:
+            callback(peer, addresses)
+
+    def hosts_of(self, peer: PeerID) -> tuple[str, str]:
+        """The addresses of this machine and of the other one on the call link with a peer; empty without a link."""
+        link = self._open.link(peer)
+        return (link.connection.local_host, link.connection.remote_host) if link is not None else ("", "")
+
+    async def gets_in(self, address: Address, *, timeout_s: float) -> bool:
+        """Whether a connection can be made to this address, and its peer proves itself there; it is closed at once."""
+        try:
+            connection = await self._transport.dial(address.peer_id, (address,), timeout_s=timeout_s)
+        except PeerError:
+            return False
+        connection.abort()
+        return True
 
     def dial_ahead(self, peer: PeerID) -> None:
         """Have a connection ready for the next small stream with a connected peer; in the background, never fails."""
@@ -350,6 +404,7 @@ class Endpoint:
         if isinstance(error, PeerProtocolError):
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
         if not state.links and not self._closed:
+            self._dialer.ways.forget(peer)
             if not expected:
                 self._peer_lost(peer, error.message)
             elif state.streams and self._dialer.contact(peer).addresses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -112,6 +113,16 @@ class CallLink:
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
         self._last_used = self._loop.time()
+
+    @property
+    def last_heard(self) -> float:
+        """When something last came on this link (loop time)."""
+        return self._last_heard
+
+    def ask(self) -> None:
+        """Ask for a sign of life."""
+        with suppress(PeerUnreachable):  # too much waits to be sent: that is answered first
+            self.post(Beat(self._owner.wall_time()))
 
     # -------------------------------------------------------------------------------------------------------- calls
 

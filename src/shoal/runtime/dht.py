@@ -44,7 +44,9 @@ class DHT:
         announce_maddrs: what to tell others in place of where we listen, in the same form, for a forwarded port or a
             public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
-        client_mode: never listen, only dial.
+        client_mode: True: never listen, only dial. False: listen, and announce where. None: find out: the first peers
+            that are met are asked to dial this one; if they cannot, it announces no address and only dials, and says
+            so in a warning. Initial peers on this machine are not asked.
         encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
             which nobody else can listen or meddle; identities are proved all the same.
         record_validators: further rules for records, beside signatures.
@@ -61,7 +63,6 @@ class DHT:
             docs/migrating.md lists them.
 
     Attributes:
-        client_mode: whether this peer only dials.
         events: what happens, as `shoal.events`; subscribers are called in shoal's own thread.
 
     Raises:
@@ -77,7 +78,7 @@ class DHT:
         host_maddrs: str | Sequence[object] | None = None,
         announce_maddrs: str | Sequence[object] | None = None,
         identity_path: str | os.PathLike[str] | None = None,
-        client_mode: bool = False,
+        client_mode: bool | None = None,
         encrypt: bool = True,
         record_validators: Iterable[RecordValidator] = (),
         num_replicas: int = 10,
@@ -99,7 +100,8 @@ class DHT:
         self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
-        self.client_mode, self._encrypt = bool(client_mode), bool(encrypt)
+        self._client_mode = None if client_mode is None else bool(client_mode)
+        self._encrypt = bool(encrypt)
         self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
@@ -145,14 +147,14 @@ class DHT:
             port=self._listen[1],
             announce_host=self._announce[0],
             announce_port=self._announce[1],
-            client_mode=self.client_mode,
+            client_mode=bool(self._client_mode),
             encrypt=self._encrypt,
         )
         self._running = running = RunningPeer(self._identity, transport, self.events, self._shutdown_timeout)
         weakref.finalize(self, running.stop, wait=False).atexit = False
         running.start(
             self._initial_peers,
-            client_mode=self.client_mode,
+            client_mode=self._client_mode,
             dht_settings=self._dht_settings,
             validators=self._validators,
             state_upload_limit=self._state_upload_limit,
@@ -244,6 +246,13 @@ class DHT:
     def peer_id(self) -> PeerID:
         """This peer's identity."""
         return self._identity.peer_id
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this peer only dials. Where that is to be found out, waits until the network is joined."""
+        if self._client_mode is None and self._running is not None:
+            return self.core().client_mode
+        return bool(self._client_mode)
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
         """Where others can reach this peer: their `str` is what others pass as `initial_peers`. Empty in client mode.

@@ -63,7 +63,7 @@ class RunningPeer:
         self,
         initial_peers: Sequence[Address],
         *,
-        client_mode: bool,
+        client_mode: bool | None,
         dht_settings: DhtSettings,
         validators: Sequence[RecordValidator],
         state_upload_limit: float | None,

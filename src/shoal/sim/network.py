@@ -10,6 +10,7 @@ fault          the host itself                          what others see
 `slow`         its lines are slower, its latencies      slowness
                longer; its computing takes no time
 `partition`    runs on                                  silence between the groups until `heal`; nothing ends
+`wall`         runs on, and dials the others            nobody else can dial it; what is open goes on
 `crash`        tasks cancelled and timers dropped at    after one latency its connections break; dialing it is
                once, nothing leaves any more            refused (the machine lives, nobody listens)
 `vanish`       as `crash`                               silence, for ever; once the machine is started again, old
@@ -217,8 +218,10 @@ class SimNetwork:
             return
         if dial.life is not src.life or not src.alive:
             dial.fail(PeerUnreachable(f"host {src.name!r} went down"))
-        elif not dst.awake or src.group != dst.group:
+        elif not dst.awake or src.group != dst.group or (src is not dst and dst.walled is False):
             self._waiting_dials.append(dial)
+        elif src is not dst and dst.walled:
+            self._answer_no(dial, PeerUnreachable("connection refused: a wall stands there"))
         elif dial.port not in dst.listeners:
             self._answer_no(dial, PeerUnreachable("connection refused: nobody listens there"))
         else:
@@ -273,6 +276,20 @@ class SimNetwork:
     def heal(self) -> None:
         """End the partition: what waited arrives, in order, after one latency."""
         self._regroup({})
+
+    def wall(self, host: str, *, refuses: bool = False) -> None:
+        """Let nobody else dial this host, as a router that translates addresses, or a firewall: until `open_wall`.
+
+        Args:
+            host: its name.
+            refuses: whether they are told so; else they wait for an answer in vain.
+        """
+        self._host(host).walled = refuses
+
+    def open_wall(self, host: str) -> None:
+        """Let the others dial this host."""
+        self._host(host).walled = None
+        self._retry_dials()
 
     def _regroup(self, sides: dict[str, int]) -> None:
         for host in self._hosts.values():

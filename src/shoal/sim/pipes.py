@@ -43,6 +43,7 @@ class Host:
         stalled_until: neither sends nor receives before this time; None if it does.
         awake: takes part in the network: the machine is up and not stalled.
         group: the side of the partition it is on.
+        walled: new connections from other hosts end before it: in silence, or refused if True; None: they come in.
         slowness: its lines are slower, and its latencies longer, by this factor.
     """
 
@@ -54,6 +55,7 @@ class Host:
         self.stalled_until: float | None = None
         self.awake = True
         self.group = 0
+        self.walled: bool | None = None
         self.slowness = 1.0
         self.rates = (up, down)
         self.uplink, self.downlink = Line(up), Line(down)
@@ -129,6 +131,11 @@ class PipeEnd:
         self.out: Flow
         self.into: Flow
         host.ends[self] = None
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """This host and the other one."""
+        return self.out.src.name, self.out.dst.name
 
     @property
     def queued_bytes(self) -> int:

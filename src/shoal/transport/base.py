@@ -52,6 +52,16 @@ class Connection(Protocol):
         ...
 
     @property
+    def local_host(self) -> str:
+        """The address of this machine that the connection uses; empty if it is not known."""
+        ...
+
+    @property
+    def remote_host(self) -> str:
+        """The address of the other machine, as it is seen from here; empty if it is not known."""
+        ...
+
+    @property
     def bytes_sent(self) -> int:
         """Bytes handed to `write` so far."""
         ...
@@ -145,6 +155,11 @@ class Transport(Protocol):
 
 class Pipe(Protocol):
     """One end of a reliable, ordered pipe between two hosts of a `Network`: no identity, no reader's buffer."""
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """The names of this host and of the other one."""
+        ...
 
     @property
     def queued_bytes(self) -> int:

@@ -64,6 +64,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._tls: TlsLayer | None = TlsLayer(context, server_side=not dialed, scratch=scratch)
         self._layer: Layer = self._tls
         self._dialed, self._scratch, self._alive = dialed, scratch, alive
+        self._local_host = self._remote_host = ""
         self._transport: asyncio.Transport | None = None
         self._peer_id: PeerID | None = None
         self._protocol_version = 0
@@ -104,6 +105,14 @@ class TcpConnection(asyncio.BufferedProtocol):
     @property
     def dialed(self) -> bool:
         return self._dialed
+
+    @property
+    def local_host(self) -> str:
+        return self._local_host
+
+    @property
+    def remote_host(self) -> str:
+        return self._remote_host
 
     @property
     def bytes_sent(self) -> int:
@@ -244,6 +253,8 @@ class TcpConnection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(0)
+        self._local_host = _host(transport.get_extra_info("sockname"))
+        self._remote_host = _host(transport.get_extra_info("peername"))
         self._alive.add(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -397,3 +408,9 @@ def _bunches(buffers: Sequence[Buffer]) -> Iterator[Sequence[memoryview]]:
                 bunch, room = [], BUNCH_BYTES
     if bunch:
         yield bunch
+
+
+def _host(sockaddr: object) -> str:
+    """The IP address of a socket's end, without the scope of a link-local one; an IPv4 address within IPv6 as such."""
+    host = str(sockaddr[0]).partition("%")[0] if isinstance(sockaddr, tuple) and sockaddr else ""
+    return host.removeprefix("::ffff:") if "." in host else host

@@ -49,6 +49,7 @@ class MemoryConnection:
         self._pipe: Pipe | None = None
         self._closing = False
         self._lost: str | None = None
+        self._hosts = ("", "")
         self._sent = self._received = 0
         # Writing: one writer at a time; the others queue at the lock, so that no two writes mix.
         self._turn = asyncio.Lock()
@@ -68,6 +69,14 @@ class MemoryConnection:
     @property
     def dialed(self) -> bool:
         return self._dialed
+
+    @property
+    def local_host(self) -> str:
+        return self._hosts[0]
+
+    @property
+    def remote_host(self) -> str:
+        return self._hosts[1]
 
     @property
     def bytes_sent(self) -> int:
@@ -210,7 +219,7 @@ class MemoryConnection:
     # ------------------------------------------------------------------------------------------ called by the network
 
     def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
-        self._pipe = pipe
+        self._pipe, self._hosts = pipe, pipe.hosts
         self._transport.connected(self)
 
     def data_received(self, data: bytes) -> None:

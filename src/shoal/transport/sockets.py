@@ -12,10 +12,21 @@ import contextlib
 import ipaddress
 import os
 import socket
+import struct
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["accept", "new_socket", "open_sockets", "outside_host", "resolve", "tune"]
+__all__ = [
+    "accept",
+    "all_interfaces",
+    "is_loopback",
+    "new_socket",
+    "open_sockets",
+    "outside_host",
+    "resolve",
+    "tune",
+]
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Every socket of every transport of this process."""
@@ -98,15 +109,49 @@ def tune(sock: socket.socket) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
 
 
+_ANY = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_SIOCGIFADDR = 0x8915
+
+
+def all_interfaces(host: str) -> bool:
+    """Whether `host` stands for every address of this machine."""
+    return host in _ANY
+
+
+def is_loopback(host: str) -> bool:
+    """Whether nobody but this machine can dial `host`."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
+
+
 def outside_host(host: str) -> str:
-    """What to announce for `host`: for all interfaces, the address this machine uses towards the outside."""
-    probes = {"0.0.0.0": (socket.AF_INET, "192.0.2.1", "127.0.0.1"), "::": (socket.AF_INET6, "2001:db8::1", "::1")}
-    if host not in probes:
+    """What to announce for `host`: for all interfaces, the address this machine uses towards the outside.
+
+    Without a default route it is that of the first interface that has one; 127.0.0.1, or ::1, if there is none.
+    """
+    if host not in _ANY:
         return host
-    family, somewhere, fallback = probes[host]
+    family, somewhere = _ANY[host]
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((somewhere, 9))  # UDP: asks the routing table, sends nothing
             return str(probe.getsockname()[0])
     except OSError:
-        return fallback
+        return next(_addresses_of_interfaces(family), _LOOPBACK[host])
+
+
+def _addresses_of_interfaces(family: int) -> Iterator[str]:
+    """IPv4 addresses of this machine that others may reach; on Linux only."""
+    if family != socket.AF_INET or not hasattr(socket, "if_nameindex"):
+        return
+    with contextlib.suppress(OSError, ImportError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        import fcntl  # noqa: PLC0415 (not on every system)
+
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                address = socket.inet_ntoa(answer[20:24])
+                if not is_loopback(address):
+                    yield address

@@ -38,7 +38,7 @@ from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
 from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
 from shoal.transport.layers import Scratch
-from shoal.transport.sockets import accept, new_socket, outside_host, resolve
+from shoal.transport.sockets import accept, all_interfaces, is_loopback, new_socket, outside_host, resolve
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
@@ -83,7 +83,8 @@ class TcpTransport:
         host: where to listen: an IP address or name of this machine; `0.0.0.0` or `::` for all its interfaces.
         port: where to listen; 0 takes any free port.
         announce_host: what others should dial, if that is not `host` (behind a port forwarding, or for a public name).
-            By default `host`, or for all interfaces the address that this machine uses towards the outside.
+            By default `host`, or for all interfaces the address that this machine uses towards the first peer that it
+            dials, until then towards the outside.
         announce_port: the port that others should dial, if that is not the one we listen on; None or 0: it is.
         client_mode: never listen, only dial.
         protocol_versions: lowest and highest protocol version that this side speaks.
@@ -133,6 +134,7 @@ class TcpTransport:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[socket.socket] = []
         self._addresses: tuple[Address, ...] = ()
+        self._guessed = announce_host is None and all_interfaces(host)
         self._closed = False
 
     @property
@@ -199,7 +201,9 @@ class TcpTransport:
             raise ClosedError("this transport is closed")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._dial_first(peer_id, [each for each in addresses if each.peer_id == peer_id])
+                connection = await self._dial_first(peer_id, [each for each in addresses if each.peer_id == peer_id])
+            self._saw_ourselves(connection.local_host)
+            return connection
         except PeerError as error:
             if self._closed:
                 raise ClosedError("this transport was closed while it dialed") from error
@@ -296,11 +300,20 @@ class TcpTransport:
             self._pending.pop(connection, None)
             if connection.proved_peer_id is None:
                 connection.abort("not authenticated")
+        if self._guessed and is_loopback(self._addresses[0].host):
+            self._saw_ourselves(connection.local_host)
         try:
             acceptor(connection)
         except Exception:
             _logger.exception("the acceptor failed")
             connection.abort()
+
+    def _saw_ourselves(self, host: str) -> None:
+        """A connection uses this address of ours: others reach us there, if we listen on all and only guessed which."""
+        listens_there = (":" in host) == (":" in self._host)
+        if self._guessed and self._addresses and host and listens_there and not is_loopback(host):
+            self._guessed = False
+            self._addresses = (Address(host, self._addresses[0].port, self.peer_id),)
 
     def _objection(self, client: PeerID) -> str | None:
         """Why one more connection from `client` is too many, or None."""

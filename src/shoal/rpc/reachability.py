@@ -1,0 +1,227 @@
+"""Whether others can dial this peer: they are asked to try, and it acts on what they say.
+
+**The question** (`DialBack`) names a port and nothing else: the peer that is asked dials the address that the question
+came from, so nobody can have it dial a third party (libp2p's AutoNAT has the same rule, for the same reason). It never
+dials its own machine or a link-local address; it dials a host `_PER_HOST` times in a burst and then every
+`_EVERY_S`, at most `_AT_ONCE` at a time, and answers with yes or no only: it is no scanner of ports either.
+
+**The verdict.** Up to `_ASKED` peers on different hosts are asked. More yes than no: others reach us. Else this peer
+becomes a client: it goes on without announcing an address, so that nobody waits for it. Without an answer it announces
+where it listens, as before.
+
+**Who finds out that a live peer cannot be dialed** (`rpc.ways`) tells it so (`NoWayIn`). That alone changes nothing, as
+anybody can say it: the peer asks again, whom it chooses itself, at most every `_LOOK_AGAIN_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections import Counter
+from collections.abc import Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.errors import ConfigError, PeerError, PeerRefused
+from shoal.events import Warned
+from shoal.peer import Address, PeerID
+from shoal.rpc.endpoint import Endpoint
+from shoal.wire import DialBack, DialedBack, Noted, NoWayIn, Whereabouts
+
+__all__ = ["Reachability", "Verdict"]
+
+_DIAL_S = 3.0
+_ANSWER_S = 4.0
+_ASKED = 3
+_AT_ONCE = 8
+_PER_HOST, _EVERY_S = 32.0, 2.0
+_MAX_HOSTS = 1024
+_LOOK_AGAIN_S = 60.0
+_TELL_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What others have said.
+
+    Attributes:
+        reached: who came through, and at which of our addresses it sees us.
+        failed: who did not, and at which address it tried.
+    """
+
+    reached: tuple[tuple[PeerID, str], ...]
+    failed: tuple[tuple[PeerID, str], ...]
+
+    @property
+    def known(self) -> bool:
+        """Whether anybody has tried."""
+        return bool(self.reached or self.failed)
+
+    @property
+    def can_be_reached(self) -> bool:
+        """Whether to announce an address: nobody has tried, or most came through."""
+        return len(self.reached) > len(self.failed) or not self.known
+
+
+class Reachability:
+    """Serves the question for others, and asks it for this peer. Loop only.
+
+    Args:
+        endpoint: this peer's.
+
+    Attributes:
+        verdict: the last one; None if the question was never asked.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self.verdict: Verdict | None = None
+        self._dialing = 0
+        self._allowance: dict[str, tuple[float, float]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_at = float("-inf")
+        self._tasks: set[asyncio.Task[None]] = set()
+        endpoint.serve(DialBack, self._dial_back)
+        endpoint.serve(Whereabouts, self._moved)
+        endpoint.serve(NoWayIn, self._told_no_way)
+        endpoint.on_way_shut(self._way_shut)
+
+    # ----------------------------------------------------------------------------------------------------- for others
+
+    async def _dial_back(self, peer: PeerID, request: DialBack) -> DialedBack:
+        own, host = self._endpoint.hosts_of(peer)
+        if not _may_be_dialed(host) or host == own:
+            raise PeerRefused("from here nobody can tell whether others reach you", peer)
+        if self._dialing >= _AT_ONCE or not self._allows(host):
+            raise PeerRefused("too many questions", peer, code="busy")
+        self._dialing += 1
+        try:
+            reached = await self._endpoint.gets_in(Address(host, request.port, peer), timeout_s=_DIAL_S)
+        finally:
+            self._dialing -= 1
+        return DialedBack(reached, host)
+
+    def _allows(self, host: str) -> bool:
+        """A bucket for each host: whatever number of keys asks from there."""
+        now = asyncio.get_running_loop().time()
+        left, at = self._allowance.pop(host, (_PER_HOST, now))
+        left = min(_PER_HOST, left + (now - at) / _EVERY_S)
+        self._allowance[host] = (left - (left >= 1), now)
+        if len(self._allowance) > _MAX_HOSTS:
+            self._allowance.pop(next(iter(self._allowance)))
+        return left >= 1
+
+    def _moved(self, peer: PeerID, request: Whereabouts) -> Noted:
+        if request.contact.peer != peer:
+            raise PeerError("addresses of another peer", peer)
+        self._endpoint.moved(request.contact)
+        return Noted()
+
+    # ------------------------------------------------------------------------------------------------------- for us
+
+    async def find_out(self) -> Verdict:
+        """Ask the peers that we are connected with whether they can dial us; announce what comes of it to them."""
+        answers = await asyncio.gather(*(self._ask(peer) for peer in self._whom_to_ask()))
+        tried = [answer for answer in answers if answer is not None]
+        verdict = self.verdict = Verdict(
+            tuple((peer, host) for peer, host, reached in tried if reached),
+            tuple((peer, host) for peer, host, reached in tried if not reached),
+        )
+        before = self._endpoint.contact
+        if verdict.can_be_reached:
+            self._endpoint.announce(*self._seen_at(verdict))
+        else:
+            self._endpoint.withhold()
+            self._endpoint.env.events.emit(Warned(where="reachability", message=self._unreachable(verdict)))
+        if self._endpoint.contact != before:
+            await asyncio.gather(*map(self._tell, self._endpoint.peers))
+        return verdict
+
+    def _whom_to_ask(self) -> list[PeerID]:
+        """Peers on different hosts, none of them ours."""
+        chosen: dict[str, PeerID] = {}
+        for peer in self._endpoint.peers:
+            own, host = self._endpoint.hosts_of(peer)
+            if host and host != own:
+                chosen.setdefault(host, peer)
+        peers = list(chosen.values())
+        return self._endpoint.env.rng.sample(peers, min(_ASKED, len(peers)))
+
+    async def _ask(self, peer: PeerID) -> tuple[PeerID, str, bool] | None:
+        listens_at = self._endpoint.listens_at
+        if not listens_at:
+            return None
+        try:
+            answer = await self._endpoint.call(peer, DialBack(listens_at[0].port), timeout_s=_ANSWER_S)
+        except PeerError:
+            return None
+        with suppress(ConfigError):
+            return peer, Address(answer.host, 1, peer).host, answer.reached
+        return None
+
+    def _seen_at(self, verdict: Verdict) -> tuple[Address, ...]:
+        """Where most have reached us, if we do not announce that anyway: on the other side of a router, say."""
+        hosts = Counter(host for _, host in verdict.reached)
+        if not hosts:
+            return ()
+        (host, votes), port = hosts.most_common(1)[0], self._endpoint.listens_at[0].port
+        return (Address(host, port, self._endpoint.peer_id),) if 2 * votes > len(verdict.reached) else ()
+
+    async def _tell(self, peer: PeerID) -> None:
+        with suppress(PeerError):
+            await self._endpoint.call(peer, Whereabouts(self._endpoint.contact), timeout_s=_TELL_S)
+
+    def _unreachable(self, verdict: Verdict) -> str:
+        listens_at = self._endpoint.listens_at[0]
+        asked = len(verdict.reached) + len(verdict.failed)
+        tried = ", ".join(sorted({f"{host}:{listens_at.port}" for _, host in verdict.failed}))
+        return (
+            f"{len(verdict.failed)} of {asked} peers that were asked could not connect to this one at {tried}: it goes "
+            "on as a client, which only dials. It averages only with peers that can be reached. To be reached, open "
+            "or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
+            "announce_maddrs; client_mode=False announces the address without asking first, client_mode=True is quiet"
+        )
+
+    # ------------------------------------------------------------------------------------------- when it turns out so
+
+    def _way_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
+        self._spawn(self._tell_no_way(peer, addresses))
+
+    async def _tell_no_way(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
+        with suppress(PeerError):
+            await self._endpoint.call(peer, NoWayIn(addresses), timeout_s=_TELL_S)
+
+    def _told_no_way(self, _: PeerID, request: NoWayIn) -> Noted:
+        now = asyncio.get_running_loop().time()
+        announced = set(self._endpoint.contact.addresses)
+        busy = self._looking is not None and not self._looking.done()
+        if announced & set(request.addresses) and not busy and now >= self._looked_at + _LOOK_AGAIN_S:
+            self._looked_at = now
+            self._looking = self._spawn(self._look_again())
+        return Noted()
+
+    async def _look_again(self) -> None:
+        await self.find_out()
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def close(self) -> None:
+        """Stop asking."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _may_be_dialed(host: str) -> bool:
+    """Whether this is the address of another machine that packets are routed to."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return bool(host)  # a simulated host
+    return not (address.is_loopback or address.is_link_local or address.is_multicast or address.is_unspecified)

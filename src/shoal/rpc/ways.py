@@ -1,0 +1,135 @@
+"""Which peers live, and cannot be dialed where they say that they listen: nobody waits for them twice.
+
+A peer behind a router or a firewall that lets nobody in has links that it made itself, and everything that opens a
+stream to it waits in vain. So a dial that fails, or takes long, puts the way to that peer in *doubt*; a second dial a
+moment later decides. Only what was heard from the peer during a dial makes its failure count: a peer that is dead,
+frozen or cut off is another matter. While there is doubt, and once it is *shut*, dialing fails at once.
+
+A shut way is tried again ever more rarely, in the background, so that no round pays for it, and forgotten when the peer
+names other addresses or its link is lost. Everything here is about one's own attempts: what others say of a peer shuts
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from shoal.errors import PeerError
+from shoal.peer import Address, PeerID
+from shoal.rpc.link import CallLink
+from shoal.transport.base import Connection, Transport
+
+__all__ = ["Ways"]
+
+_DOUBT_S = 1.5
+"""A dial that takes longer puts the way in doubt: a live peer answers within four round trips."""
+
+_AGAIN_S = 0.5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0
+_MAX_DOUBTS = 256
+
+
+class _Way:
+    """What is known of the way to one peer."""
+
+    __slots__ = ("addresses", "shut")
+
+    def __init__(self, addresses: tuple[Address, ...]) -> None:
+        self.addresses, self.shut = addresses, False
+
+
+class Ways:
+    """What one endpoint knows of the ways to its live peers.
+
+    Args:
+        transport: dials.
+        dial_timeout_s: longest time of one dial.
+        link: the call link with a peer, if there is one.
+        spawn: starts a task that the endpoint owns.
+        keep: takes a connection that a second try made.
+        on_shut: told of each way that is shut, with the addresses that were tried.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        dial_timeout_s: float,
+        *,
+        link: Callable[[PeerID], CallLink | None],
+        spawn: Callable[..., object],
+        keep: Callable[[Connection], None],
+        on_shut: Callable[[PeerID, tuple[Address, ...]], None],
+    ) -> None:
+        self._transport, self._dial_timeout_s = transport, dial_timeout_s
+        self._link, self._spawn, self._keep, self._on_shut = link, spawn, keep, on_shut
+        self._ways: dict[PeerID, _Way] = {}
+
+    def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
+        """Whether dialing this peer at these addresses is not worth it now."""
+        way = self._ways.get(peer)
+        return way is not None and set(addresses) <= set(way.addresses)
+
+    def shut(self, peer: PeerID) -> bool:
+        """Whether two dials have failed, and none since has come through."""
+        way = self._ways.get(peer)
+        return way is not None and way.shut
+
+    def forget(self, peer: PeerID) -> None:
+        """The peer is gone, or is reached: whatever was thought of the way to it."""
+        self._ways.pop(peer, None)
+
+    async def dial(self, peer: PeerID, addresses: tuple[Address, ...]) -> Connection:
+        """Dial a peer; if it fails, and the peer has a link with us all the same, the way is in doubt.
+
+        Raises:
+            PeerUnreachable, PeerTimeout, PeerRefused: as `Transport.dial`.
+        """
+        way = _Way(addresses)
+        doubt = asyncio.get_running_loop().call_later(_DOUBT_S, self._doubt, peer, way)
+        try:
+            connection = await self._transport.dial(peer, addresses, timeout_s=self._dial_timeout_s)
+        except PeerError:
+            self._doubt(peer, way)
+            raise
+        except BaseException:
+            if self._ways.get(peer) is way:
+                self.forget(peer)
+            raise
+        finally:
+            doubt.cancel()
+        self.forget(peer)
+        return connection
+
+    def _doubt(self, peer: PeerID, way: _Way) -> None:
+        if self._link(peer) is not None and peer not in self._ways and len(self._ways) < _MAX_DOUBTS:
+            self._ways[peer] = way
+            self._spawn(self._try_again(peer, way))
+
+    async def _try_again(self, peer: PeerID, way: _Way) -> None:
+        """Try until the way is open, or of no interest any more."""
+        pause_s, next_pause_s = _AGAIN_S, _FIRST_PAUSE_S
+        while True:
+            await asyncio.sleep(pause_s)
+            if self._ways.get(peer) is not way:
+                return
+            if (link := self._link(peer)) is None:
+                break
+            began = asyncio.get_running_loop().time()
+            link.ask()
+            try:
+                connection = await self._transport.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
+            except PeerError:
+                if self._ways.get(peer) is not way:
+                    return
+                if not way.shut:
+                    if link.closed or link.last_heard < began:
+                        break  # dead or frozen, as far as can be told
+                    way.shut = True
+                    self._on_shut(peer, way.addresses)
+                pause_s, next_pause_s = next_pause_s, min(2 * next_pause_s, _LONGEST_PAUSE_S)
+            else:
+                self._keep(connection)
+                break
+        if self._ways.get(peer) is way:
+            self.forget(peer)

@@ -1,0 +1,206 @@
+"""Peers that nobody can dial: they find out and become clients, and whoever does not costs the others one round."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.core import PeerCore
+from shoal.errors import PeerError, PeerRefused
+from shoal.events import Event, Warned
+from shoal.peer import Address
+from shoal.sim import SimHost, SimNetwork, Swarm
+from shoal.wire import Contact, DialBack, DialedBack, NoWayIn, Whereabouts
+from tests.sim.averaging_kit import SETTINGS, Trial
+
+HIDDEN = "hidden"
+
+
+class Cores:
+    """A swarm of cores, which notes what each one warns of."""
+
+    def __init__(self) -> None:
+        self.swarm: Swarm[PeerCore] = Swarm(network=SimNetwork(1))
+        self.warned: dict[str, list[str]] = {}
+        self.first: Address | None = None
+
+    async def add(self, name: str, *, client_mode: bool | None = None) -> PeerCore:
+        """Start one; the first begins the network."""
+
+        async def factory(host: SimHost) -> PeerCore:
+            host.env.events.subscribe(lambda event: self._note(name, event))
+            initial = [self.first] if self.first is not None else []
+            core = await PeerCore.start(host.identity, host.transport, host.env, initial, client_mode=client_mode)
+            self.first = self.first or host.address
+            return core
+
+        return await self.swarm.start_peer(name, factory)
+
+    def _note(self, name: str, event: Event) -> None:
+        if isinstance(event, Warned):
+            self.warned.setdefault(name, []).append(f"{event.where}: {event.message}")
+
+    async def ask(self, asker: PeerCore, asked: PeerCore, request: Any) -> Any:
+        """A call from one to the other."""
+        name = next(name for name, peer in self.swarm.peers.items() if peer is asker)
+        return await self.swarm.run_on(name, asker.endpoint.call, asked.endpoint.peer_id, request, timeout_s=10.0)
+
+
+async def dial_ahead(core: PeerCore, other: PeerCore) -> None:
+    """Begin to make a connection for the next stream."""
+    core.endpoint.dial_ahead(other.peer_id)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_who_cannot_be_reached_becomes_a_client_and_says_so(refuses: bool) -> None:
+    """Behind a wall, silent or not: no address is announced, and the warning says what to do. Others are as before."""
+
+    async def main() -> None:
+        cores = Cores()
+        open_ones = [await cores.add(f"p{number}") for number in range(3)]
+        cores.swarm.network.wall(HIDDEN, refuses=refuses)
+        hidden = await cores.add(HIDDEN)
+        assert [core.client_mode for core in open_ones] == [False] * 3
+        assert hidden.client_mode
+        assert all(not core.endpoint.contact_of(hidden.peer_id).addresses for core in open_ones)
+        assert all(hidden.peer_id not in core.node._neighbours.table for core in open_ones)
+        (warning,) = cores.warned.pop(HIDDEN)
+        assert "goes on as a client" in warning
+        assert "announce_maddrs" in warning
+        assert not cores.warned
+
+    sim.run(main)
+
+
+def test_who_can_be_reached_is_known_to_all_whom_it_met() -> None:
+    """Its address comes with the answer, not before: in tables, and with the peers that it is connected with."""
+
+    async def main() -> None:
+        cores = Cores()
+        first, second, third = [await cores.add(f"p{number}") for number in range(3)]
+        assert not third.client_mode
+        verdict = third.reachability.verdict
+        assert verdict is not None
+        assert len(verdict.reached) == 2
+        for core in (first, second):
+            assert core.endpoint.contact_of(third.peer_id) == third.endpoint.contact
+            assert third.peer_id in core.node._neighbours.table
+
+    sim.run(main)
+
+
+def test_nobody_is_made_to_dial_anybody_else() -> None:
+    """The question names a port of the asker's own machine: at others, and at its own port, nothing is dialed."""
+
+    async def main() -> None:
+        cores = Cores()
+        asked, asker, third = [await cores.add(f"p{number}") for number in range(3)]
+        network = cores.swarm.network
+        cores.swarm.network.wall("p2")
+        before = network.traffic("p2")
+        assert (await cores.ask(asker, asked, DialBack(4000))) == DialedBack(True, "p1")
+        assert (await cores.ask(asker, asked, DialBack(22))) == DialedBack(False, "p1")
+        moved = Address("p2", 4000, asker.peer_id)
+        await cores.ask(asker, asked, Whereabouts(Contact(asker.peer_id, (moved,))))
+        assert (await cores.ask(asker, asked, DialBack(4000))) == DialedBack(True, "p1")
+        assert network.traffic("p2") == before
+        with pytest.raises(PeerError):
+            await cores.ask(asker, asked, Whereabouts(third.endpoint.contact))
+
+    sim.run(main)
+
+
+def test_questions_of_one_host_are_limited_whatever_its_keys() -> None:
+    """32 in a burst, then one every two seconds."""
+
+    async def main() -> None:
+        cores = Cores()
+        asked, asker = [await cores.add(f"p{number}") for number in range(2)]
+        await sim.sleep(60.0)
+        answers = 0
+        for _ in range(60):
+            try:
+                await cores.ask(asker, asked, DialBack(4000))
+                answers += 1
+            except PeerRefused as error:
+                assert error.code == "busy"  # noqa: PT017
+        assert 32 <= answers <= 36
+
+    sim.run(main)
+
+
+def test_what_one_peer_says_of_the_way_in_makes_nobody_a_client() -> None:
+    """A lie costs its victim a question to peers of its own choice."""
+
+    async def main() -> None:
+        cores = Cores()
+        liar, victim, _third = [await cores.add(f"p{number}") for number in range(3)]
+        announced = victim.endpoint.contact
+        await cores.ask(liar, victim, NoWayIn(announced.addresses))
+        await sim.sleep(10.0)
+        assert victim.endpoint.contact == announced
+        assert not cores.warned
+
+    sim.run(main)
+
+
+def test_a_wall_that_comes_later_makes_a_client_of_who_announced() -> None:
+    """Also with client_mode=False: who dials it in vain tells it so, and it asks others before it believes it."""
+
+    async def main() -> None:
+        cores = Cores()
+        for number in range(2):
+            await cores.add(f"p{number}")
+        hidden = await cores.add(HIDDEN, client_mode=False)
+        cores.swarm.network.wall(HIDDEN)
+        first = cores.swarm.peer("p0")
+        assert first.endpoint.connected(hidden.peer_id)
+        await cores.swarm.spawn("p0", dial_ahead(first, hidden))
+        await sim.sleep(20.0)
+        assert hidden.client_mode
+        assert not first.endpoint.contact_of(hidden.peer_id).addresses
+
+    sim.run(main)
+
+
+def test_a_frozen_peer_is_not_taken_for_one_that_nobody_can_reach() -> None:
+    """Nothing was heard of it while it was dialed: that says nothing of the way to it."""
+
+    async def main() -> None:
+        cores = Cores()
+        first, second = [await cores.add(f"p{number}") for number in range(2)]
+        cores.swarm.stall("p1", 12.0)
+        await cores.swarm.spawn("p0", dial_ahead(first, second))
+        await sim.sleep(14.0)
+        assert first.endpoint.contact_of(second.peer_id).addresses
+        assert not first.endpoint.way_shut(second.peer_id)
+
+    sim.run(main)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_an_address_that_nobody_reaches_costs_one_slow_round(refuses: bool) -> None:
+    """Four averagers, one of them announces where nobody gets in: from the second round on they are quick again."""
+
+    async def main() -> None:
+        trial = Trial(settings=SETTINGS)
+        names = ["a", "b", "c", HIDDEN]
+        for number, name in enumerate(names):
+            await trial.add(name, [torch.full((40_000,), float(number))])
+        trial.swarm.network.wall(HIDDEN, refuses=refuses)
+        loop, took, sizes = asyncio.get_running_loop(), [], []
+        for _ in range(8):
+            began = loop.time()
+            results = await asyncio.gather(*(trial.step(name, timeout_s=30.0) for name in names))
+            took.append(loop.time() - began)
+            sizes.append({len(result.outcome.members) for result in results})
+        assert sizes == [{4}] * 8
+        print(refuses, [f"{each:.2f}" for each in took])
+        assert sum(each > 1.0 for each in took) <= 1
+        await trial.close()
+
+    sim.run(main)

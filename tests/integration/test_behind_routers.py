@@ -19,7 +19,7 @@ PEER = """
 import json, sys, shoal
 said = []
 dht = shoal.DHT(sys.argv[1:], host_maddrs="/ip4/0.0.0.0/tcp/4000")
-dht.events.subscribe(lambda event: said.append(str(getattr(event, "message", ""))))
+dht.events.subscribe(lambda event: said.append(event.message) if hasattr(event, "message") else None)
 dht.run_in_background()
 print(json.dumps([[str(each) for each in dht.get_visible_maddrs()], dht.client_mode, said]), flush=True)
 sys.stdin.readline()

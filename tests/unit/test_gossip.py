@@ -28,6 +28,7 @@ def progress(peer: PeerID, time: float) -> Progress:
 
 def gossip_at(known: SwarmProgress, bus: EventBus, **endpoint: Any) -> ProgressGossip:
     """Of `ME`, on an endpoint that does this."""
+    endpoint.setdefault("dialable", lambda contact: contact)
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
     return ProgressGossip(

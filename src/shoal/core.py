@@ -32,6 +32,8 @@ class PeerCore:
         node: the DHT.
         reachability: whether others can dial it, as far as that was asked.
         state_upload_limit: bytes per second that all states together are sent at; None: no fixed limit.
+        invited_to: the runs that its invites name.
+        begins_here: whether it has no initial peer on another machine.
         leavers: what ends in order before this peer leaves on purpose; each is given the seconds that it may take.
     """
 
@@ -41,6 +43,8 @@ class PeerCore:
     node: DhtNode
     reachability: Reachability
     state_upload_limit: float | None = None
+    invited_to: frozenset[str] = field(default=frozenset(), init=False)
+    begins_here: bool = field(default=True, init=False)
     leavers: list[Callable[[float], Coroutine[Any, Any, None]]] = field(default_factory=list, init=False)
     _rounds: RoundTable | None = field(default=None, init=False)
     _pacer: Pacer | None = field(default=None, init=False)
@@ -85,7 +89,8 @@ class PeerCore:
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
             core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit)
-            asks = client_mode is None and not all(is_loopback(address.host) for address in initial_peers)
+            core.begins_here = all(is_loopback(address.host) for address in initial_peers)
+            asks = client_mode is None and not core.begins_here
             if asks:
                 endpoint.withhold()
             await node.bootstrap(initial_peers, timeout_s=timeout_s)

@@ -216,7 +216,12 @@ class Invite:
         return cls(tuple(Address.parse(address) for address in addresses), run_id)
 
 
-def parse_peers(peers: object, *, skipped: Callable[[str], None] = lambda _: None) -> tuple[Address, ...]:
+def parse_peers(
+    peers: object,
+    *,
+    skipped: Callable[[str], None] = lambda _: None,
+    invited: Callable[[str], None] = lambda _: None,
+) -> tuple[Address, ...]:
     """Read `initial_peers`: addresses and invites, as text or objects, in one sequence.
 
     Lists of addresses often hold what only other software can use (`/udp/…/quic`): one that cannot be used is skipped.
@@ -224,6 +229,7 @@ def parse_peers(peers: object, *, skipped: Callable[[str], None] = lambda _: Non
     Args:
         peers: an iterable of addresses or invites; a single one counts as a sequence of one; None for nobody.
         skipped: told why each one that is left out cannot be used.
+        invited: told each run that an invite names.
 
     Returns:
         All addresses in the order given, each once.
@@ -239,7 +245,10 @@ def parse_peers(peers: object, *, skipped: Callable[[str], None] = lambda _: Non
     errors: list[ConfigError] = []
     for item in [peers] if isinstance(peers, str | Address | Invite) else peers:
         try:
-            found.update(dict.fromkeys(_addresses(item)))
+            addresses, run_id = _addresses(item)
+            found.update(dict.fromkeys(addresses))
+            if run_id:
+                invited(run_id)
         except ConfigError as error:
             errors.append(error)
         except TypeError:
@@ -255,13 +264,15 @@ def parse_peers(peers: object, *, skipped: Callable[[str], None] = lambda _: Non
     return tuple(found)
 
 
-def _addresses(item: object) -> Sequence[Address]:
-    """What one of the initial peers names; TypeError for what is none."""
+def _addresses(item: object) -> tuple[Sequence[Address], str]:
+    """What one of the initial peers names, and for which run; TypeError for what is none."""
     if isinstance(item, Address):
-        return [item]
-    if isinstance(item, Invite):
-        return item.addresses
-    text = str(item).strip()
-    if not isinstance(item, str) and not text.startswith("/"):  # an address of another library is its text
-        raise TypeError
-    return Invite.parse(text).addresses if text.startswith(_INVITE_SCHEME) else [Address.parse(text)]
+        return [item], ""
+    if not isinstance(item, Invite):
+        text = str(item).strip()
+        if not isinstance(item, str) and not text.startswith("/"):  # an address of another library is its text
+            raise TypeError
+        if not text.startswith(_INVITE_SCHEME):
+            return [Address.parse(text)], ""
+        item = Invite.parse(text)
+    return item.addresses, item.run_id

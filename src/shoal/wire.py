@@ -616,6 +616,7 @@ class Progress(Message, frozen=True):
     messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced. With
     `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,
     the digest of its own, and that of those which they were found equal to, to rounding where arithmetic differs.
+    `alone`: it is connected with nobody else of the run, or took its last step alone, and is not meant to.
     """
 
     contact: Contact
@@ -629,6 +630,7 @@ class Progress(Message, frozen=True):
     end_epoch: Epoch | None = None
     left: bool = False
     check: tuple[Epoch, CheckDigest, CheckDigest] | None = None
+    alone: bool = False
 
 
 class Standing(Message, frozen=True):

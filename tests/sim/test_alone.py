@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal import sim
+from shoal.core import PeerCore
 from shoal.events import Event, SteppedAlone, Warned
+from shoal.identity import Identity
+from shoal.optim.solitude import Circumstances
+from shoal.sim import SimHost
+from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run, Trainer
 
 
@@ -17,7 +23,7 @@ def notes(trainer: Trainer) -> tuple[list[int], list[str]]:
     def note(event: Event) -> None:
         if isinstance(event, SteppedAlone):
             alone.append(event.epoch)
-        elif isinstance(event, Warned) and "by this peer alone" in event.message:
+        elif isinstance(event, Warned) and "training alone" in event.message:
             warned.append(event.message)
 
     trainer.collaboration.core.env.events.subscribe(note)
@@ -45,7 +51,7 @@ def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking()
         assert alone[:3] == [1, 2, 3]
         assert len(warned) == 1
         assert "'run'" in warned[0]
-        assert "no other peer of it is known" in warned[0]
+        assert "none of its initial peers answers" in warned[0]
         again = await run.swarm.restart("entry")
         back = run.swarm.spawn("entry", again.train(4, duration_s=1.0, until=until(90.0)))
         await asyncio.wait([training, back])
@@ -145,3 +151,105 @@ def test_who_was_given_nobody_trains_alone_without_a_warning() -> None:
         await run.close()
 
     sim.run(main, seed=34)
+
+
+async def entered(run: Run) -> None:
+    """Begin with a peer that only introduces the others, as `shoal dht` does."""
+
+    async def factory(host: SimHost) -> PeerCore:
+        run._first = host
+        return await start_core(host, None)
+
+    await run.swarm.start_peer("entry", factory)  # type: ignore[arg-type]
+
+
+def test_two_clients_with_only_an_entry_between_say_so() -> None:
+    """Each sees the other in the DHT and nobody can be dialed: within 30 s both say it, and what is to be done."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        await entered(run)
+        notices = {}
+        for name in ("a", "b"):
+            notices[name] = notes(await run.add(name, client_mode=True))
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=1.0, until=until(60.0)))
+        await sim.sleep(30.0)
+        for _, warned in notices.values():
+            (text,) = warned
+            assert "(it only dials)" in text
+            assert "open a port at one of them" in text
+        assert all(run.swarm.peer(name).collaboration.mine().alone for name in notices)
+
+    sim.run(main, seed=35)
+
+
+def test_a_run_of_another_name_than_the_invites_is_told() -> None:
+    """It trains by itself under a name that nobody else has."""
+
+    async def main() -> None:
+        run = Run(target=400)
+        await entered(run)
+        trainer = await run.add("a")
+        trainer.collaboration.core.invited_to = frozenset({"theirs"})
+        _, warned = notes(trainer)
+        run.swarm.spawn("a", trainer.train(4, duration_s=1.0, until=until(60.0)))
+        await sim.sleep(30.0)
+        assert len(warned) == 1
+        assert "its invite is for run 'theirs'" in warned[0]
+
+    sim.run(main, seed=36)
+
+
+def test_peers_that_cannot_be_reached_are_named_with_the_reason() -> None:
+    """The others are there, as the DHT says, and no answer comes from where they listen."""
+
+    async def main() -> None:
+        run = Run(target=4000)
+        await entered(run)
+        for name in ("p0", "p1"):
+            await run.add(name)
+            run.swarm.network.wall(name, refuses=True)
+        run.swarm.network.wall("newcomer")
+        newcomer = await run.add("newcomer")
+        _, warned = notes(newcomer)
+        run.swarm.spawn("newcomer", newcomer.train(4, duration_s=1.0, until=until(60.0)))
+        await sim.sleep(30.0)
+        assert len(warned) == 1
+        assert "others of the run are there" in warned[0]
+        assert "refused" in warned[0]
+
+    sim.run(main, seed=37)
+
+
+CALM = Circumstances(
+    run_id="run",
+    unreached={},
+    elsewhere=0,
+    given_peers=True,
+    connected=True,
+    client=False,
+    only_here=False,
+    clock_ahead_s=0.0,
+    invited_to=("run",),
+    mismatch=None,
+)
+
+
+def test_each_reason_says_what_to_check() -> None:
+    """One sentence for each thing that is seen to be wrong; if nothing is, all that may be."""
+    peer = Identity.from_seed(b"x" * 32).peer_id
+    cases = [
+        (replace(CALM, clock_ahead_s=7200.0), "the clock here is 7200 s ahead of"),
+        (replace(CALM, clock_ahead_s=-60.0), "the clock here is 60 s behind"),
+        (replace(CALM, connected=False), "none of its initial peers answers"),
+        (replace(CALM, unreached={peer: "refused"}), f"{peer.short()} (refused)"),
+        (replace(CALM, only_here=True), "listens for its own machine only"),
+        (replace(CALM, mismatch="lr is 1 here and 2 there"), "with other settings: lr is 1 here"),
+        (replace(CALM, invited_to=("other",)), "its invite is for run 'other'"),
+        (CALM, "`shoal doctor INVITE`"),
+        (replace(CALM, elsewhere=2), "2 others of it are at other states"),
+    ]
+    for circumstances, sentence in cases:
+        (reason,) = circumstances.reasons()
+        assert sentence in reason
+    assert not replace(CALM, given_peers=False).expected

@@ -124,6 +124,7 @@ class RunStatus:
                     "samples": peer.samples,
                     "samples_per_s": _rate(peer),
                     "share": self.share(peer),
+                    "alone": peer.alone,
                     "addresses": [str(address) for address in peer.contact.addresses],
                     "answers": str(peer.contact.peer) in self.answering,
                 }
@@ -239,11 +240,15 @@ def table_of(found: RunStatus) -> Table:
 
 def _reached_by(found: RunStatus, peer: Progress) -> str:
     if not peer.contact.addresses:
-        return "none: it only dials"
+        return f"none: it only dials{_alone(peer)}"
     address = peer.contact.addresses[0]
     host = f"[{address.host}]" if address.kind == "ip6" else address.host
     silent = "" if str(peer.contact.peer) in found.answering else " (silent)"
-    return f"{host}:{address.port}{silent}"
+    return f"{host}:{address.port}{silent}{_alone(peer)}"
+
+
+def _alone(peer: Progress) -> str:
+    return " (trains alone)" if peer.alone else ""
 
 
 def summary_of(found: RunStatus) -> str:
@@ -257,6 +262,8 @@ def summary_of(found: RunStatus) -> str:
     text += f", {found.samples_per_s:.1f} samples/s"
     if found.checked is not None:
         text += f"; parameters: {found.checked}"
+    if alone := sum(peer.alone for peer in found.peers):
+        text += f"; {alone} {'trains' if alone == 1 else 'train'} alone: their logs say why"
     if found.end_epoch is not None:
         text += f"; ends at epoch {found.end_epoch}"
     return text

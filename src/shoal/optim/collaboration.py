@@ -53,6 +53,7 @@ from shoal.optim.rounds import Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.shared_state import name_of, share, why_not_ours
+from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.training_state import TrainingState
@@ -148,6 +149,7 @@ class Collaboration:
             tell_period_s=settings.tell_period_s,
             ttl_s=settings.ttl_s,
         )
+        self._solitude = Solitude(core, settings.run_id, self._known, self._gossip, self._notices)
 
     # ------------------------------------------------------------------------------------------------ life and death
 
@@ -156,7 +158,7 @@ class Collaboration:
         if not self.settings.averager.client_mode:
             self._states.sharing.enable()
         self.speed.measure(self._now())
-        for work in (*self._gossip.start(), self._drive()):
+        for work in (*self._gossip.start(), self._drive(), self._solitude.watch()):
             task = asyncio.get_running_loop().create_task(work)
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
@@ -221,6 +223,7 @@ class Collaboration:
             end_epoch=self._end.epoch,
             left=self._closed,
             check=self._checks.last,
+            alone=self._solitude.told,
         )
 
     def view(self) -> SwarmView:
@@ -557,10 +560,7 @@ class Collaboration:
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
         self._notices.stepped(self.training)
-        if peers == 1:
-            self._notices.alone(epoch, len(self.view().peers) - 1, expected=self.core.node.was_given_peers)
-        else:
-            self._notices.in_company()
+        self._solitude.stepped(epoch, peers)
         # The last step is followed by an average of what each peer has of its own: batch norm statistics, say.
         self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0
 

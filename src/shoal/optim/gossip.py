@@ -90,6 +90,7 @@ class ProgressGossip:
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
         self._met: set[PeerID] = set()  # who was told directly, or told us, that we or they are here
         self._deaf: dict[PeerID, float] = {}  # who could not be told, and until when nobody tries
+        self._why_deaf: dict[PeerID, str] = {}
         self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
         self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
@@ -125,6 +126,15 @@ class ProgressGossip:
         """How a peer of the run is reached."""
         progress = self._known.progress_of(peer)
         return progress.contact if progress is not None else self._core.endpoint.contact_of(peer)
+
+    def unreached(self) -> dict[PeerID, str]:
+        """Who is known of the run and not connected with this peer, and why."""
+        missing = [peer for peer in self._known.peers if not self._core.endpoint.connected(peer)]
+        silent = "no answer yet"
+        return {
+            peer: self._why_deaf.get(peer, silent) if self.contact(peer).addresses else "it only dials"
+            for peer in missing
+        }
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
@@ -290,10 +300,12 @@ class ProgressGossip:
         try:
             request = TellProgress(self._run_id, *self._what_we_know())
             told = await self._core.endpoint.call(peer, request, timeout_s=_CALL_TIMEOUT_S)
-        except PeerError:
+        except PeerError as error:
             self._deaf[peer] = asyncio.get_running_loop().time() + _DEAF_S
+            self._why_deaf[peer] = error.message
             return
         self._deaf.pop(peer, None)
+        self._why_deaf.pop(peer, None)
         if told.progress.contact.peer == peer:
             self._hear_directly(told.progress, told.others)
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.events import EventBus, LocalValuesRejected, SteppedAlone, Warned
+from shoal.events import EventBus, LocalValuesRejected, Warned
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
@@ -33,7 +33,6 @@ class Notices:
         self._stance_told, self._without_told = Stance.FREE, False
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
-        self._alone_told = False
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -108,29 +107,10 @@ class Notices:
             self._kept_back_told = True
             self.warn(training.kept_back)
 
-    def alone(self, epoch: int, others: int, *, expected: bool) -> None:
-        """A step was taken without anybody else.
-
-        Args:
-            epoch: that it made.
-            others: peers of the run that are known, at other states.
-            expected: whether this peer was told of others when it began.
-        """
-        self._events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
-        if expected and not self._alone_told:
-            self._alone_told = True
-            known = (
-                f"{others} other peers of it are known, at other states" if others else "no other peer of it is known"
-            )
-            self.warn(
-                f"run {self._run_id!r}: epoch {epoch} was made by this peer alone; {known}. It goes on looking. "
-                "If others train, check that the run's name is the same there, that they can reach this peer at the "
-                "address that it announces, that its initial peers are up (`shoal status`), and all clocks"
-            )
-
-    def in_company(self) -> None:
-        """A step was taken with others."""
-        self._alone_told = False
+    def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
+        """This peer trains alone; `epoch` is the one that it made so, if it has made one."""
+        made = "" if epoch is None else f": epoch {epoch} was made by this peer alone"
+        self.warn(f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. It goes on looking")
 
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
         """What a newcomer does that has not got the state of the run. Once for each."""

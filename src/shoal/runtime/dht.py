@@ -96,7 +96,11 @@ class DHT:
         _check_seconds("shutdown_timeout", shutdown_timeout)
         _check_seconds("startup_timeout", startup_timeout)
         self.events = EventBus()
-        self._initial_peers = parse_peers(initial_peers, skipped=lambda why: self._skip("initial_peers", why))
+        runs: list[str] = []
+        self._initial_peers = parse_peers(
+            initial_peers, skipped=lambda why: self._skip("initial_peers", why), invited=runs.append
+        )
+        self._invited_to = frozenset(runs)
         self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
@@ -154,6 +158,7 @@ class DHT:
         weakref.finalize(self, running.stop, wait=False).atexit = False
         running.start(
             self._initial_peers,
+            invited_to=self._invited_to,
             client_mode=self._client_mode,
             dht_settings=self._dht_settings,
             validators=self._validators,

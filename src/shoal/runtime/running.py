@@ -63,6 +63,7 @@ class RunningPeer:
         self,
         initial_peers: Sequence[Address],
         *,
+        invited_to: frozenset[str],
         client_mode: bool | None,
         dht_settings: DhtSettings,
         validators: Sequence[RecordValidator],
@@ -88,6 +89,7 @@ class RunningPeer:
                 state_upload_limit=state_upload_limit,
                 timeout_s=timeout_s,
             )
+            self._core.invited_to = invited_to
             self._debug.serve(self._core.endpoint)
             return self._core
 

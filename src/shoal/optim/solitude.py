@@ -1,0 +1,164 @@
+"""Whether a peer trains alone, and why, as far as it can tell.
+
+A peer is alone while it is connected with nobody else of its run. One that was given peers, or knows of others, is not
+meant to be: it says so once, `PATIENCE_S` after it was last in company, or with the first step that it takes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from shoal.core import PeerCore
+from shoal.events import SteppedAlone
+from shoal.optim.gossip import ProgressGossip
+from shoal.optim.notices import Notices
+from shoal.peer import PeerID
+from shoal.progress import SwarmProgress
+from shoal.transport.sockets import is_loopback
+
+__all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
+
+PATIENCE_S = 20.0
+
+_LOOK_S = 2.0
+_CLOCK_S = 10.0
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What a peer knows when it finds itself alone.
+
+    Attributes:
+        run_id: the run that it trains.
+        unreached: others of the run that are known, and why it is not connected with them.
+        elsewhere: how many others of the run are connected with, at other states.
+        given_peers: whether it was told of others when it began.
+        connected: whether it is connected with anybody at all.
+        client: whether it only dials.
+        only_here: whether it listens for its own machine only, though its initial peers are elsewhere.
+        clock_ahead_s: how far its clock is ahead of those of the others that it is connected with.
+        invited_to: the runs that its invites name.
+        mismatch: how the settings of others of the run differ; None if none do.
+    """
+
+    run_id: str
+    unreached: Mapping[PeerID, str]
+    elsewhere: int
+    given_peers: bool
+    connected: bool
+    client: bool
+    only_here: bool
+    clock_ahead_s: float
+    invited_to: Collection[str]
+    mismatch: str | None
+
+    @property
+    def expected(self) -> bool:
+        """Whether others should be there."""
+        return self.given_peers or bool(self.unreached) or self.mismatch is not None
+
+    def reasons(self) -> list[str]:
+        """Sentences, each with what to do; never empty."""
+        found = []
+        if self.invited_to and self.run_id not in self.invited_to:
+            names = ", ".join(map(repr, sorted(self.invited_to)))
+            found.append(f"its invite is for run {names}: train that one, or ask for another invite")
+        if abs(self.clock_ahead_s) > _CLOCK_S:
+            how = "ahead of" if self.clock_ahead_s > 0 else "behind"
+            found.append(f"the clock here is {abs(self.clock_ahead_s):.0f} s {how} those of the others: set it")
+        if self.given_peers and not self.connected:
+            found.append("none of its initial peers answers: see whether they run, and whether they can be reached")
+        if self.unreached:
+            found.append(self._of_the_unreached())
+        if self.only_here:
+            found.append(
+                "it listens for its own machine only, and its initial peers are elsewhere: give the DHT "
+                "host_maddrs='/ip4/0.0.0.0/tcp/PORT'"
+            )
+        if self.mismatch is not None:
+            found.append(f"others train it with other settings: {self.mismatch}")
+        return found or [self._of_nobody()]
+
+    def _of_the_unreached(self) -> str:
+        named = [f"{peer.short()} ({why})" for peer, why in sorted(self.unreached.items())[:_SHOWN]]
+        more = f" and {len(self.unreached) - _SHOWN} more" if len(self.unreached) > _SHOWN else ""
+        text = f"others of the run are there, and it is connected with none: {', '.join(named)}{more}"
+        if self.client:
+            text += ". This peer only dials, so one that trains must be reachable for it: open a port at one of them"
+        return text
+
+    def _of_nobody(self) -> str:
+        if self.elsewhere:
+            return f"{self.elsewhere} others of it are at other states"
+        return (
+            "no other peer of it is known. If others train, check that the run's name is the same there, that they "
+            "can reach this peer at the address that it announces, that its initial peers are up, and all clocks: "
+            "`shoal doctor INVITE` looks after most of that"
+        )
+
+
+class Solitude:
+    """Looks whether a peer is alone, and says it.
+
+    Args:
+        core: this peer.
+        run_id: what it trains.
+        known: what was heard of the others.
+        gossip: tells them.
+        notices: say it.
+
+    Attributes:
+        told: whether it was said, and no step was taken with others since.
+    """
+
+    def __init__(
+        self, core: PeerCore, run_id: str, known: SwarmProgress, gossip: ProgressGossip, notices: Notices
+    ) -> None:
+        self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
+        self.told = False
+
+    async def watch(self) -> None:
+        """Look every now and then, for as long as the peer trains."""
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            if any(map(self._core.endpoint.connected, self._known.peers)):
+                since = loop.time()
+            elif loop.time() - since >= PATIENCE_S:
+                self._tell(None)
+
+    def stepped(self, epoch: int, peers: int) -> None:
+        """A step was taken by so many peers."""
+        if peers > 1:
+            self.told = False
+            return
+        others = len(self._known.peers)
+        self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
+        self._tell(epoch)
+
+    def _tell(self, epoch: int | None) -> None:
+        if not self.told and (found := self._circumstances()).expected:
+            self.told = True
+            self._notices.alone(epoch, found.reasons())
+
+    def _circumstances(self) -> Circumstances:
+        core, endpoint = self._core, self._core.endpoint
+        offsets = [endpoint.clock_offset_s(peer) for peer in endpoint.peers]
+        listens_at = endpoint.listens_at
+        return Circumstances(
+            run_id=self._run_id,
+            unreached=self._gossip.unreached(),
+            elsewhere=sum(map(endpoint.connected, self._known.peers)),
+            given_peers=core.node.was_given_peers,
+            connected=bool(endpoint.peers),
+            client=core.client_mode,
+            only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
+            clock_ahead_s=-statistics.median(offsets) if offsets else 0.0,
+            invited_to=core.invited_to,
+            mismatch=self._known.mismatch,
+        )

@@ -145,8 +145,9 @@ class Run:
         lr: float = 0.05,
         width: int = 8,
         compression: CompressionBase | None = None,
+        state_upload_limit: float | None = None,
     ) -> None:
-        self.compression = compression
+        self.compression, self.state_upload_limit = compression, state_upload_limit
         self.state_compression, self.lr = state_compression, lr
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
@@ -178,7 +179,8 @@ class Run:
             clock._offset_s += skew_s
             parameters = model(self.dtype, seed, self.width)
             optimizer, scheduler = make_optimizer(parameters, self.lr)
-            core = await start_core(host, bootstrap, client_mode=client_mode)
+            limit = self.state_upload_limit
+            core = await start_core(host, bootstrap, client_mode=client_mode, state_upload_limit=limit)
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()

@@ -275,3 +275,35 @@ def test_a_line_that_carries_little_more_than_the_steps_is_enough() -> None:
         await held(scene, late, 120.0)
 
     sim.run(main, seed=11)
+
+
+def test_steps_that_are_large_beside_short_epochs_are_followed() -> None:
+    """Between two rounds a member has time for a whole step; where one cannot send them all, the other one helps."""
+
+    async def main() -> None:
+        # A step has 57 kB and takes 0.5 s, of which the round is a small part.
+        scene = Scene(0.5, MIB // 8, batch_s=0.1, width=1024, state_upload_limit=112e3)
+        await scene.begin()
+        await sim.sleep(5.0)
+        late = await scene.newcomer()
+        await held(scene, late, 60.0)
+
+    sim.run(main, seed=12)
+
+
+def test_a_peer_that_has_caught_up_keeps_nobody_waiting() -> None:
+    """It is at the state of the others: it takes part, and does not wait for a step that it is to take itself."""
+
+    async def main() -> None:
+        scene = Scene(2.0, MIB)
+        await scene.begin()
+        await sim.sleep(10.0)
+        came = scene.loop.time()
+        late = await scene.newcomer()
+        await scene.first_epoch(late, 60.0)
+        await scene.end(3)
+        member = scene.run.swarm.peer("p0")
+        assert max(paces(member, came, scene.loop.time())) < 1.25 * EPOCH_S
+        await scene.run.close()
+
+    sim.run(main, seed=13)

@@ -250,6 +250,10 @@ class Averager:
             if peer != self.core.peer_id and peer not in asked:
                 self.core.endpoint.dial_ahead(peer)
 
+    async def between_rounds(self) -> None:
+        """Return when no round is under way. The search for a group is none."""
+        await self._between_rounds.wait()
+
     async def _run_round(self, group: Group, attempt: _Attempt, deadline: float) -> Outcome:
         self._between_rounds.clear()
         try:

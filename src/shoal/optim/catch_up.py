@@ -88,7 +88,7 @@ class CatchUp:
             await asyncio.gather(task, return_exceptions=True)
 
     async def steps_first(self) -> None:
-        """Return when no step is being fetched: a state has time, and a step is kept for two epochs only."""
+        """Return when the steps come as fast as they are made: a state has time, and a step is kept for two epochs."""
         if self._following is not None:
             await self._following.first()
 

@@ -122,7 +122,7 @@ class Collaboration:
         memory = RoundMemory(training.accumulators, training.state_tensors)
         self._gradients = gradient_averager(core, training, settings, lock, compression, memory)
         self._states = state_averager(core, training, settings, lock, state_compression, self._share, memory)
-        self._steps = StepFeed(core, settings.run_id, lambda: self.state)
+        self._steps = StepFeed(core, settings.run_id, lambda: self.state, self._between_rounds)
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
@@ -608,6 +608,15 @@ class Collaboration:
             self._ready(apply, name.after_averaging(result), len(members), is_step=False)
             await self._steps.add_round(name, result, self._states.vector)
 
+    async def _between_rounds(self, timeout_s: float) -> bool:
+        """Return when no round is under way, or after so many seconds; whether there is none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gradients.between_rounds()
+                await self._states.between_rounds()
+                return True
+        return False
+
     def _stepped_with(self) -> frozenset[PeerID]:
         """Who took the last step with us, or is about to, and is still here."""
         members = self.last_round.outcome.members if self.last_round is not None else ()
@@ -657,7 +666,9 @@ class Collaboration:
     async def _take_steps(self, deadline: float) -> int:
         """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
         steps = 0
-        while self._now() < deadline and (update := await self._catch_up.next(self.state)) is not None:
+        while self.view().behind and self._now() < deadline:
+            if (update := await self._catch_up.next(self.state)) is None:
+                break
             async with self.lock.held():
                 self._update, self._average_due = update, False
                 try:

@@ -1,7 +1,7 @@
 """A peer that catches up follows others: it hears of each of their steps, and keeps them until it can take them.
 
-Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. What
-is kept lies here, bounded by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step
+Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. A
+member is asked for one step at a time, so who sends faster is asked for more of them. What is kept lies here, bounded by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step
 that nobody has any more is a gap, over which nothing leads: no more steps are fetched then, and none are kept.
 """
 
@@ -32,10 +32,7 @@ _PIECE_WITHIN_S = 30.0
 """Longer than a piece is held back beside rounds; who is lost is noticed by its link."""
 
 _URGENT_S = 10.0
-"""A state waits so long for a step that is being fetched: less than its donors wait for us."""
-
-_SMALL_BYTES = 64 << 10
-"""What goes beside a state in no time."""
+"""A state waits so long for steps that come too slowly: less than its donors wait for us."""
 
 _TOLD = 16
 """More steps of one member than it can still have."""
@@ -89,6 +86,7 @@ class Following:
         self._tasks: dict[PeerID, asyncio.Task[None]] = {}
         self._refused: set[PeerID] = set()
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before
+        self._due: dict[bytes, StepTaken] = {}  # told of, and not asked for yet
         self._coming: dict[bytes, _Coming] = {}
         self._news = asyncio.Event()
         self._closed = False
@@ -113,16 +111,12 @@ class Following:
                     await asyncio.gather(*(source.greeted.wait() for source in new))
 
     async def first(self) -> None:
-        """Return when most of what is being fetched is here, or after a while, or if there is a gap already."""
+        """Return when no step waits for the one before it, or after a while, or if there is a gap already."""
         until = asyncio.get_running_loop().time() + _URGENT_S
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
-                while not self.missed and self._missing_bytes >= _SMALL_BYTES:
+                while self._due:
                     await self._news.wait()
-
-    @property
-    def _missing_bytes(self) -> int:
-        return sum(len(coming.step.data) - coming.received for coming in self._coming.values())
 
     async def next(self, state: StateName, *, patience_s: float) -> Step | None:
         """The step that leads on from this state: waits while it comes; None if nobody tells of one.
@@ -134,7 +128,7 @@ class Following:
         loop = asyncio.get_running_loop()
         until = loop.time() + patience_s
         while (step := self._kept.get(state.digest)) is None:
-            coming = state.digest in self._coming
+            coming = state.digest in self._coming or state.digest in self._due
             here = any(source.at == state for source in self._sources.values())
             if not coming and not (here and loop.time() < until):
                 return None
@@ -163,6 +157,7 @@ class Following:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._kept.clear()
+        self._due.clear()
         self._coming.clear()
 
     # ------------------------------------------------------------------------------------------------------- listening
@@ -189,9 +184,9 @@ class Following:
             await self._lost(source)
 
     async def _lost(self, source: _Source) -> None:
-        for digest in [digest for digest, coming in self._coming.items() if coming.source is source]:
-            if not self._closed:
-                await self._elsewhere(digest)
+        source.tells.clear()
+        if not self._closed:
+            await self._elsewhere(source)
         self._wake()
 
     def _wake(self) -> None:
@@ -211,8 +206,7 @@ class Following:
             case StepGone():
                 with suppress(ValueError):
                     source.tells.remove(message.digest)
-                if (coming := self._coming.get(message.digest)) is not None and coming.source is source:
-                    await self._elsewhere(message.digest)
+                await self._elsewhere(source)
             case StepBytes():
                 await self._receive(source, message, nbytes)
 
@@ -226,33 +220,41 @@ class Following:
         last = header.epoch, asyncio.get_running_loop().time()
         if self.told is None or last[0] > self.told[1][0]:
             self.told = (self.told[0] if self.told else last, last)
-        if self.missed or header.digest in self._kept or header.digest in self._coming:
-            return
+        if not (self.missed or header.digest in self._kept or header.digest in self._coming):
+            self._due[header.digest] = header
+        await self._ask()
+
+    async def _ask(self) -> None:
+        """Ask each member that sends nothing for the oldest step that is due, of those that it tells of."""
+        if any(all(digest not in source.tells for source in self._sources.values()) for digest in self._due):
+            self._miss("the members that were followed are gone, or kept it no longer when it was due")
+        for source in list(self._sources.values()):
+            digest = next((digest for digest in source.tells if digest in self._due), None)
+            if digest is not None and all(coming.source is not source for coming in self._coming.values()):
+                await self._want(source, self._due.pop(digest))
+
+    async def _want(self, source: _Source, header: StepTaken) -> None:
         if self.kept_bytes + header.nbytes > self._max_bytes:
             what = f"{self.kept_bytes} bytes of {len(self._kept)} steps are kept, and at most {self._max_bytes} may be"
             self._miss(f"{what} (catch_up_bytes)")
             return
-        await self._want(source, header)
-
-    async def _want(self, source: _Source, header: StepTaken) -> None:
         assert source.stream is not None
         self._coming[header.digest] = _Coming(Step(header, bytearray(header.nbytes)), source)
         with suppress(PeerError):  # then it is lost, and its own task looks for another one
             await source.stream.send(WantStep(header.digest))
 
-    async def _elsewhere(self, digest: bytes) -> None:
-        """A step does not come from where it was to come from."""
-        coming = self._coming.pop(digest)
-        for other in self._sources.values():
-            if digest in other.tells and other is not coming.source:
-                await self._want(other, coming.step.header)
-                return
-        self._miss("the members that were followed are gone, or kept it no longer when it was due")
+    async def _elsewhere(self, source: _Source) -> None:
+        """What was to come from here, and is told of here no more, is to come from another member."""
+        for digest, coming in list(self._coming.items()):
+            if coming.source is source and digest not in source.tells:
+                self._due[digest] = self._coming.pop(digest).step.header
+        await self._ask()
 
     def _miss(self, reason: str) -> None:
         """There is a gap."""
         self.missed = reason
         self._kept.clear()
+        self._due.clear()
 
     async def _receive(self, source: _Source, message: StepBytes, nbytes: int) -> None:
         coming = self._coming.get(message.digest)
@@ -270,3 +272,4 @@ class Following:
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)
             if self._coming.pop(message.digest, None) is not None and not self.missed:
                 self._kept[message.digest] = step
+            await self._ask()

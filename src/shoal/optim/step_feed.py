@@ -2,14 +2,15 @@
 
 Nothing is kept while nobody follows. Who follows has a stream open, is told of each step as it is committed, and
 fetches its averages within the time of about two steps: this peer keeps the last `KEPT` of them, and what is being
-sent. Sending gives way to rounds like the sending of states (`Upload`), and no round waits for it.
+sent. Nothing of them goes while a round of this peer is under way, or little if that takes long (`HOLD_S`): whoever
+follows needs one step for each round, so what it takes of the line between two rounds is bounded by that.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 import torch
 
@@ -21,18 +22,21 @@ from shoal.optim.agreement import Agreement
 from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, of_round, of_step_alone
 from shoal.rpc import Stream
-from shoal.state import Pacer, ShareLimits
-from shoal.state.pace import FREE_PIECE_BYTES
+from shoal.state import Pacer
+from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.upload import Upload
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
-__all__ = ["KEPT", "MAX_FOLLOWERS", "StepFeed"]
+__all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "StepFeed"]
 
 KEPT = 2
 """Steps that are kept while somebody follows: the last one, and the one before."""
 
 MAX_FOLLOWERS = 16
 MAX_WANTED = 16
+HOLD_S = 1.5
+"""A piece waits no longer than this for the end of a round, seconds."""
+
 _SEND_WITHIN_S = 30.0
 """For one piece; who takes nothing for so long is left."""
 
@@ -46,10 +50,17 @@ class StepFeed:
         core: this peer.
         run_id: names the run.
         state: where this peer stands.
+        between_rounds: returns when no round of this peer is under way, or after so many seconds; whether there is none.
     """
 
-    def __init__(self, core: PeerCore, run_id: str, state: Callable[[], StateName]) -> None:
-        self._core, self._state = core, state
+    def __init__(
+        self,
+        core: PeerCore,
+        run_id: str,
+        state: Callable[[], StateName],
+        between_rounds: Callable[[float], Awaitable[bool]],
+    ) -> None:
+        self._core, self._state, self._between_rounds = core, state, between_rounds
         self._followers: set[_Follower] = set()
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
@@ -87,10 +98,11 @@ class StepFeed:
     async def _serve(self, stream: Stream[_Answer, WantStep], opening: FollowSteps) -> None:
         if len(self._followers) >= MAX_FOLLOWERS:
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
-        follower = _Follower(stream, Upload.of(self._core.endpoint), self._core.pacer())
+        follower = _Follower(stream, self._core.pacer(), self._between_rounds)
         self._followers.add(follower)
         try:
-            await follower.run(self._state())
+            with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
+                await follower.run(self._state())
         finally:
             self._followers.discard(follower)
             await follower.close()
@@ -99,8 +111,10 @@ class StepFeed:
 class _Follower:
     """One that catches up: what it was told of, and what it has asked for."""
 
-    def __init__(self, stream: Stream[_Answer, WantStep], upload: Upload, pacer: Pacer) -> None:
-        self._stream, self._upload, self._pacer = stream, upload, pacer
+    def __init__(
+        self, stream: Stream[_Answer, WantStep], pacer: Pacer, between_rounds: Callable[[float], Awaitable[bool]]
+    ) -> None:
+        self._stream, self._pacer, self._between_rounds = stream, pacer, between_rounds
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before
         self._untold: deque[StepTaken] = deque()
         self._wanted: dict[bytes, int] = {}  # and how much of it was sent
@@ -119,17 +133,15 @@ class _Follower:
 
     async def run(self, state: StateName) -> None:
         """Serve it until it follows no more."""
-        self._upload.watch()
-        with self._upload.stream(self._stream):
-            await self._send(StepsFrom(*state))
-            while not self._reader.done():
-                self._news.clear()
-                if self._untold:
-                    await self._send(self._untold.popleft())
-                elif self._wanted:
-                    await self._send_some(next(iter(self._wanted)))
-                else:
-                    await self._news.wait()
+        await self._send(StepsFrom(*state))
+        while not self._reader.done():
+            self._news.clear()
+            if self._untold:
+                await self._send(self._untold.popleft())
+            elif self._wanted:
+                await self._send_some(next(iter(self._wanted)))
+            else:
+                await self._news.wait()
         self._reader.result()
 
     async def close(self) -> None:
@@ -146,9 +158,10 @@ class _Follower:
             await self._send(StepGone(digest))
             return
         sent, total = self._wanted[digest], len(step.data)
-        fraction = ShareLimits().beside_rounds
-        nbytes = min(self._upload.piece_bytes(total - sent, self._pacer, fraction), FREE_PIECE_BYTES)
-        await self._upload.admit(nbytes, self._pacer, fraction)
+        most = FREE_PIECE_BYTES if await self._between_rounds(HOLD_S) else HELD_PIECE_BYTES
+        nbytes = min(self._pacer.piece_bytes(total - sent), most)
+        if (wait_s := self._pacer.reserve(nbytes, asyncio.get_running_loop().time())) > 0:
+            await asyncio.sleep(wait_s)
         self._wanted[digest] = sent + nbytes
         await self._send(StepBytes(digest, sent), memoryview(step.data)[sent : sent + nbytes])
         if sent + nbytes == total:

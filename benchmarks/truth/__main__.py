@@ -15,12 +15,12 @@ import sys
 import time
 from collections.abc import Callable
 
-from benchmarks.truth import numbers, sharded, state, step
+from benchmarks.truth import attacks, numbers, sharded, state, step
 from benchmarks.truth.kit import Verdict
 from benchmarks.truth.peers import Peers
 
 REPLAYS: dict[str, Callable[[], Verdict]] = {
-    each.__name__: each for part in (step, state, numbers, sharded) for each in part.REPLAYS
+    each.__name__: each for part in (step, attacks, state, numbers, sharded) for each in part.REPLAYS
 }
 
 

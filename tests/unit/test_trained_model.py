@@ -104,7 +104,7 @@ def test_running_statistics_that_are_not_shared_are_found() -> None:
     assert not TrainedModel(made, trained, list(made[1].buffers())).unshared_statistics
 
 
-@pytest.mark.parametrize("clear", ["none", "zero", "by hand", "forgotten"])
+@pytest.mark.parametrize("clear", ["none", "zero", "by hand", "through .data", "forgotten"])
 def test_gradients_counted_twice_for_want_of_zero_grad(clear: str) -> None:
     """Told once, and only who forgets it, however it is done."""
     layer = torch.nn.Linear(3, 1)
@@ -119,9 +119,28 @@ def test_gradients_counted_twice_for_want_of_zero_grad(clear: str) -> None:
         elif clear == "by hand":
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
+        elif clear == "through .data":
+            for parameter in layer.parameters():
+                assert parameter.grad is not None
+                parameter.grad.data.zero_()
     said = [each for each in told if each]
     assert len(said) == (clear == "forgotten")
     assert all("call optimizer.zero_grad() after each step()" in each for each in said)
+    watch.close()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad_that_is_forgotten_later_is_told(to_none: bool) -> None:
+    """Once in ten, long after the first steps."""
+    layer = torch.nn.Linear(3, 1)
+    watch = GradientWatch(list(layer.parameters()))
+    told = []
+    for number in range(40):
+        layer(torch.ones(2, 3)).sum().backward()
+        told.append(watch.at_step())
+        if number % 10 != 5 or number < 20:
+            layer.zero_grad(set_to_none=to_none)
+    assert [number for number, each in enumerate(told) if each] == [26]
     watch.close()
 
 

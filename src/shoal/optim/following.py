@@ -1,8 +1,9 @@
 """A peer that catches up follows others: it hears of each of their steps, and keeps them until it can take them.
 
 Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. A
-member is asked for one step at a time, so who sends faster is asked for more of them. What is kept lies here, bounded by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step
-that nobody has any more is a gap, over which nothing leads: no more steps are fetched then, and none are kept.
+member is asked for one step at a time, so who sends faster is asked for more of them. What is kept lies here, bounded
+by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step that nobody has any more
+is a gap, over which nothing leads: no more steps are fetched then, and none are kept.
 """
 
 from __future__ import annotations

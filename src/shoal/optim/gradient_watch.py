@@ -1,7 +1,8 @@
 """What a training loop is told about its gradients: none at all, none any more, or gradients that were not cleared.
 
 Backward adds to `.grad`. Who does not clear it after `step()` counts a batch twice. Whether it was cleared is seen when
-the next gradient of one small parameter comes: what is there then must be nothing, or zero.
+the next gradient of one small parameter comes: what is there then must be nothing, something that was changed since, or
+zero. To look for zeros costs a wait for the device, so it is done a few times only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 __all__ = ["GradientWatch"]
 
 _SURE_AFTER = 3
+"""A loop that has written zeros through `.data` so often goes on doing it."""
+
 _GONE_AFTER = 50
 
 
@@ -27,10 +30,11 @@ class GradientWatch:
     def __init__(self, trained: Sequence[torch.Tensor]) -> None:
         self._trained = trained
         self._armed = self._kept = self._kept_told = self._none_told = False
-        self._cleared = 0
+        self._left: tuple[int, int] | None = None  # which gradient `step` has seen last, and its version
+        self._zeroed = 0
         self._without: list[int | None] = [None] * len(trained)  # steps in a row; None: it never had one
         self._gone_told = False
-        watched = min(trained, key=torch.Tensor.numel)
+        self._watched = watched = min(trained, key=torch.Tensor.numel)
         me, parameter = weakref.ref(self), weakref.ref(watched)
 
         def coming(_gradient: torch.Tensor) -> None:
@@ -41,16 +45,19 @@ class GradientWatch:
 
     def coming(self, parameter: torch.Tensor) -> None:
         """Backward is about to add to the gradient of this one."""
-        if not self._armed or self._cleared >= _SURE_AFTER:
+        if not self._armed:
             return
         self._armed = False
         gradient = parameter.grad
-        self._kept = gradient is not None and gradient.layout is torch.strided and bool(gradient.count_nonzero())
-        self._cleared += not self._kept
+        if gradient is None or _mark(gradient) != self._left or self._zeroed >= _SURE_AFTER:
+            return
+        self._kept = gradient.layout is torch.strided and bool(gradient.count_nonzero())
+        self._zeroed += not self._kept
 
     def at_step(self) -> str | None:
         """`step` was called: what the user is to be told; None if nothing is."""
         self._armed = True
+        self._left = None if self._watched.grad is None else _mark(self._watched.grad)
         if not self._none_told and all(parameter.grad is None for parameter in self._trained):
             self._none_told = True
             return (
@@ -84,3 +91,8 @@ class GradientWatch:
     def close(self) -> None:
         """Look no more."""
         self._hook.remove()
+
+
+def _mark(gradient: torch.Tensor) -> tuple[int, int]:
+    """Changes when somebody writes to it, but for what is written through `.data`."""
+    return id(gradient), 0 if gradient.is_inference() else gradient._version  # noqa: SLF001 (asks no device)

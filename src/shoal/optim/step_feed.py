@@ -50,7 +50,7 @@ class StepFeed:
         core: this peer.
         run_id: names the run.
         state: where this peer stands.
-        between_rounds: returns when no round of this peer is under way, or after so many seconds; whether there is none.
+        between_rounds: returns when no round of this peer is under way, or after so many seconds; says whether.
     """
 
     def __init__(

@@ -93,6 +93,7 @@ class TrainingState:
             raise ConfigError("params holds no parameter that requires a gradient")
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
+        self._dtypes = [parameter.dtype for parameter in self.parameters]
         self.accumulators = [
             torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device) for parameter in trained
         ]
@@ -176,6 +177,12 @@ class TrainingState:
             raise ConfigError(
                 f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
                 "shoal.Optimizer to train others"
+            )
+        if (dtypes := [parameter.dtype for parameter in self.parameters]) != self._dtypes:
+            index = next(i for i, dtype in enumerate(dtypes) if dtype is not self._dtypes[i])
+            raise ConfigError(
+                f"parameter {index} of the optimizer is {dtypes[index]} now, and was {self._dtypes[index]} when the "
+                "run began: convert the model before, or make a new shoal.Optimizer"
             )
         for parameter in self._frozen:
             if parameter.requires_grad:

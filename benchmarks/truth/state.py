@@ -13,7 +13,7 @@ from torch import nn
 
 import shoal
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, apart, joined, no_hook, perceptron, train
-from benchmarks.truth.peers import Failed, Peer, Peers
+from benchmarks.truth.peers import LIMIT_S, Failed, Peer, Peers
 
 __all__ = ["REPLAYS"]
 
@@ -56,6 +56,34 @@ def schedule_free(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     from pytorch_optimizer import ScheduleFreeAdamW
 
     return ScheduleFreeAdamW(parameters, lr=1e-2)
+
+
+def prodigy(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer: it finds its rate itself, and keeps what it has found in the groups."""
+    from pytorch_optimizer import Prodigy
+
+    return Prodigy(parameters)
+
+
+def dadapt(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer; like Prodigy."""
+    from pytorch_optimizer import DAdaptAdam
+
+    return DAdaptAdam(parameters)
+
+
+def madgrad(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer: it keeps a count beside the statistics of parameters."""
+    from pytorch_optimizer import MADGRAD
+
+    return MADGRAD(parameters, lr=1e-2)
+
+
+def lookahead(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Of pytorch_optimizer, around AdamW of torch."""
+    from pytorch_optimizer import Lookahead
+
+    return Lookahead(adamw(parameters), k=3)
 
 
 def hf_adafactor(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -103,9 +131,16 @@ def schedule_in_groups(trainee: Trainee) -> None:
 def keep_statistics(trainee: Trainee) -> None:
     """Which dtypes the statistics have now."""
     state = trainee.optimizer.state_dict().get("state", {})
-    trainee.report.values["dtypes"] = sorted(
-        {f"{k} {v.dtype}" for each in state.values() for k, v in each.items() if torch.is_tensor(v)}
-    )
+    kept = [each for each in state.values() if isinstance(each, dict)]  # some have a count beside those of parameters
+    found = {f"{name} {value.dtype}" for each in kept for name, value in each.items() if torch.is_tensor(value)}
+    trainee.report.values["dtypes"] = sorted(found)
+
+
+def evaluate(trainee: Trainee) -> None:
+    """An evaluation in the middle, as a loop with ScheduleFree has them."""
+    keep_statistics(trainee)
+    trainee.swarm.eval()
+    trainee.swarm.train()
 
 
 def leave(*peers: Peer) -> list[Report]:
@@ -116,12 +151,15 @@ def leave(*peers: Peer) -> list[Report]:
 
 
 def takes_part(
-    optimizer: Make, model: Callable[[], nn.Module] = perceptron, begin: Callable[[Trainee], None] = no_hook
+    optimizer: Make,
+    model: Callable[[], nn.Module] = perceptron,
+    begin: Callable[[Trainee], None] = no_hook,
+    hook: Callable[[Trainee], None] | None = None,
 ) -> Verdict:
     """A newcomer comes at epoch 6: three epochs after its first own step it is equal to the bit, statistics too."""
     jobs: dict[str, Any] = {"optimizer": optimizer, "model": model, "target": 32, "pace_s": 0.05, "epochs": 10**6}
     with Peers() as peers:
-        old = peers.start(train, job=Job(index=0, hook=keep_statistics, **jobs))
+        old = peers.start(train, job=Job(index=0, hook=hook or keep_statistics, **jobs))
         entry = old.wait("address")
         old.until_epoch(HELLO)
         new = peers.start(train, job=Job(index=1, entries=(entry,), hook=keep_statistics, begin=begin, **jobs))
@@ -167,6 +205,31 @@ def newcomer_soap() -> Verdict:
 def newcomer_schedule_free() -> Verdict:
     """A newcomer in a run with ScheduleFreeAdamW of pytorch_optimizer."""
     return takes_part(schedule_free)
+
+
+def schedule_free_evaluates() -> Verdict:
+    """ScheduleFreeAdamW, where one peer evaluates after each batch by `eval` and `train`, and a newcomer comes."""
+    return takes_part(schedule_free, hook=evaluate)
+
+
+def newcomer_prodigy() -> Verdict:
+    """A newcomer in a run with Prodigy of pytorch_optimizer."""
+    return takes_part(prodigy)
+
+
+def newcomer_dadapt() -> Verdict:
+    """A newcomer in a run with DAdaptAdam of pytorch_optimizer."""
+    return takes_part(dadapt)
+
+
+def newcomer_madgrad() -> Verdict:
+    """A newcomer in a run with MADGRAD of pytorch_optimizer."""
+    return takes_part(madgrad)
+
+
+def newcomer_lookahead() -> Verdict:
+    """A newcomer in a run with Lookahead of pytorch_optimizer around AdamW."""
+    return takes_part(lookahead)
 
 
 def newcomer_hf_adafactor() -> Verdict:
@@ -242,7 +305,7 @@ def go_on(hook: Callable[[Trainee], None]) -> Verdict:
         started = joined(peers, [*honest, hostile])
         found = list[Report]()
         ends = list[str]()
-        end = time.monotonic() + 40
+        end = time.monotonic() + LIMIT_S
         for each in started[:2]:
             try:
                 found.append(each.result(max(1.0, end - time.monotonic())))
@@ -332,6 +395,11 @@ REPLAYS: tuple[Callable[[], Verdict], ...] = (
     newcomer_adopt,
     newcomer_soap,
     newcomer_schedule_free,
+    schedule_free_evaluates,
+    newcomer_prodigy,
+    newcomer_dadapt,
+    newcomer_madgrad,
+    newcomer_lookahead,
     newcomer_hf_adafactor,
     newcomer_torch_adafactor,
     newcomer_initial_lr,

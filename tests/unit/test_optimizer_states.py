@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import math
 import re
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from shoal.errors import StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
 from tests.unit.optimizer_cases import (
@@ -137,14 +138,43 @@ def test_the_statistics_of_a_wrapped_optimizer_travel(name: str) -> None:
     assert_equal(*inner)
 
 
-def test_schedule_free_in_eval() -> None:
+def schedule_free(params: list[Any], *, wraps: bool) -> torch.optim.Optimizer:
+    """By itself, or around another optimizer; ready to train."""
+    if wraps:
+        made = optimizer_by_name("pytorch_optimizer.ScheduleFreeWrapper")(torch.optim.SGD(params))  # type: ignore[arg-type]
+    else:
+        made = optimizer_by_name("pytorch_optimizer.ScheduleFreeAdamW")(params)
+    made.train()  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_schedule_free_evaluates_and_trains_on_with_the_same_bits(wraps: bool) -> None:
+    """Its own way back rounds: who evaluates ended with other weights. Newcomers get the weights of training."""
+    donor, other, newcomer = (training_of(partial(schedule_free, wraps=wraps)) for _ in range(3))
+    for number in range(6):
+        step(donor, number)
+        step(other, number)
+        before = [parameter.detach().clone() for parameter in donor.parameters]
+        donor.evaluate()
+        assert number < 2 or not all(torch.equal(*each) for each in zip(donor.parameters, before, strict=True))
+        assert_equal(donor, other)
+        if number == 3:
+            take_over(newcomer, donor)
+            assert_equal(newcomer, donor)
+        donor.train()
+        assert all(torch.equal(*each) for each in zip(donor.parameters, before, strict=True))
+    assert_equal(donor, other)
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_schedule_free_in_its_own_eval_gives_no_state(wraps: bool) -> None:
     """Its weights are others then: they are not taken for those of training."""
-    make = optimizer_by_name("pytorch_optimizer.ScheduleFreeAdamW")
-    donor, newcomer = training_of(make), training_of(make)
+    donor = training_of(partial(schedule_free, wraps=wraps))
     step(donor, 0)
     vars(donor)["optimizer"].eval()
-    manifest, _ = offered(donor)
-    assert why_not_ours(newcomer, manifest, None) == "option 'train_mode' is False there and True here"
+    with pytest.raises(ConfigError, match=r"call eval\(\) of the shoal\.Optimizer"):
+        offered(donor)
 
 
 def test_statistics_that_are_kept_by_parameter_in_a_table_are_told() -> None:

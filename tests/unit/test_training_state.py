@@ -485,7 +485,7 @@ def test_an_optimizer_in_eval_mode_takes_no_step() -> None:
     """ScheduleFree turns the parameters to those that are evaluated: gradients at them are of another point."""
     training, parameters = state((2,))
     training.optimizer.param_groups[0]["train_mode"] = False
-    with pytest.raises(ConfigError, match="call its train"):
+    with pytest.raises(ConfigError, match="call train"):
         accumulate(training, parameters, 1.0, 1)
     training.optimizer.param_groups[0]["train_mode"] = True
     accumulate(training, parameters, 1.0, 1)

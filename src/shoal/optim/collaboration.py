@@ -594,7 +594,7 @@ class Collaboration:
                 tag=name.group_tag,
                 hopeless=lambda view: view.behind or self._stepped_with() <= me,
                 expected=self._stepped_with,
-                prepare=lambda: (float(self.state == name), 1.0),
+                prepare=lambda: (float(self.state == name and not self.training.evaluates), 1.0),
                 apply=lambda vector: None,  # the trainer will
             )
         finally:

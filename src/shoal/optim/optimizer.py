@@ -409,6 +409,20 @@ class Optimizer(torch.optim.Optimizer):
             self._collaboration.loaded(where and where[0], unchanged=unchanged)
         self._run(self._collaboration.tell_loaded(), GRACE_S)
 
+    def eval(self) -> None:
+        """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.
+
+        Call this one instead of the inner optimizer's: its way back rounds, and this peer's weights would differ from
+        the others'. Until `train` it keeps a copy of the parameters, which newcomers are given, and `step` raises.
+        """
+        with self._lock.holding():
+            self._training.evaluate()
+
+    def train(self) -> None:
+        """Put the weights to train with in place again, with the bits that they had."""
+        with self._lock.holding():
+            self._training.train()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while it is made: the tensors of a run are fixed.
 

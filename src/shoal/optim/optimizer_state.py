@@ -34,9 +34,6 @@ __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
 _MAX_COUNT = 1 << 53
 """No count or other whole number is larger: up to here every one is a float, too."""
 
-_STAYS = LEFT_OUT - {"train_mode"}
-"""Options that stay the receiver's. Whether ScheduleFree's weights are those of training must be equal, though."""
-
 _MAX_RATE = 1e6
 _FRACTIONS = frozenset({"betas", "momentum"})
 _MAX_DEPTH = 6
@@ -271,7 +268,7 @@ def _sorted(values: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _travelling(group: Mapping[str, Any]) -> dict[str, Any]:
-    return _sorted({name: value for name, value in group.items() if name not in _STAYS and _travels(value)})
+    return _sorted({name: value for name, value in group.items() if name not in LEFT_OUT and _travels(value)})
 
 
 def _travels(value: object) -> bool:
@@ -350,11 +347,11 @@ def _merged(
 ) -> dict[str, Any]:
     """The options of a group that takes over another one's; those in `unset` are None at first, and may be anything."""
     merged = {name: value for name, value in mine.items() if name != "params"}
-    for name in [name for name, value in merged.items() if name not in made_with and name not in _STAYS]:
+    for name in [name for name, value in merged.items() if name not in made_with and name not in LEFT_OUT]:
         if name not in theirs and is_number(merged[name]):
             del merged[name]  # came with the receiver's own steps
     for name, value in theirs.items():
-        if name in _STAYS:
+        if name in LEFT_OUT:
             continue
         if not isinstance(name, str):
             raise ValueError(f"an option is called {name!r:.40}")

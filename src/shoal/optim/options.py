@@ -29,7 +29,8 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _KEPT_BY_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names", "train_mode"}
-"""What each peer has of its own in its parameter groups; `train_mode` says what the weights are (ScheduleFree)."""
+"""What each peer has of its own in its parameter groups; `train_mode` says what the weights are (ScheduleFree): what
+travels are those of training."""
 
 
 _MAX_BYTES = 32768

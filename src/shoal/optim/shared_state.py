@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.misfits import Misfits
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
@@ -25,7 +25,12 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None) -> Sh
         training: parameters, optimizer, schedule.
         name: of the state that they are.
         end_epoch: where the run ends, if that was announced.
+
+    Raises:
+        ConfigError: the parameters are not those to train with.
     """
+    if training.hides_weights:
+        raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
     values, tensors = training.export()
     return SharedState(
         metadata={"state": list(name), "end_epoch": end_epoch, "training": values},

@@ -112,6 +112,7 @@ class TrainingState:
         self._first_schedule: dict[str, Any] | None = None
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
+        self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self._has_average = False
         self._given = [False] * len(trained)
         self._stale = False  # what the accumulators hold is over: the next gradients take its place
@@ -119,7 +120,29 @@ class TrainingState:
     @property
     def evaluates(self) -> bool:
         """Whether the parameters are those to evaluate with, and no step can be taken (ScheduleFree's `eval`)."""
-        return any(group.get("train_mode") is False for group in self.optimizer.param_groups)
+        modes = [group.get("train_mode") for group in self.optimizer.param_groups]
+        return any(mode is False for mode in (*modes, getattr(self.optimizer, "train_mode", None)))
+
+    @property
+    def hides_weights(self) -> bool:
+        """Whether the weights to train with are not at hand: somebody has called the inner optimizer's own `eval`."""
+        return self.evaluates and self._for_training is None
+
+    def evaluate(self) -> None:
+        """Put the parameters to evaluate with into the place of those to train with, if the optimizer has such."""
+        if callable(change := getattr(self.optimizer, "eval", None)) and self._for_training is None:
+            self._for_training = [parameter.detach().clone() for parameter in self.parameters]
+            change()
+
+    def train(self) -> None:
+        """Take that back: to the bit, as the optimizer's own way back rounds."""
+        if callable(change := getattr(self.optimizer, "train", None)):
+            change()
+        if self._for_training is not None:
+            with torch.no_grad():
+                for parameter, own in zip(self.parameters, self._for_training, strict=True):
+                    parameter.copy_(own)
+            self._for_training = None
 
     @property
     def averages_extras(self) -> bool:
@@ -164,7 +187,7 @@ class TrainingState:
 
     def _check_parameters(self) -> None:
         if self.evaluates:
-            raise ConfigError("the optimizer is in eval mode: call its train() before step()")
+            raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
         listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         if (number := len(listed)) == len(self.parameters):
             for index, (parameter, known) in enumerate(zip(listed, self.parameters, strict=True)):
@@ -348,7 +371,7 @@ class TrainingState:
 
     def export(self) -> tuple[dict[str, Any], list[torch.Tensor]]:
         """All that another peer needs: plain values, and tensors by reference (hold the lock while they are read)."""
-        tensors = [parameter.detach() for parameter in self.parameters]
+        tensors = [*(self._for_training or (parameter.detach() for parameter in self.parameters))]
         tensors += [extra.detach() for extra in self.extra_tensors]
         values = self._kept.export(tensors)
         return {

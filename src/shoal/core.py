@@ -50,7 +50,7 @@ class PeerCore:
     _pacer: Pacer | None = field(default=None, init=False)
 
     @classmethod
-    async def start(  # noqa: PLR0913 (the last seven by name)
+    async def start(  # noqa: PLR0913 (the last eight by name)
         cls,
         identity: Identity,
         transport: Transport,
@@ -63,6 +63,7 @@ class PeerCore:
         validators: Iterable[RecordValidator] = (),
         state_upload_limit: float | None = None,
         timeout_s: float | None = None,
+        must_join: bool = True,
     ) -> PeerCore:
         """Listen, and join the network of the initial peers.
 
@@ -78,6 +79,7 @@ class PeerCore:
             validators: rules for records, beside signatures.
             state_upload_limit: see the attributes.
             timeout_s: for joining.
+            must_join: False begins a new network if no initial peer answers.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -93,7 +95,7 @@ class PeerCore:
             asks = client_mode is None and not core.begins_here
             if asks:
                 endpoint.withhold()
-            await node.bootstrap(initial_peers, timeout_s=timeout_s)
+            await node.bootstrap(initial_peers, timeout_s=timeout_s, required=must_join)
             if asks and (await core.reachability.find_out()).can_be_reached:
                 await node.look_around()
         except BaseException:

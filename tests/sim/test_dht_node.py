@@ -13,7 +13,7 @@ from shoal.errors import ClosedError, ConfigError, PeerUnreachable
 from shoal.events import Warned
 from shoal.identity import Identity
 from shoal.peer import Address
-from shoal.rpc import Limits
+from shoal.rpc import Endpoint, Limits
 from shoal.sim import Swarm, run, sleep
 from tests.sim.dht_kit import FIRST, Node, get, grow, holders, nearest, new_swarm, node, store
 
@@ -581,3 +581,51 @@ def test_same_seed_gives_the_same_trace() -> None:
 
     assert run(main, seed=3) == run(main, seed=3)
     assert run(main, seed=3) != run(main, seed=4)
+
+
+def test_a_newcomer_whose_entry_dies_after_its_first_answer_goes_on_knocking() -> None:
+    """Killed 0.3 s after it had let the newcomer in: within seconds of its restart they are together again."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        await swarm.start_peer(FIRST, node())
+        newcomer = await swarm.start_peer("newcomer", node([swarm.host(FIRST).address]))
+        await sleep(0.3)
+        swarm.crash(FIRST)
+        await sleep(60.0)
+        assert newcomer.dht.neighbours == 0
+        await swarm.restart(FIRST)
+        await sleep(8.0)
+        assert newcomer.dht.neighbours == 1
+
+    run(main)
+
+
+def test_a_node_that_need_not_join_begins_alone_and_is_found_later() -> None:
+    """Nobody that it knows is there yet: it says so, and knocks on."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        other = await swarm.start_peer("other", node())
+        address = swarm.host("other").address
+        swarm.crash("other")
+
+        async def start(host: Any) -> Node:
+            endpoint = Endpoint(host.transport, host.env)
+            await endpoint.start()
+            dht = DhtNode(endpoint, host.env, host.identity)
+            made = Node(host.name, host.env, host.identity, endpoint, dht)
+            host.env.events.subscribe(made.events.append)
+            await dht.bootstrap([address], timeout_s=5.0, required=False)
+            return made
+
+        alone = await swarm.start_peer("alone", start)
+        (warning,) = alone.seen(Warned)
+        assert "goes on knocking" in warning.message
+        await sleep(30.0)
+        other = await swarm.restart("other")
+        await sleep(8.0)
+        assert alone.dht.neighbours == other.dht.neighbours == 1
+        assert [contact.peer for contact in alone.dht.contacts(8)] == [other.dht.peer_id]
+
+    run(main)

@@ -126,6 +126,10 @@ class Neighbours:
         """Keep trying these (the initial peers) whenever they are not in the table."""
         self._always.update((contact.peer, contact) for contact in contacts)
 
+    def missing_initial(self) -> list[Contact]:
+        """The initial peers that are not in the table."""
+        return [contact for peer, contact in self._always.items() if peer not in self.table]
+
     @property
     def given(self) -> bool:
         """Whether there are initial peers."""
@@ -140,7 +144,7 @@ class Neighbours:
         while self._lost and next(iter(self._lost.values()))[1] < now - _REMEMBER_S:
             self._lost.pop(next(iter(self._lost)))
         missed = {peer: contact for peer, (contact, _) in self._lost.items()}
-        missed |= {peer: contact for peer, contact in self._always.items() if peer not in self.table}
+        missed |= {contact.peer: contact for contact in self.missing_initial()}
         return rng.sample(list(missed.values()), min(count, len(missed)))
 
     # ------------------------------------------------------------------------------------------------------ bookkeeping

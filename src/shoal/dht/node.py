@@ -28,14 +28,14 @@ from shoal.dht.joining import Knocking, contacts_of
 from shoal.dht.local import Local
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.publish import Exchange, Publisher
-from shoal.dht.routing import key_of
+from shoal.dht.routing import key_of, node_id
 from shoal.dht.service import Service
 from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import ValueWithExpiration, view
 from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
 from shoal.dht.vault import Vault
-from shoal.errors import ClosedError, ConfigError
+from shoal.errors import ClosedError, ConfigError, PeerUnreachable
 from shoal.events import Warned
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
@@ -163,7 +163,9 @@ class DhtNode:
 
     # ---------------------------------------------------------------------------------------------------------- joining
 
-    async def bootstrap(self, addresses: Iterable[Address], *, timeout_s: float | None = None) -> None:
+    async def bootstrap(
+        self, addresses: Iterable[Address], *, timeout_s: float | None = None, required: bool = True
+    ) -> None:
         """Join the network of which these are members; with no addresses, begin a new one.
 
         Tries all at once, again and again while nobody answers, and goes on as soon as one does. The others are tried
@@ -172,6 +174,7 @@ class DhtNode:
         Args:
             addresses: where initial peers listen. One that is this node itself is left out.
             timeout_s: seconds until it is given up; default `settings.timeout_s`.
+            required: False begins a new network if nobody answers, with a warning, and goes on knocking.
 
         Raises:
             PeerUnreachable: nobody answered; names every address and what went wrong there.
@@ -186,7 +189,18 @@ class DhtNode:
         knocking = Knocking(contacts, self._caller, self._env.rng, self._upkeep.look_around)
         await knocking.join(limit_s)
         self._check_open()
-        knocking.check()
+        try:
+            knocking.check()
+        except PeerUnreachable as error:
+            if required:
+                raise
+            self._env.events.emit(Warned(where="DHT", message=f"{error}; this peer begins alone, and goes on knocking"))
+            self._table_changed()
+
+    def contacts(self, count: int) -> list[Contact]:
+        """Nodes that were there lately, the nearest ones, and initial peers: where to come in again after a restart."""
+        known = self._neighbours.table.nearest(node_id(self.peer_id), count)
+        return [*known, *self._neighbours.missing_initial()][:count]
 
     @property
     def was_given_peers(self) -> bool:

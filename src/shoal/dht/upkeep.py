@@ -11,6 +11,7 @@ table changed   after `repair_delay_s`: if a near neighbour is gone, it is diale
 `refresh_s`     buckets without lookups are looked into, nodes without a sign of life are pinged
 `retry_lost_s`  a few nodes that were lost, and initial peers that are missing, are pinged; when one answers, the
                 own neighbourhood is looked up through it: two halves of a network grow together
+table empty     the same, every few seconds: a node that was given peers does not stay alone if one comes back
 ==============  =========================================================================================
 
 All of it is work in the background: errors of peers end there, and all periods carry some chance, so that nodes that
@@ -23,6 +24,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
+from shoal.clock import Backoff
 from shoal.dht.crawl import Caller, Crawler, report
 from shoal.dht.local import Local
 from shoal.dht.publish import Publisher
@@ -37,6 +39,7 @@ _BUCKETS_AT_ONCE = 4
 _LOST_AT_ONCE = 3
 _DUTY = 2
 _KEYS_AT_ONCE = 64
+_KNOCK_S = 5.0
 
 
 class _Placed:
@@ -64,7 +67,7 @@ class Upkeep:
         self._neighbours, self._vault = local.neighbours, local.vault
         self._caller, self._crawler, self._publisher = caller, crawler, publisher
         self._placed: dict[bytes, _Placed] = {}
-        self._repairing = False
+        self._repairing = self._knocking = False
         self._started = False
 
     def start(self) -> None:
@@ -121,6 +124,21 @@ class Upkeep:
         if not self._repairing:
             self._repairing = True
             self._caller.spawn(self._repair_soon())
+        if not len(self._neighbours.table) and not self._knocking and math.isfinite(self._settings.retry_lost_s):
+            self._knocking = True
+            self._caller.spawn(self.knock())
+
+    async def knock(self) -> None:
+        """Ask the lost and the initial peers, again and again, until this node knows a node that is there."""
+        backoff = Backoff(self._env.rng, first_s=0.5, max_s=_KNOCK_S)
+        try:
+            while not len(self._neighbours.table) and self._neighbours.given:
+                await asyncio.sleep(backoff.next_s())
+                await self.retry_lost()
+        except ClosedError:
+            pass  # this node was shut down
+        finally:
+            self._knocking = False
 
     async def _repair_soon(self) -> None:
         await asyncio.sleep(self._settings.repair_delay_s * (1.0 + self._env.rng.random()))

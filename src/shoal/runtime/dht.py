@@ -20,6 +20,7 @@ from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
 from shoal.runtime.hivemind import DhtOptions, check_options
+from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place
 from shoal.runtime.running import Closer, RunningPeer
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
@@ -44,6 +45,9 @@ class DHT:
         announce_maddrs: what to tell others in place of where we listen, in the same form, for a forwarded port or a
             public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
+        peers_file: a file in which the peers that are known are kept, made if missing: started again, this peer tries
+            those, too. Give the others an `identity_path` and a fixed port, so that their addresses stay. Where nothing
+            else is given and nobody in the file answers, a new network is begun, with a warning.
         client_mode: True: never listen, only dial. False: listen, and announce where. None: find out: the first peers
             that are met are asked to dial this one; if they cannot, it announces no address and only dials, and says
             so in a warning. Initial peers on this machine are not asked.
@@ -78,6 +82,7 @@ class DHT:
         host_maddrs: str | Sequence[object] | None = None,
         announce_maddrs: str | Sequence[object] | None = None,
         identity_path: str | os.PathLike[str] | None = None,
+        peers_file: str | os.PathLike[str] | None = None,
         client_mode: bool | None = None,
         encrypt: bool = True,
         record_validators: Iterable[RecordValidator] = (),
@@ -104,6 +109,7 @@ class DHT:
         self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
+        self._peers_file = None if peers_file is None else PeersFile(Path(peers_file))
         self._client_mode = None if client_mode is None else bool(client_mode)
         self._encrypt = bool(encrypt)
         self._validators = check_validators(record_validators)
@@ -158,6 +164,7 @@ class DHT:
         weakref.finalize(self, running.stop, wait=False).atexit = False
         running.start(
             self._initial_peers,
+            peers_file=self._peers_file,
             invited_to=self._invited_to,
             client_mode=self._client_mode,
             dht_settings=self._dht_settings,

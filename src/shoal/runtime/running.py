@@ -16,11 +16,12 @@ from typing import Any
 from shoal.clock import Env, SystemClock
 from shoal.core import PeerCore
 from shoal.dht import DhtSettings, RecordValidator
-from shoal.events import EventBus
+from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.recorder import FlightRecorder
 from shoal.runtime.debug import DebugService, warning_of
+from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.promptness import prompt
 from shoal.runtime.thread import LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
@@ -63,6 +64,7 @@ class RunningPeer:
         self,
         initial_peers: Sequence[Address],
         *,
+        peers_file: PeersFile | None,
         invited_to: frozenset[str],
         client_mode: bool | None,
         dht_settings: DhtSettings,
@@ -70,7 +72,8 @@ class RunningPeer:
         state_upload_limit: float | None,
         timeout_s: float,
     ) -> None:
-        """Begin to join; `ready` tells how it went. Arguments as for `PeerCore.start`."""
+        """Begin to join; `ready` tells how it went. Arguments as for `PeerCore.start`, or `DHT`."""
+        kept = () if peers_file is None else peers_file.read(self._identity.peer_id)
 
         async def join() -> PeerCore:
             self._starting = asyncio.current_task()
@@ -82,18 +85,33 @@ class RunningPeer:
                 self._identity,
                 self._transport,
                 Env(SystemClock(), random.Random(), self.thread.executor, self._events, prompt),
-                initial_peers,
+                (*initial_peers, *kept),
                 client_mode=client_mode,
                 dht_settings=dht_settings,
                 validators=validators,
                 state_upload_limit=state_upload_limit,
                 timeout_s=timeout_s,
+                must_join=bool(initial_peers),
             )
+            if peers_file is not None:
+                self._keep_peers(peers_file, self._core)
             self._core.invited_to = invited_to
             self._debug.serve(self._core.endpoint)
             return self._core
 
         self.ready = self.thread.submit(join())
+
+    def _keep_peers(self, file: PeersFile, core: PeerCore) -> None:
+        def warn(message: str) -> None:
+            self._events.emit(Warned(where="peers_file", message=message))
+
+        keeping = asyncio.get_running_loop().create_task(file.keep(core, warn))
+
+        async def write() -> None:
+            keeping.cancel()
+            await file.write(core, warn)
+
+        self._closers.append(write)
 
     def add_closer(self, closer: Closer) -> Callable[[], None]:
         """See `DHT.at_shutdown`."""

@@ -1,0 +1,82 @@
+"""Known peers, kept in a file: a peer that is started again finds its swarm, also if all its first peers are gone.
+
+A line is an address, as `DHT.get_visible_maddrs` gives them; what cannot be read is passed over. The file is replaced as
+a whole, so that a kill leaves the old one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.core import PeerCore
+from shoal.errors import ConfigError
+from shoal.peer import Address, PeerID
+
+__all__ = ["PeersFile"]
+
+_MAX_PEERS = 64
+_MAX_BYTES = 1 << 20
+_FIRST_S, _PERIOD_S = 5.0, 60.0
+
+
+class PeersFile:
+    """The file of one peer.
+
+    Args:
+        path: where it is; it need not exist yet.
+
+    Raises:
+        ConfigError: it is there and cannot be read, or there is no such folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._kept: tuple[Address, ...] | None = None
+        if not path.parent.is_dir():
+            raise ConfigError(f"peers_file={str(path)!r}: there is no folder {str(path.parent)!r}")
+
+    def read(self, without: PeerID) -> tuple[Address, ...]:
+        """The addresses in it, but for those of this peer; none if there is no file yet."""
+        try:
+            with self._path.open("rb") as file:
+                text = file.read(_MAX_BYTES).decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ()
+        except OSError as error:
+            raise ConfigError(f"peers_file={str(self._path)!r} cannot be read: {error.strerror or error}") from error
+        found: dict[Address, None] = {}
+        for line in text.splitlines():
+            try:
+                address = Address.parse(line)
+            except ConfigError:
+                continue  # a line that was torn, or edited
+            if address.peer_id != without:
+                found[address] = None
+        return tuple(found)
+
+    async def keep(self, core: PeerCore, warn: Callable[[str], None]) -> None:
+        """Write down who is known, every now and then, until cancelled."""
+        pause_s = _FIRST_S
+        while True:
+            await asyncio.sleep(pause_s)
+            pause_s = _PERIOD_S
+            await self.write(core, warn)
+
+    async def write(self, core: PeerCore, warn: Callable[[str], None]) -> None:
+        """Write down who is known now, if that is news; an empty list replaces nothing."""
+        addresses = tuple(address for contact in core.node.contacts(_MAX_PEERS) for address in contact.addresses)
+        if not addresses or addresses == self._kept:
+            return
+        try:
+            await core.env.executor.run(self._replace, addresses)
+        except OSError as error:
+            warn(f"{self._path} cannot be written: {error.strerror or error}")
+        else:
+            self._kept = addresses
+
+    def _replace(self, addresses: tuple[Address, ...]) -> None:
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
+        part.replace(self._path)

@@ -322,6 +322,12 @@ class DialBack(Request[DialedBack], frozen=True):
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
+class Ballast(Request[Noted], frozen=True):
+    """Bytes that are worth nothing: how long it takes until you have heard them is what the sender wants to know."""
+
+    data: Annotated[bytes, msgspec.Meta(max_length=262144)]
+
+
 class Whereabouts(Request[Noted], frozen=True):
     """I listen here from now on, in place of what I said before; nowhere, if there is no address."""
 

@@ -180,3 +180,33 @@ def test_status_by_an_invite_that_leads_nowhere() -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert str(invite.addresses[0].port) in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_doctor_says_a_verdict_for_each_thing_that_it_looks_at() -> None:
+    """The way there, the clock, the bandwidth and the run with its settings; here nobody can be asked for the way back."""
+    with bootstrap("--run", "bees") as (_, invite), shoal.DHT([invite], start=True) as trainer:
+        publish(trainer, "bees", epoch=3, samples=40, rate=20.0)
+        done = shoal_command("doctor", str(invite), "--host", "127.0.0.1")
+    verdicts = {line[6:19].strip(): (line[:6].strip(), line[19:]) for line in done.stdout.splitlines()}
+    assert list(verdicts) == [
+        "versions", "descriptors", "memory", "port", "way there", "way back", "clock", "bandwidth", "run", "settings"
+    ]  # fmt: skip
+    assert [verdicts[what][0] for what in ("way there", "way back", "clock", "bandwidth", "run", "settings")] == [
+        "ok", "?", "ok", "ok", "ok", "ok"
+    ]  # fmt: skip
+    assert verdicts["port"][0] == "so-so"
+    assert "--host 0.0.0.0" in verdicts["port"][1]
+    assert "1 peer at epoch 3" in verdicts["run"][1]
+    assert "target_batch_size=100" in verdicts["settings"][1]
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_doctor_of_a_network_that_is_gone_says_what_to_look_at() -> None:
+    """One bad line, and an exit code for scripts."""
+    with bootstrap() as (_, invite):
+        pass
+    done = shoal_command("doctor", str(invite), "--timeout", "1")
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("bad   way there")
+    assert "no initial peer answered" in last
+    assert done.returncode == 1

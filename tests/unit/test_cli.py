@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out, err
 
 
-@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "plan", "key", "key new", "debug", "debug dump"])
+@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "doctor", "plan", "key", "key new", "debug", "debug dump"])
 def test_help_imports_nothing_that_takes_time(command: str) -> None:
     """`--help` answers without torch, and without what the network needs."""
     code = "import sys, shoal.cli\ntry: shoal.cli.main(sys.argv[1:])\nfinally: sys.stderr.write(' '.join(sys.modules))"
@@ -54,7 +54,7 @@ def test_help_names_the_subcommands_in_full(capsys: pytest.CaptureFixture[str]) 
     code, out, _ = run(capsys, "--help")
     assert code == 0
     listed = out.split("Commands:\n")[1].splitlines()
-    assert [line.split()[0] for line in listed] == ["debug", "demo", "dht", "key", "plan", "status"]
+    assert [line.split()[0] for line in listed] == ["debug", "demo", "dht", "doctor", "key", "plan", "status"]
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 

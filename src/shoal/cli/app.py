@@ -13,6 +13,7 @@ import shoal
 from shoal.cli.debug import debug
 from shoal.cli.demo import demo
 from shoal.cli.dht import dht
+from shoal.cli.doctor import doctor
 from shoal.cli.key import key
 from shoal.cli.plan import plan
 from shoal.cli.status import status
@@ -29,7 +30,7 @@ def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 
 
-for _subcommand in (demo, dht, status, plan, key, debug):
+for _subcommand in (demo, dht, status, doctor, plan, key, debug):
     command.add_command(_subcommand)
 
 

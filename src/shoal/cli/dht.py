@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shoal.peer import PeerID
     from shoal.runtime.dht import DHT
 
-__all__ = ["dht"]
+__all__ = ["dht", "maddr_of"]
 
 
 @click.command(short_help="Run a bootstrap peer; prints one invite.")
@@ -51,9 +51,11 @@ def dht(
     """Run a bootstrap peer: prints one invite that others join by, and stays until Ctrl+C."""
     from shoal.runtime.dht import DHT
 
-    places = [_maddr(*_host_and_port(announce))] if announce else []
+    places = [maddr_of(*_host_and_port(announce))] if announce else []
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
-    peer = DHT(join, host_maddrs=_maddr(host, port), announce_maddrs=places, identity_path=identity)
+    where = maddr_of(host, port)
+    # A peer that only dials introduces nobody: this one announces where it listens in any case.
+    peer = DHT(join, host_maddrs=where, announce_maddrs=places, identity_path=identity, client_mode=False)
     if not quiet:
         peer.events.subscribe(news.put)
     peer.run_in_background()
@@ -128,7 +130,7 @@ def _host_and_port(announce: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _maddr(host: str, port: int) -> str:
+def maddr_of(host: str, port: int) -> str:
     if "/" in host or not host:
         raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
     try:

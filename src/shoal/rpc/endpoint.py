@@ -137,6 +137,11 @@ class Endpoint:
         link = self._open.link(peer)
         return link.clock_offset_s if link is not None else 0.0
 
+    def ask(self, peer: PeerID) -> None:
+        """Ask a connected peer for a sign of life, which tells its clock, too; never waits."""
+        if (link := self._open.link(peer)) is not None:
+            link.ask()
+
     async def start(self, *, listen: bool = True) -> None:
         """Begin to accept connections (unless `listen` is False: client mode).
 

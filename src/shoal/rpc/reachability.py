@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.endpoint import Endpoint
-from shoal.wire import DialBack, DialedBack, Noted, NoWayIn, Whereabouts
+from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
 
@@ -39,6 +39,7 @@ _PER_HOST, _EVERY_S = 32.0, 2.0
 _MAX_HOSTS = 1024
 _LOOK_AGAIN_S = 60.0
 _TELL_S = 3.0
+_PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 18, 4, 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Reachability:
         endpoint.serve(DialBack, self._dial_back)
         endpoint.serve(Whereabouts, self._moved)
         endpoint.serve(NoWayIn, self._told_no_way)
+        endpoint.serve(Ballast, lambda _peer, _request: Noted())
         endpoint.on_way_shut(self._way_shut)
 
     # ----------------------------------------------------------------------------------------------------- for others
@@ -182,6 +184,24 @@ class Reachability:
             "or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
             "announce_maddrs; client_mode=False announces the address without asking first, client_mode=True is quiet"
         )
+
+    async def upload_rate(self, peer: PeerID, *, nbytes: int = _PROBE_BYTES, timeout_s: float = 5.0) -> float:
+        """How many bytes per second this peer takes from us, by sending it some that are worth nothing.
+
+        Raises:
+            PeerError: it did not take them in time, or refuses them.
+        """
+        loop = asyncio.get_running_loop()
+        began, pieces = loop.time(), max(1, nbytes // _PIECE_BYTES)
+        at_once = asyncio.Semaphore(_PIECES_AT_ONCE)
+
+        async def send() -> None:
+            async with at_once:
+                data = self._endpoint.env.rng.randbytes(_PIECE_BYTES)
+                await self._endpoint.call(peer, Ballast(data), timeout_s=timeout_s)
+
+        await asyncio.gather(*(send() for _ in range(pieces)))
+        return pieces * _PIECE_BYTES / max(1e-6, loop.time() - began)
 
     # ------------------------------------------------------------------------------------------- when it turns out so
 

@@ -1,0 +1,239 @@
+"""`shoal doctor`: what would keep this machine from training with others, a verdict and a remedy per line.
+
+Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would, and
+asks the peers that it meets: whether they can dial this machine, what their clocks show, how fast they take bytes.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from shoal.core import PeerCore
+    from shoal.peer import Address
+    from shoal.runtime.dht import DHT
+
+__all__ = ["Finding", "doctor", "look_at_machine", "look_at_network"]
+
+EXIT_UNWELL = 1
+
+_FEW_DESCRIPTORS, _LITTLE_MEMORY = 1024, 2 << 30
+_CLOCK_S, _BAD_CLOCK_S = 1.0, 10.0
+_SLOW_BYTES_S = 1e6
+_ANSWER_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        verdict: `ok`, `so-so` or `bad`; empty where it could not be told.
+        what: what was looked at.
+        text: what was found, and what to do.
+    """
+
+    verdict: str
+    what: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.verdict or '?':<6}{self.what:<13}{self.text}"
+
+
+@click.command(short_help="Say what keeps this machine from training with others.")
+@click.argument("invite", required=False)
+@click.option("--host", default="0.0.0.0", show_default=True, help="Where a training peer would listen.")  # noqa: S104
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
+@click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
+@click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
+def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
+    """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
+    bad = False
+    for finding in _all(invite, host, port, run_id, timeout):
+        click.echo(str(finding))
+        bad |= finding.verdict == "bad"
+    return EXIT_UNWELL if bad else 0
+
+
+def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
+    from shoal.cli.dht import maddr_of
+    from shoal.errors import ShoalError
+    from shoal.peer import Invite, parse_peers
+    from shoal.runtime.dht import DHT
+
+    yield from look_at_machine()
+    addresses = parse_peers(invite)
+    if run_id is None and invite is not None and invite.startswith("shoal:"):
+        run_id = Invite.parse(invite).run_id
+    try:
+        dht = DHT(addresses, start=True, host_maddrs=maddr_of(host, port), startup_timeout=timeout_s)
+    except ShoalError as error:
+        what = "way there" if addresses else "port"
+        advice = "see whether these peers run, their addresses and the firewalls between" if addresses else "choose another"
+        yield Finding("bad", what, f"{error}: {advice}")
+        return
+    with dht:
+        yield from look_at_port(dht)
+        if not addresses:
+            yield Finding("", "network", "give an invite, so that the way to others and back is tried, too")
+            return
+        yield from look_at_network(dht, addresses)
+        yield from look_at_run(dht, run_id)
+
+
+# ----------------------------------------------------------------------------------------------------------- the machine
+
+
+def look_at_machine() -> Iterator[Finding]:
+    """Versions, descriptors, memory."""
+    import shoal
+    from shoal.wire import PROTOCOL_VERSION
+
+    found = [f"shoal {shoal.__version__} (protocol {PROTOCOL_VERSION})", f"Python {platform.python_version()}"]
+    try:
+        found.append(f"torch {importlib.metadata.version('torch')}")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("bad", "versions", f"{', '.join(found)}, and no torch: this machine can introduce others, not train")
+    else:
+        yield Finding("ok", "versions", ", ".join(found))
+    yield _descriptors()
+    yield _memory()
+
+
+def _descriptors() -> Finding:
+    try:
+        import resource
+    except ImportError:
+        return Finding("", "descriptors", "this system does not say how many it allows")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY or most >= _FEW_DESCRIPTORS:
+        return Finding("ok", "descriptors", "no limit" if most == resource.RLIM_INFINITY else f"{most} allowed")
+    return Finding("so-so", "descriptors", f"{most} allowed, and each peer takes several: `ulimit -n 4096` before training")
+
+
+def _memory() -> Finding:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return Finding("", "memory", "this system does not say how much is free")
+    text = f"{free / 2**30:.1f} GiB free"
+    if free < _LITTLE_MEMORY:
+        return Finding("so-so", "memory", f"{text}: AdamW takes 28 bytes for each parameter, beside the activations")
+    return Finding("ok", "memory", f"{text}: with AdamW for about {free / 28 / 1e9:.1f} billion parameters")
+
+
+def look_at_port(dht: DHT) -> Iterator[Finding]:
+    """Where a peer listens here, and what it announces."""
+    from shoal.transport.sockets import is_loopback
+
+    listens_at = dht.core().endpoint.listens_at[0]
+    where = f"{listens_at.host}:{listens_at.port}"
+    if is_loopback(listens_at.host):
+        text = f"{where} can be dialed from this machine only: use --host 0.0.0.0, or name what others see (announce_maddrs)"
+        yield Finding("so-so", "port", text)
+    else:
+        yield Finding("ok", "port", f"listens, and would announce {where}")
+
+
+# ----------------------------------------------------------------------------------------------------------- the network
+
+
+def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Finding]:
+    """The way to each peer of the invite, the way back, clocks, and how fast a peer takes bytes."""
+    core = dht.core()
+    for address in addresses:
+        took_s = dht.loop_thread.run(_way_there(core, address), 2 * _ANSWER_S)
+        where = f"{address.host}:{address.port}"
+        if took_s is None:
+            text = f"{where} does not answer as that peer: is it up, and is the port open and forwarded?"
+            yield Finding("so-so", "way there", text)
+        else:
+            yield Finding("ok", "way there", f"{where} in {took_s * 1000:.0f} ms, with the proof of who it is")
+    yield _way_back(core)
+    yield dht.loop_thread.run(_clock(core), 2 * _ANSWER_S)
+    yield dht.loop_thread.run(_speed(core), 3 * _ANSWER_S)
+
+
+async def _way_there(core: PeerCore, address: Address) -> float | None:
+    import asyncio
+
+    began = asyncio.get_running_loop().time()
+    reached = await core.endpoint.gets_in(address, timeout_s=_ANSWER_S)
+    return asyncio.get_running_loop().time() - began if reached else None
+
+
+def _way_back(core: PeerCore) -> Finding:
+    verdict = core.reachability.verdict
+    port = core.endpoint.listens_at[0].port
+    if verdict is None or not verdict.known:
+        return Finding("", "way back", "nobody on another machine could be asked to dial this one")
+    hosts = ", ".join(sorted({host for _, host in (verdict.reached or verdict.failed)}))
+    asked = len(verdict.reached) + len(verdict.failed)
+    if verdict.can_be_reached:
+        return Finding("ok", "way back", f"{len(verdict.reached)} of {asked} peers could dial this machine, at {hosts}")
+    return Finding(
+        "so-so",
+        "way back",
+        f"{len(verdict.failed)} of {asked} peers could not dial {hosts}, port {port}: a peer here only dials (client "
+        "mode), and needs one that can be reached. Open this port in the firewall, and forward it in the router "
+        "(--port tries a fixed one)",
+    )
+
+
+async def _clock(core: PeerCore) -> Finding:
+    import asyncio
+    import statistics
+
+    peers = core.endpoint.peers
+    for peer in peers:
+        core.endpoint.ask(peer)
+    await asyncio.sleep(min(1.0, _ANSWER_S))
+    if not peers:
+        return Finding("", "clock", "nobody to compare it with")
+    ahead_s = -statistics.median(core.endpoint.clock_offset_s(peer) for peer in peers)
+    text = f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} that of the {len(peers)} connected"
+    if abs(ahead_s) < _CLOCK_S:
+        return Finding("ok", "clock", text)
+    return Finding("bad" if abs(ahead_s) > _BAD_CLOCK_S else "so-so", "clock", f"{text}: set it (NTP)")
+
+
+async def _speed(core: PeerCore) -> Finding:
+    from shoal.errors import PeerError
+
+    for peer in core.endpoint.peers[:3]:
+        try:
+            rate = await core.reachability.upload_rate(peer)
+        except PeerError:
+            continue
+        text = f"{peer.short()} takes {8 * rate / 1e6:.0f} Mbit/s from here"
+        if rate < _SLOW_BYTES_S:
+            return Finding("so-so", "bandwidth", f"{text}: compress gradients (docs/compression.md), use larger batches")
+        return Finding("ok", "bandwidth", text)
+    return Finding("", "bandwidth", "no peer took bytes to measure it with")
+
+
+def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
+    """Who trains the run, and its settings, which must be equal here."""
+    from shoal.cli.status import read_run, summary_of
+
+    if not run_id:
+        yield Finding("", "run", "the invite names none: say which one with --run")
+        return
+    found = read_run(dht, run_id)
+    if found is None:
+        yield Finding("so-so", "run", f"nobody trains {run_id!r} now: is the name right?")
+        return
+    silent = len(found.peers) - len(found.answering)
+    text = summary_of(found).strip() + (f"; {silent} give no answer to this machine" if silent else "")
+    yield Finding("so-so" if silent or any(peer.alone for peer in found.peers) else "ok", "run", text)
+    settings = ", ".join(f"{name}={value[:60]}" for name, value in sorted(found.best.settings.items()))
+    yield Finding("ok", "settings", f"must be equal here: {settings}" if settings else "none are told")

@@ -33,7 +33,7 @@ def main():
     """Train to the end."""
     place = f"/ip4/{os.environ.get('HOST', '127.0.0.1')}/tcp/0"
     dht = shoal.DHT(initial_peers=sys.argv[1:], host_maddrs=place, start=True)  # shoal
-    print(dht.invite(), flush=True)
+    print(dht.invite(RUN), flush=True)
     swarm = shoal.Optimizer(  # shoal
         dht=dht, run_id=RUN, target_batch_size=1024, batch_size_per_step=BATCH, optimizer=optimizer
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.clock import Env
 from shoal.dht import DhtNode, DhtSettings, RecordValidator
+from shoal.events import Joined
 from shoal.identity import Identity
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint, Limits, Reachability
@@ -98,6 +99,7 @@ class PeerCore:
             await node.bootstrap(initial_peers, timeout_s=timeout_s, required=must_join)
             if asks and (await core.reachability.find_out()).can_be_reached:
                 await node.look_around()
+            core.tell_joined()
         except BaseException:
             if node is not None:
                 await node.close()
@@ -114,6 +116,17 @@ class PeerCore:
     def client_mode(self) -> bool:
         """Whether it only dials: it never listens, or nobody can get in."""
         return not self.endpoint.contact.addresses
+
+    def tell_joined(self) -> None:
+        """Say where this peer is, and who can reach it there."""
+        addresses = self.endpoint.contact.addresses
+        self.env.events.emit(
+            Joined(
+                peers=self.node.neighbours,
+                addresses=tuple(f"{address.host}:{address.port}" for address in addresses),
+                only_here=bool(addresses) and all(is_loopback(address.host) for address in addresses),
+            )
+        )
 
     def rounds(self) -> RoundTable:
         """The table of rounds of this endpoint; made when it is first asked for (it needs torch)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import ClassVar
 
 import msgspec
 
@@ -19,16 +20,19 @@ __all__ = [
     "Event",
     "EventBus",
     "GroupFormed",
+    "Joined",
     "LocalValuesRejected",
     "PeerConnected",
     "PeerDropped",
     "PeerLost",
     "RoundAborted",
     "RoundFinished",
+    "RunEnded",
     "StateDownloaded",
     "StateServed",
     "SteppedAlone",
     "Warned",
+    "print_log",
 ]
 
 _logger = logging.getLogger("shoal.events")
@@ -36,28 +40,72 @@ _MAX_WARNED = 256
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of all events."""
+    """Base of all events.
+
+    Attributes:
+        level: at which it is logged: INFO what a user cares about, once or once in an epoch; DEBUG the rest.
+    """
+
+    level: ClassVar[int] = logging.DEBUG
+
+    def line(self) -> str:
+        """What the log says of it: names in place of bytes, and nothing that a terminal would obey."""
+        fields = (f"{name}={_plain(getattr(self, name))}" for name in self.__struct_fields__)
+        return f"{type(self).__name__} {' '.join(fields)}"
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    """This peer is in the network: it knows so many other nodes, and others can dial it at these addresses."""
+
+    level: ClassVar[int] = logging.INFO
+
+    peers: int
+    addresses: tuple[str, ...]
+    only_here: bool
+    """Whether these addresses are for peers on this machine only."""
+
+    def line(self) -> str:
+        met = f"joined the network, {_count(self.peers, 'other node')} known" if self.peers else "began a network"
+        where = f"others reach this peer at {', '.join(self.addresses)}" if self.addresses else "this peer only dials"
+        if self.only_here:
+            where += ": only from this machine; host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in"
+        return f"{met}; {where}"
 
 
 class PeerConnected(Event, frozen=True, kw_only=True):
     """The first connection to this peer is up and authenticated."""
 
+    level: ClassVar[int] = logging.INFO
+
     peer: PeerID
+
+    def line(self) -> str:
+        return f"connected with {self.peer.short()}"
 
 
 class PeerLost(Event, frozen=True, kw_only=True):
     """The last connection that carries calls to this peer is gone, or it went silent."""
 
+    level: ClassVar[int] = logging.INFO
+
     peer: PeerID
     reason: str
+
+    def line(self) -> str:
+        return f"{self.peer.short()} is gone: {_plain(self.reason)}"
 
 
 class PeerDropped(Event, frozen=True, kw_only=True):
     """This peer broke the protocol, or was too slow, and was left out of what is named in `where`."""
 
+    level: ClassVar[int] = logging.INFO
+
     peer: PeerID
     where: str
     reason: str
+
+    def line(self) -> str:
+        return f"{self.peer.short()} is left out of {self.where}: {_plain(self.reason)}"
 
 
 class GroupFormed(Event, frozen=True, kw_only=True):
@@ -88,10 +136,16 @@ class RoundAborted(Event, frozen=True, kw_only=True):
     `round_id` is None if there was no group; `peers` are those to blame, as far as it was seen from here.
     """
 
+    level: ClassVar[int] = logging.INFO
+
     prefix: str
     round_id: bytes | None
     reason: str
     peers: tuple[PeerID, ...]
+
+    def line(self) -> str:
+        blamed = f" ({', '.join(peer.short() for peer in self.peers)})" if self.peers else ""
+        return f"a round of {self.prefix!r} failed, nothing was changed: {_plain(self.reason)}{blamed}"
 
 
 class LocalValuesRejected(Event, frozen=True, kw_only=True):
@@ -105,28 +159,44 @@ class LocalValuesRejected(Event, frozen=True, kw_only=True):
 class StateDownloaded(Event, frozen=True, kw_only=True):
     """A complete state was downloaded, verified and handed over."""
 
+    level: ClassVar[int] = logging.INFO
+
     prefix: str
     donors: tuple[PeerID, ...]
     bytes_received: int
     duration_s: float
 
+    def line(self) -> str:
+        size, donors = f"{self.bytes_received / 1e6:.1f} MB", _count(len(self.donors), "peer")
+        return f"the state of {self.prefix!r} was downloaded from {donors}: {size} in {self.duration_s:.1f} s"
+
 
 class StateServed(Event, frozen=True, kw_only=True):
     """A newcomer took (part of) the state from here."""
+
+    level: ClassVar[int] = logging.INFO
 
     prefix: str
     peer: PeerID
     bytes_sent: int
 
+    def line(self) -> str:
+        return f"{self.peer.short()} took {self.bytes_sent / 1e6:.1f} MB of the state of {self.prefix!r}"
+
 
 class EpochAdvanced(Event, frozen=True, kw_only=True):
     """The optimizer took a swarm step."""
+
+    level: ClassVar[int] = logging.INFO
 
     run_id: str
     epoch: int
     samples: int
     peers: int
     digest: bytes
+
+    def line(self) -> str:
+        return f"run {self.run_id!r}: epoch {self.epoch}, {self.samples} samples of {_count(self.peers, 'peer')}"
 
 
 class SteppedAlone(Event, frozen=True, kw_only=True):
@@ -138,18 +208,34 @@ class SteppedAlone(Event, frozen=True, kw_only=True):
     """How many other peers of the run are known here; they are at other states."""
 
 
+class RunEnded(Event, frozen=True, kw_only=True):
+    """This peer is at the announced end of the run."""
+
+    level: ClassVar[int] = logging.INFO
+
+    run_id: str
+    epoch: int
+
+    def line(self) -> str:
+        return f"run {self.run_id!r} has ended, with epoch {self.epoch}"
+
+
 class Warned(Event, frozen=True, kw_only=True):
     """Something went wrong that did not stop the run."""
 
     where: str
     message: str
 
+    def line(self) -> str:
+        return f"{self.where}: {_plain(self.message)}"
+
 
 class EventBus:
     """Hands each event to every subscriber, in order, in the thread that emits it.
 
     A subscriber must be quick and must not raise; one that raises is logged and stays subscribed. All events go to the
-    log `shoal.events` as DEBUG, but `Warned` as WARNING, as long as it does not say the same again.
+    log `shoal.events`, one line each, at their own level, but `Warned` as WARNING, as long as it does not say the same
+    again.
     """
 
     def __init__(self) -> None:
@@ -167,7 +253,9 @@ class EventBus:
 
     def emit(self, event: Event) -> None:
         """Tell all subscribers."""
-        _logger.log(logging.WARNING if self._is_new_warning(event) else logging.DEBUG, "%s", event)
+        level = logging.WARNING if self._is_new_warning(event) else event.level
+        if _logger.isEnabledFor(level):
+            _logger.log(level, "%s", event.line())
         for subscriber in self._subscribers:
             try:
                 subscriber(event)
@@ -181,3 +269,33 @@ class EventBus:
             self._warned.clear()
         self._warned[event.where] = event.message
         return True
+
+
+def print_log() -> None:
+    """Show the log from INFO on, on stderr, if the program has not said where the log goes."""
+    shoal = logging.getLogger("shoal")
+    if shoal.level == logging.NOTSET:
+        shoal.setLevel(logging.INFO)
+    if not shoal.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+        shoal.addHandler(handler)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _plain(value: object) -> str:
+    """A value in a log: peers by their first letters, bytes by their first digits, no control characters."""
+    match value:
+        case PeerID():
+            return value.short()
+        case bytes():
+            return value.hex()[:8]
+        case tuple():
+            return f"[{', '.join(map(_plain, value))}]"
+        case str():
+            return "".join(letter if letter.isprintable() else "?" for letter in value)
+        case _:
+            return str(value)

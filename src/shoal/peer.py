@@ -189,6 +189,11 @@ class Invite:
         text = base64.urlsafe_b64encode(packed + zlib.crc32(packed).to_bytes(4, "big"))
         return _INVITE_SCHEME + text.decode().rstrip("=")
 
+    def __repr__(self) -> str:
+        first = self.addresses[0]
+        more = f" and {len(self.addresses) - 1} more" if len(self.addresses) > 1 else ""
+        return f"Invite({self.run_id!r}, {first.host}:{first.port}{more})"
+
     @classmethod
     def parse(cls, text: str) -> Invite:
         """Read an invite. Raises `ConfigError` if a character is missing or wrong."""

@@ -305,7 +305,7 @@ def _bound(remembered: dict[PeerID, Any]) -> None:
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """A sentence that names the first setting that differs, None if all are equal."""
-    for name in sorted({*mine, *theirs}):
+    for name in sorted({*mine, *theirs}, key=lambda name: (name != "optimizer", name)):  # its options follow from it
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
             return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run"

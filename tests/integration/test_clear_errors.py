@@ -177,3 +177,13 @@ def test_client_has_no_invite() -> None:
         assert dht.get_visible_maddrs() == []
         with pytest.raises(LocalError, match="client mode"):
             dht.invite()
+
+
+def test_an_unreachable_peer_costs_no_page_of_traceback() -> None:
+    """Its error is raised where the program called: nothing of shoal's own thread is shown, and no cause."""
+    with shoal.DHT(start=True) as gone:
+        address = gone.get_visible_maddrs()[0]
+    with pytest.raises(PeerUnreachable) as caught:
+        shoal.DHT([address], start=True, startup_timeout=0.5)
+    assert caught.value.__cause__ is None
+    assert len(caught.traceback) <= 5

@@ -141,8 +141,8 @@ def test_bootstrap_peer_that_cannot_start_says_why(tmp_path: Path) -> None:
             assert len(done.stderr.splitlines()) == 1
 
 
-def test_status_shows_the_run() -> None:
-    """The table for people, JSON for programs, by the invite alone; a peer that is gone is said to be silent."""
+def test_status_shows_the_run_without_a_peer_that_was_killed() -> None:
+    """The table for people, JSON for programs, by the invite alone; who neither answers nor renews its word is gone."""
     with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:
         publish(dht, "albert", epoch=7, samples=40, rate=30.0)
         gone = shoal.DHT([invite], start=True)
@@ -150,14 +150,28 @@ def test_status_shows_the_run() -> None:
         gone.shutdown()
         for_people, for_programs = shoal_command("status", str(invite)), shoal_command("status", str(invite), "--json")
     assert (for_people.returncode, for_people.stderr) == (0, "")
-    assert f"{dht.peer_id.short()}      7  07070707       40       30.0    75%" in for_people.stdout
-    assert "(silent)" in for_people.stdout
-    assert "run 'albert': 2 peers at epoch 7, 1 of them at another state; 40 of 100 samples" in for_people.stdout
+    assert f"{dht.peer_id.short()}      7  07070707       40       30.0   100%" in for_people.stdout
+    assert "run 'albert': 1 peer at epoch 7; 40 of 100 samples" in for_people.stdout
     assert (for_programs.returncode, for_programs.stderr) == (0, "")
     found = json.loads(for_programs.stdout)
-    assert [peer["peer_id"] for peer in found["peers"]] == [str(dht.peer_id), str(gone.peer_id)]
-    assert [peer["answers"] for peer in found["peers"]] == [True, False]
-    assert found["samples_per_s"] == 40.0
+    assert [peer["peer_id"] for peer in found["peers"]] == [str(dht.peer_id)]
+    assert found["samples_per_s"] == 30.0
+
+
+def test_status_that_watches_drops_a_killed_peer_when_its_link_breaks() -> None:
+    """The next line comes with the loss of the link, and without the peer; the record of it still lies in the DHT."""
+    with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:
+        publish(dht, "albert", epoch=7, samples=40, rate=30.0)
+        other = shoal.DHT([invite], start=True)
+        publish(other, "albert", epoch=7, samples=10, rate=10.0)
+        with Talk([*SHOAL, "status", str(invite), "--watch", "--json"]) as talk:
+            both = {str(dht.peer_id), str(other.peer_id)}
+            assert {peer["peer_id"] for peer in json.loads(talk.line())["peers"]} == both
+            other.shutdown()
+            left = both
+            while left == both:
+                left = {peer["peer_id"] for peer in json.loads(talk.line())["peers"]}
+            assert left == {str(dht.peer_id)}
 
 
 def test_status_of_a_run_that_is_not_there() -> None:

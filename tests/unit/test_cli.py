@@ -277,6 +277,7 @@ def test_status_as_json_is_complete_and_valid() -> None:
                 "samples": 60,
                 "samples_per_s": 0.0,
                 "share": 0.0,
+                "alone": False,
                 "addresses": [str(address) for address in peer.contact.addresses],
                 "answers": False,
             }

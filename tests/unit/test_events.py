@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 
 import msgspec
 import pytest
@@ -67,19 +69,70 @@ def test_a_warning_is_logged_once_and_other_events_are_for_debugging(caplog: pyt
             bus.emit(Warned(where="state", message=message))
             bus.emit(PeerConnected(peer=PEER))
             bus.emit(Warned(where="elsewhere", message="as before"))
-    assert [record.message.split("'")[1:4:2] for record in caplog.records] == [
-        ["state", "no donor"],
-        ["elsewhere", "as before"],
-        ["state", "no disk"],
-        ["state", "no donor"],
+    assert [record.message for record in caplog.records] == [
+        "state: no donor",
+        "elsewhere: as before",
+        "state: no disk",
+        "state: no donor",
     ]
+
+
+def test_the_log_at_info_has_a_line_for_what_a_user_cares_about(caplog: pytest.LogCaptureFixture) -> None:
+    """Joined, connected, epoch, state, who is gone and why, the end; no bytes, and nothing that a terminal obeys."""
+    bus, digest = EventBus(), bytes(range(32))
+    with caplog.at_level(logging.INFO, logger="shoal.events"):
+        bus.emit(events.Joined(peers=0, addresses=("127.0.0.1:4000",), only_here=True))
+        bus.emit(events.Joined(peers=2, addresses=(), only_here=False))
+        bus.emit(PeerConnected(peer=PEER))
+        bus.emit(events.StateDownloaded(prefix="r", donors=(PEER,), bytes_received=3_200_000, duration_s=1.25))
+        bus.emit(events.GroupFormed(prefix="r", round_id=digest, peers=(PEER,), decider=PEER, waited_s=0.1))
+        bus.emit(events.EpochAdvanced(run_id="r", epoch=5, samples=1024, peers=3, digest=digest))
+        bus.emit(events.PeerLost(peer=PEER, reason="silent\x1b[2J"))
+        bus.emit(events.RoundAborted(prefix="r", round_id=None, reason="no group", peers=(PEER,)))
+        bus.emit(events.RunEnded(run_id="r", epoch=9))
+    name = PEER.short()
+    assert [record.message for record in caplog.records] == [
+        "began a network; others reach this peer at 127.0.0.1:4000: only from this machine; "
+        "host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in",
+        "joined the network, 2 other nodes known; this peer only dials",
+        f"connected with {name}",
+        f"the state of 'r' was downloaded from 1 peer: 3.2 MB in 1.2 s",
+        "run 'r': epoch 5, 1024 samples of 3 peers",
+        f"{name} is gone: silent?[2J",
+        f"a round of 'r' failed, nothing was changed: no group ({name})",
+        "run 'r' has ended, with epoch 9",
+    ]
+
+
+def test_the_log_for_debugging_shows_names_in_place_of_bytes(caplog: pytest.LogCaptureFixture) -> None:
+    """A line of name=value for what has no words of its own."""
+    bus = EventBus()
+    with caplog.at_level(logging.DEBUG, logger="shoal.events"):
+        bus.emit(events.GroupFormed(prefix="r", round_id=bytes(16), peers=(PEER,), decider=PEER, waited_s=0.5))
+    name = PEER.short()
+    (record,) = caplog.records
+    assert record.message == f"GroupFormed prefix=r round_id=00000000 peers=[{name}] decider={name} waited_s=0.5"
 
 
 def test_every_event_is_named_and_frozen() -> None:
     """What is exported is what there is, and none can be changed by who hears it first."""
     kinds = {name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(kinds) == set(events.__all__) - {"EventBus"}
+    assert set(kinds) == set(events.__all__) - {"EventBus", "print_log"}
     assert all(kind.__struct_config__.frozen for kind in kinds.values())
     with pytest.raises(AttributeError):
         Warned(where="", message="").where = "x"  # type: ignore[misc]
     assert msgspec.structs.asdict(PeerConnected(peer=PEER)) == {"peer": PEER}
+
+
+def test_verbose_shows_the_log_where_the_program_has_not_said_where_it_goes() -> None:
+    """Once, also if it is asked for twice; a program that logs keeps its own handlers and level."""
+    code = (
+        "from shoal.events import *; print_log(); print_log(); bus = EventBus();"
+        "bus.emit(RunEnded(run_id='r', epoch=9)); bus.emit(StateServed(prefix='r', peer=__import__('shoal').PeerID("
+        "bytes(32)), bytes_sent=1000000))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert [line[9:] for line in done.stderr.splitlines()] == [
+        "run 'r' has ended, with epoch 9",
+        "aaaaaaaa took 1.0 MB of the state of 'r'",
+    ]

@@ -417,3 +417,9 @@ def test_what_others_tell_of_a_peer_counts_until_it_says_something_itself() -> N
     assert known.view(mine, 4.0).together == {ME, BEN}
     assert known.heard(said(BEN, time=102.0), 4.0)  # nobody is silenced by what others say in its name
     assert known.view(mine, 4.0).together == {ME}
+
+
+def test_another_optimizer_is_named_before_the_options_that_it_lacks() -> None:
+    """SGD beside Adam said "amsgrad is not set here"."""
+    here, there = {"optimizer": "SGD", "momentum": "0"}, {"optimizer": "Adam", "amsgrad": "False"}
+    assert settings_difference(here, there) == "optimizer is SGD here and Adam at another peer of the run"

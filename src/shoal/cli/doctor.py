@@ -7,6 +7,7 @@ asks the peers that it meets: whether they can dial this machine, what their clo
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Finding:
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
+    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # all that it warns of is said here
     bad = False
     for finding in _all(invite, host, port, run_id, timeout):
         click.echo(str(finding))

@@ -1,8 +1,9 @@
 """`shoal status`: who trains in a run, and where they stand.
 
 It joins the network as a client, reads what the peers of the run publish (`shoal.wire.Progress`, in the DHT under
-`RUN_ID_progress`), and asks each of them for a sign of life. What a peer says of itself is shown as it says it; entries
-that cannot be read are left out.
+`RUN_ID_progress`), and asks each of them for a sign of life. One that gives none, and has not renewed what it says for
+some seconds either, is gone, and left out. What a peer says of itself is shown as it says it; entries that cannot be
+read are left out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -28,6 +29,10 @@ __all__ = ["RunStatus", "read_run", "status", "summary_of", "table_of"]
 
 EXIT_NOT_FOUND = 3
 _ANSWER_S = 2.0
+_RENEWED_S = 3.0
+"""Peers renew what they say every two seconds."""
+
+_WATCH_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,9 @@ class RunStatus:
 @click.argument("invite")
 @click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--watch", is_flag=True, help="Go on until Ctrl+C; with --json a line each time.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to join.")
-def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) -> int:
+def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeout: float) -> int:
     """Show the peers of the run that INVITE leads to (an invite or an address)."""
     from shoal.peer import Invite
     from shoal.runtime.dht import DHT
@@ -148,6 +154,8 @@ def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) ->
     if not run_id:
         raise ConfigError("this invite names no run: say which one with --run")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout) as dht:
+        if watch:
+            _watch(dht, run_id, as_json=as_json)
         found = read_run(dht, run_id)
     if found is None:
         click.echo(
@@ -165,14 +173,61 @@ def status(*, invite: str, run_id: str | None, as_json: bool, timeout: float) ->
     return 0
 
 
-def read_run(dht: DHT, run_id: str) -> RunStatus | None:
-    """Read from the network where the peers of a run stand; None if there are none."""
-    record = dht.get(f"{run_id}_progress", latest=True)
-    peers = _decode(record.value if record is not None else None)
-    if not peers:
-        return None
+def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
+    """Show the run again and again, at once when a link tells that somebody is gone; Ctrl+C ends it."""
+    import threading
+
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from shoal.events import Event, PeerLost
+
+    news, lost = threading.Event(), set[str]()
+
+    def note(event: Event) -> None:
+        if isinstance(event, PeerLost):
+            lost.add(str(event.peer))
+            news.set()
+
+    dht.events.subscribe(note)
+    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+        while True:
+            news.clear()
+            found = read_run(dht, run_id, lost=frozenset(lost))
+            lost.clear()
+            if as_json:
+                click.echo(json.dumps(None if found is None else found.to_dict()))
+            else:
+                nobody = Text(f"no peer of run {run_id!r} is there")
+                shown = nobody if found is None else Group(table_of(found), Text(summary_of(found)))
+                live.update(shown, refresh=True)
+            news.wait(_WATCH_S)
+
+
+def read_run(dht: DHT, run_id: str, *, lost: frozenset[str] = frozenset()) -> RunStatus | None:
+    """Read from the network where the peers of a run stand; None if there are none.
+
+    Args:
+        dht: reads it.
+        run_id: names the run.
+        lost: peers whose link was lost a moment ago: they need not be waited for.
+    """
+    import asyncio
+
+    peers = _read(dht, run_id)
     answering = dht.loop_thread.run(_answering(dht.core(), peers), 2 * _ANSWER_S)
-    return RunStatus(run_id, tuple(peers), frozenset(answering))
+    silent = {str(peer.contact.peer): peer.time for peer in peers if str(peer.contact.peer) not in answering}
+    if silent.keys() - lost:
+        dht.loop_thread.run(asyncio.sleep(_RENEWED_S), 2 * _RENEWED_S)
+        peers = _read(dht, run_id)
+    peers = [peer for peer in peers if peer.time > silent.get(str(peer.contact.peer), -math.inf)]
+    return RunStatus(run_id, tuple(peers), frozenset(answering)) if peers else None
+
+
+def _read(dht: DHT, run_id: str) -> list[Progress]:
+    record = dht.get(f"{run_id}_progress", latest=True)
+    return _decode(record.value if record is not None else None)
 
 
 def _decode(entries: object) -> list[Progress]:

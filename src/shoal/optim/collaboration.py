@@ -36,7 +36,7 @@ from shoal.clock import to_the_end
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.events import EpochAdvanced
+from shoal.events import EpochAdvanced, RunEnded
 from shoal.optim.agreement import Agreement, Said, agree, checks_of
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
@@ -560,6 +560,8 @@ class Collaboration:
         event = EpochAdvanced(run_id=run_id, epoch=epoch, samples=samples, peers=peers, digest=digest)
         self.core.env.events.emit(event)
         self._notices.stepped(self.training)
+        if self.at_end:
+            self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
         # The last step is followed by an average of what each peer has of its own: batch norm statistics, say.
         self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0

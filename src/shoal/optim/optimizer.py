@@ -12,7 +12,7 @@ import torch
 from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
 from shoal.compression import CompressionBase, NoCompression
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
-from shoal.events import Warned
+from shoal.events import Warned, print_log
 from shoal.optim.collaboration import Collaboration, Phase
 from shoal.optim.fingerprint import run_settings
 from shoal.optim.gradient_watch import GradientWatch
@@ -84,7 +84,8 @@ class Optimizer(torch.optim.Optimizer):
         bandwidth: of this peer, bytes per second; who has more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
         shutdown_timeout: seconds that `shutdown` may take.
-        verbose: kept for compatibility; use the `shoal` logger.
+        verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
+            `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
 
     Raises:
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named.
@@ -145,6 +146,8 @@ class Optimizer(torch.optim.Optimizer):
         for name, seconds in (("averaging_timeout", averaging_timeout), ("load_state_timeout", load_state_timeout)):
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+        if verbose:
+            print_log()
         inner = make_optimizer(params, optimizer)
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from shoal.core import PeerCore
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration, check_validators
-from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, PeerUnreachable
 from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
@@ -189,7 +189,10 @@ class DHT:
             PeerTimeout: it was not joined within `timeout`.
             ConfigError, PeerUnreachable: as `run_in_background`.
         """
-        self.core(timeout)
+        try:
+            self.core(timeout)
+        except (ConfigError, PeerUnreachable) as error:
+            raise error.with_traceback(None) from None  # where in the loop it was found helps nobody
 
     def core(self, timeout: float | None = None) -> PeerCore:
         """The async core, for what runs in the loop (`loop_thread`). Waits until the network is joined.

@@ -197,7 +197,7 @@ def test_status_by_an_invite_that_leads_nowhere() -> None:
 
 
 def test_the_doctor_says_a_verdict_for_each_thing_that_it_looks_at() -> None:
-    """The way there, the clock, the bandwidth and the run with its settings; here nobody can be asked for the way back."""
+    """The way there, the clock, the bandwidth and the run with its settings; nobody can tell the way back."""
     with bootstrap("--run", "bees") as (_, invite), shoal.DHT([invite], start=True) as trainer:
         publish(trainer, "bees", epoch=3, samples=40, rate=20.0)
         done = shoal_command("doctor", str(invite), "--host", "127.0.0.1")

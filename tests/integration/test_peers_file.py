@@ -46,7 +46,7 @@ def test_nobody_in_the_file_answers(tmp_path: Path) -> None:
 
 def test_a_file_that_cannot_be_kept_is_a_configuration_error(tmp_path: Path) -> None:
     """Before anything is started, and the argument is named."""
-    with pytest.raises(shoal.ConfigError, match="peers_file=.*there is no folder"):
+    with pytest.raises(shoal.ConfigError, match=r"peers_file=.*there is no folder"):
         shoal.DHT(peers_file=tmp_path / "nowhere" / "peers")
-    with pytest.raises(shoal.ConfigError, match="peers_file=.*cannot be read"):
+    with pytest.raises(shoal.ConfigError, match=r"peers_file=.*cannot be read"):
         shoal.DHT(peers_file=tmp_path, start=True)

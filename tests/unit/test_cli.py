@@ -32,7 +32,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out, err
 
 
-@pytest.mark.parametrize("command", ["", "dht", "demo", "status", "doctor", "plan", "key", "key new", "debug", "debug dump"])
+@pytest.mark.parametrize(
+    "command", ["", "dht", "demo", "status", "doctor", "plan", "key", "key new", "debug", "debug dump"]
+)
 def test_help_imports_nothing_that_takes_time(command: str) -> None:
     """`--help` answers without torch, and without what the network needs."""
     code = "import sys, shoal.cli\ntry: shoal.cli.main(sys.argv[1:])\nfinally: sys.stderr.write(' '.join(sys.modules))"

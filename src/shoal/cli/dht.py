@@ -131,6 +131,7 @@ def _host_and_port(announce: str) -> tuple[str, int]:
 
 
 def maddr_of(host: str, port: int) -> str:
+    """Where to listen, as `shoal.DHT` takes it. Raises `ConfigError` for what is no host."""
     if "/" in host or not host:
         raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
     try:

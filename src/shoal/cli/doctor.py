@@ -1,7 +1,7 @@
 """`shoal doctor`: what would keep this machine from training with others, a verdict and a remedy per line.
 
-Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would, and
-asks the peers that it meets: whether they can dial this machine, what their clocks show, how fast they take bytes.
+Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would,
+and asks the peers that it meets: whether they can dial this machine, what their clocks show, how fast they take bytes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -50,7 +51,7 @@ class Finding:
 
 @click.command(short_help="Say what keeps this machine from training with others.")
 @click.argument("invite", required=False)
-@click.option("--host", default="0.0.0.0", show_default=True, help="Where a training peer would listen.")  # noqa: S104
+@click.option("--host", default="0.0.0.0", show_default=True, help="Where a training peer would listen.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
 @click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
@@ -77,9 +78,11 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
     try:
         dht = DHT(addresses, start=True, host_maddrs=maddr_of(host, port), startup_timeout=timeout_s)
     except ShoalError as error:
-        what = "way there" if addresses else "port"
-        advice = "see whether these peers run, their addresses and the firewalls between" if addresses else "choose another"
-        yield Finding("bad", what, f"{error}: {advice}")
+        if addresses:
+            text = f"{error}: see whether these peers run, their addresses and the firewalls between"
+            yield Finding("bad", "way there", text)
+        else:
+            yield Finding("bad", "port", f"{error}")
         return
     with dht:
         yield from look_at_port(dht)
@@ -90,7 +93,7 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
         yield from look_at_run(dht, run_id)
 
 
-# ----------------------------------------------------------------------------------------------------------- the machine
+# ---------------------------------------------------------------------------------------------------------- the machine
 
 
 def look_at_machine() -> Iterator[Finding]:
@@ -102,7 +105,8 @@ def look_at_machine() -> Iterator[Finding]:
     try:
         found.append(f"torch {importlib.metadata.version('torch')}")
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("bad", "versions", f"{', '.join(found)}, and no torch: this machine can introduce others, not train")
+        text = f"{', '.join(found)}, and no torch: this machine can introduce others, not train"
+        yield Finding("bad", "versions", text)
     else:
         yield Finding("ok", "versions", ", ".join(found))
     yield _descriptors()
@@ -117,13 +121,14 @@ def _descriptors() -> Finding:
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most == resource.RLIM_INFINITY or most >= _FEW_DESCRIPTORS:
         return Finding("ok", "descriptors", "no limit" if most == resource.RLIM_INFINITY else f"{most} allowed")
-    return Finding("so-so", "descriptors", f"{most} allowed, and each peer takes several: `ulimit -n 4096` before training")
+    text = f"{most} allowed, and each peer takes several: `ulimit -n 4096` before training"
+    return Finding("so-so", "descriptors", text)
 
 
 def _memory() -> Finding:
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
+        text = Path("/proc/meminfo").read_text(encoding="ascii")
+        lines = dict(line.split(":", 1) for line in text.splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return Finding("", "memory", "this system does not say how much is free")
@@ -140,13 +145,13 @@ def look_at_port(dht: DHT) -> Iterator[Finding]:
     listens_at = dht.core().endpoint.listens_at[0]
     where = f"{listens_at.host}:{listens_at.port}"
     if is_loopback(listens_at.host):
-        text = f"{where} can be dialed from this machine only: use --host 0.0.0.0, or name what others see (announce_maddrs)"
+        text = f"{where} can be dialed from this machine only: --host 0.0.0.0, or announce_maddrs, lets others in"
         yield Finding("so-so", "port", text)
     else:
         yield Finding("ok", "port", f"listens, and would announce {where}")
 
 
-# ----------------------------------------------------------------------------------------------------------- the network
+# ---------------------------------------------------------------------------------------------------------- the network
 
 
 def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Finding]:
@@ -218,7 +223,8 @@ async def _speed(core: PeerCore) -> Finding:
             continue
         text = f"{peer.short()} takes {8 * rate / 1e6:.0f} Mbit/s from here"
         if rate < _SLOW_BYTES_S:
-            return Finding("so-so", "bandwidth", f"{text}: compress gradients (docs/compression.md), use larger batches")
+            text += ": compress gradients (docs/compression.md), use larger batches"
+            return Finding("so-so", "bandwidth", text)
         return Finding("ok", "bandwidth", text)
     return Finding("", "bandwidth", "no peer took bytes to measure it with")
 

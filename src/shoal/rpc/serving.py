@@ -221,8 +221,8 @@ def _register(
     served = table.setdefault(tag_of(kind), _Served(kind, {}))
     if scope and scope in served.handlers:  # a name that users give; without one the last handler counts
         raise ConfigError(
-            f"{scope!r} is in use on this DHT already: shut the older one down, as a notebook must before a cell is run again, "
-            "or give each user of it another name"
+            f"{scope!r} is in use on this DHT already: shut the older one down (in a notebook, before a cell is run "
+            "again), or give each user of it another name"
         )
     served.handlers[scope] = handler
 

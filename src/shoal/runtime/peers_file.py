@@ -1,7 +1,7 @@
 """Known peers, kept in a file: a peer that is started again finds its swarm, also if all its first peers are gone.
 
-A line is an address, as `DHT.get_visible_maddrs` gives them; what cannot be read is passed over. The file is replaced as
-a whole, so that a kill leaves the old one.
+A line is an address, as `DHT.get_visible_maddrs` gives them; what cannot be read is passed over. The file is replaced
+as a whole, so that a kill leaves the old one.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shoal import sim
+from shoal.optim.collaboration import Phase
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run
 
@@ -84,6 +85,38 @@ def test_averaging_large_states_expels_neither_of_two_equal_peers(average_state_
         [0.1, 0.1], target=80, average_state_every=average_state_every, extra=1_000_000, bandwidth_bytes_s=1e6, seed=0
     )
     assert_all_in(results)
+
+
+@pytest.mark.long
+def test_a_member_that_takes_long_to_take_the_step_is_not_left_alone(soak: Callable[[int, int], int]) -> None:
+    """A busy machine and a large state: the other one had the samples of its next step at once, and went on alone."""
+
+    async def main() -> None:
+        run = Run(target=4, width=1024, network=SimNetwork(2, bandwidth_bytes_s=62e3))  # a round takes about a second
+        names = ["p0", "p1"]
+        for name in names:
+            await run.add(name)
+        await sim.sleep(3.0)
+        trainers = [run.swarm.peer(name) for name in names]
+        decide = trainers[1].collaboration.decide
+
+        async def decide_late(timeout_s: float) -> Phase:
+            if (phase := await decide(timeout_s)) is Phase.STEPPING:
+                await sim.sleep(0.8)
+            return phase
+
+        trainers[1].collaboration.decide = decide_late  # type: ignore[method-assign]
+
+        def over() -> bool:
+            return trainers[0].collaboration.epoch >= soak(6, 40)
+
+        work = (run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.02, until=over) for name in names)
+        await asyncio.gather(*work)
+        await run.close()
+        assert [trainer.alone for trainer in trainers] == [0, 0]
+        assert [trainer.downloads for trainer in trainers] == [0, 0]
+
+    sim.run(main, seed=2)
 
 
 def check_grid(peers: int, epochs_to_move: float, average_state_every: int) -> None:

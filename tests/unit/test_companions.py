@@ -30,7 +30,7 @@ def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
 
 def stepped(companions: Companions, now: float) -> None:
     """A round of both, and our step."""
-    companions.share([ME, SLOW], BEFORE)
+    companions.share([ME, SLOW], BEFORE, 0.0)
     companions.renamed(now, step=True)
 
 
@@ -54,7 +54,7 @@ def test_an_average_of_states_is_waited_for_anew_and_makes_no_epoch_longer() -> 
     companions = Companions()
     stepped(companions, 100.0)
     companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
-    companions.share([ME, SLOW], BEFORE)
+    companions.share([ME, SLOW], BEFORE, 0.0)
     companions.renamed(114.0)
     assert not companions.look(seen(TARGET, [SLOW]), TARGET, 115.0)
     assert companions.patience_s == 8.0
@@ -96,3 +96,12 @@ def test_nobody_is_on_the_way_to_a_state_that_no_round_gave() -> None:
     companions.renamed(2.0)
     assert companions.before is None
     assert not companions.awaited
+
+
+def test_a_member_is_waited_for_as_long_as_the_round_took_too() -> None:
+    """Large states beside small epochs: their steps take long to take, as their rounds do."""
+    companions = Companions()
+    companions.share([ME, SLOW], BEFORE, 3.0)
+    companions.renamed(100.0, step=True)
+    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 101.0)
+    assert companions.patience_s == 4.0

@@ -417,7 +417,7 @@ class Collaboration:
         self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.state, [member.contact.peer for member in result.outcome.members]
-        self._companions.share(members, name.key)
+        self._companions.share(members, name.key, result.duration_s)
         self._ready(step, name.after_round(result, agreement.digest), len(members))
         await self._steps.add_round(name, result, self._gradients.vector, agreement)
 
@@ -606,7 +606,7 @@ class Collaboration:
         if result is not None and self.state == name:
             apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
             members = [member.contact.peer for member in result.outcome.members]
-            self._companions.share(members, name.key)
+            self._companions.share(members, name.key, result.duration_s)
             self._ready(apply, name.after_averaging(result), len(members), is_step=False)
             await self._steps.add_round(name, result, self._states.vector)
 

@@ -6,9 +6,9 @@ round count as together until they name this state, or another one that the roun
 samples count when they are here.
 
 They are waited for at no cost until the swarm has the samples for its next step. From then on they are waited for as
-long as it took to come by these, at least `_LEAST_S`; then the others go on, and the late one catches up by a download.
-Who was late twice in a row is not waited for in the next two rounds, and for twice as many after each further time: a
-trainer whose batches are too long for this swarm slows nobody down for good.
+long as an epoch takes, that is to come by these and to average, at least `_LEAST_S`; then the others go on, and the
+late one catches up. Who was late twice in a row is not waited for in the next two rounds, and for twice as many after
+each further time: a trainer whose batches are too long for this swarm slows nobody down for good.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Companions:
         self._members: frozenset[PeerID] = frozenset()
         self._before: StateKey | None = None
         self._stepped_at: float | None = None
-        self._collected_s = 0.0
+        self._collected_s = self._round_s = 0.0
         self._enough_at: float | None = None
         self._over = False
         self._rounds = 0
         self._late: dict[PeerID, tuple[int, int]] = {}
 
-    def share(self, members: Collection[PeerID], before: StateKey) -> None:
-        """A round gave all of its members the same new state; they had the one with this key `before`."""
-        self._members, self._before = frozenset(members), before
+    def share(self, members: Collection[PeerID], before: StateKey, round_s: float) -> None:
+        """A round of so many seconds gave its members the same new state; they had the one with this key `before`."""
+        self._members, self._before, self._round_s = frozenset(members), before, round_s
         self._late = {peer: late for peer, late in self._late.items() if peer in self._members}
 
     def renamed(self, now: float, *, step: bool = False) -> None:
@@ -90,4 +90,4 @@ class Companions:
     @property
     def patience_s(self) -> float:
         """How long who is on its way is waited for, once the swarm has its samples, seconds."""
-        return max(_LEAST_S, self._collected_s)
+        return max(_LEAST_S, self._collected_s + self._round_s)

@@ -72,13 +72,18 @@ class GroupFinder:
             return f"the schema of {other} cannot be read: {error}"
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
-        slices = balance(
+        # Members come in an order drawn anew for each round. Where not all own a slice, the same ones shall own it
+        # again: the connections with them are there, and a new one takes two round trips.
+        order = sorted(range(len(members)), key=lambda index: members[index].contact.peer)
+        known = [members[index] for index in order]
+        sizes = balance(
             self._vector.layout.numel,
-            [member.bandwidth for member in members],
-            [member.reduces for member in members],
+            [member.bandwidth for member in known],
+            [member.reduces for member in known],
             min_size=self._settings.min_vector_size,
-            contributes=[member.contributes for member in members],
+            contributes=[member.contributes for member in known],
         )
+        slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
         return slices, self._settings.part_size_bytes
 
     async def find(self, gathered: bytes, *, tag: str, deadline: float, expected: Expected | None) -> Group:

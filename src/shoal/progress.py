@@ -3,7 +3,7 @@
 Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, has left,
 or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, also of a run of the same name
 before this one. So two things are believed of live peers only, that is of who says them directly or has renewed its
-record: where the run ends, and that its settings are others.
+record: where the run ends for them, and that their settings are others.
 
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
 higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
@@ -64,7 +64,6 @@ class SwarmView:
         epoch: of the best state.
         behind: the best state is another one than this peer's.
         leaders: who has the best state, this peer left out; those that can be dialed first.
-        end_epoch: where the run ends; None if that was not announced.
     """
 
     peers: tuple[PeerID, ...]
@@ -75,7 +74,6 @@ class SwarmView:
     epoch: int
     behind: bool
     leaders: tuple[PeerID, ...]
-    end_epoch: int | None
 
     def eta_s(self, target: int) -> float:
         """Seconds until `target` samples are there, at the present rate; infinity if nobody moves."""
@@ -202,6 +200,11 @@ class SwarmProgress:
         _bound(self._lost)
 
     @property
+    def ends(self) -> dict[PeerID, int | None]:
+        """Where the run ends, as everybody says who is known to live; None if that peer has not said so."""
+        return {peer: self._known[peer][0].end_epoch for peer in self._alive}
+
+    @property
     def peers(self) -> tuple[PeerID, ...]:
         """Who counts, as far as it was known when somebody looked last."""
         return tuple(self._known)
@@ -278,8 +281,6 @@ class SwarmProgress:
             for peer in awaited
             if before is not None and peer in others and peer not in together and _key(others[peer]) <= before
         )
-        alive = (others[peer] for peer in self._alive)
-        ends = [p.end_epoch for p in (mine, *alive) if p.end_epoch is not None]
         return SwarmView(
             peers=(self._me, *sorted(others)),
             together=frozenset({self._me, *together, *coming}),
@@ -294,7 +295,6 @@ class SwarmProgress:
                     key=lambda peer: (not others[peer].contact.addresses, peer),
                 )
             ),
-            end_epoch=min(ends, default=None),
         )
 
 

@@ -207,6 +207,11 @@ class Run:
             trainer.epochs.append((asyncio.get_running_loop().time(), event.epoch, event.samples, event.digest))
             trainer.alone += event.peers == 1
 
+    def announce_end(self, epoch: int) -> None:
+        """All who are there say that the run ends at this epoch."""
+        for trainer in self.swarm.peers.values():
+            trainer.collaboration.announce_end(epoch)
+
     async def close(self) -> None:
         """Shut all trainers down."""
         for name, trainer in self.swarm.peers.items():

@@ -81,7 +81,7 @@ class Scene:
     async def end(self, epochs: int) -> list[str]:
         """Announce the end of the run so many epochs from now, and wait for it; who is alive then."""
         first = next(iter(self.run.swarm.peers.values())).collaboration
-        first.announce_end(first.epoch + epochs)
+        self.run.announce_end(first.epoch + epochs)
         names = [name for name in self.tasks if self.run.swarm.is_alive(name)]
         await asyncio.wait([self.tasks[name] for name in names])
         return names

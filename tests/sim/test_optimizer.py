@@ -68,7 +68,7 @@ def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) ->
         for name in names:
             await run.add(name)
         await sim.sleep(3.0)
-        run.swarm.peer("p0").collaboration.announce_end(5)
+        run.announce_end(5)
         await asyncio.gather(
             *(run.swarm.run_on(n, run.swarm.peer(n).train, 4, duration_s=0.2, until=lambda: False) for n in names)
         )
@@ -141,7 +141,7 @@ def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
         late = await run.add("late", seed=99)
         tasks["late"] = run.swarm.spawn("late", late.train(4, duration_s=0.1, until=lambda: loop.time() > 40))
         await sim.sleep(5)
-        run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 6)
+        run.announce_end(run.swarm.peer("p0").collaboration.epoch + 6)
         await asyncio.wait(list(tasks.values()))
         names.append("late")
         assert late.downloads >= 1
@@ -205,7 +205,7 @@ def test_a_crash_costs_no_epoch_and_nobody_steps_alone() -> None:
         run.swarm.crash("p2")
         await sim.sleep(6)
         left = ["p1", "p3"]
-        run.swarm.peer("p1").collaboration.announce_end(run.swarm.peer("p1").collaboration.epoch + 3)
+        run.announce_end(run.swarm.peer("p1").collaboration.epoch + 3)
         await asyncio.wait(tasks)
         assert all(run.swarm.peer(name).collaboration.finished for name in left)
         assert run.agree(left)
@@ -233,7 +233,7 @@ def test_different_beginnings_become_one_state(seed: int) -> None:
             for name in names
         ]
         await sim.sleep(20)
-        run.swarm.peer("p2").collaboration.announce_end(run.swarm.peer("p2").collaboration.epoch + 4)
+        run.announce_end(run.swarm.peer("p2").collaboration.epoch + 4)
         await asyncio.wait(tasks)
         assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
         assert not run.warnings, run.warnings
@@ -263,7 +263,7 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         run.swarm.heal()
         await sim.sleep(30)
         best = max(run.swarm.peer(name).collaboration.epoch for name in names)
-        run.swarm.peer("p4").collaboration.announce_end(best + 4)
+        run.announce_end(best + 4)
         await asyncio.wait(tasks)
         assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
         assert not run.warnings, run.warnings
@@ -406,7 +406,7 @@ def test_clients_train_too() -> None:
             for name in names
         ]
         await sim.sleep(10)
-        run.swarm.peer("c2").collaboration.announce_end(run.swarm.peer("c2").collaboration.epoch + 3)
+        run.announce_end(run.swarm.peer("c2").collaboration.epoch + 3)
         await asyncio.wait(tasks)
         assert run.agree(names)
         assert run.swarm.peer("c2").downloads <= 1
@@ -436,7 +436,7 @@ def test_a_fast_client_does_not_run_away() -> None:
         assert run.swarm.peer("c2").collaboration.epoch > run.swarm.peer("p0").collaboration.epoch
         run.swarm.heal()
         await sim.sleep(30)
-        run.swarm.peer("p0").collaboration.announce_end(run.swarm.peer("p0").collaboration.epoch + 4)
+        run.announce_end(run.swarm.peer("p0").collaboration.epoch + 4)
         await asyncio.wait(tasks)
         states = {n: run.swarm.peer(n).collaboration.state for n in names}
         assert run.agree(names), {n: (state.epoch, state.samples) for n, state in states.items()}
@@ -465,7 +465,7 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
             return result
 
         unlucky._gradients.step = lose_the_last  # type: ignore[assignment]
-        unlucky.announce_end(3)
+        run.announce_end(3)
 
         async def train(name: str) -> None:
             trainer = run.swarm.peer(name)
@@ -663,7 +663,7 @@ def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every:
         for name in names:
             await run.add(name, extra_tensors=[own[name], torch.tensor([7])])
         await sim.sleep(3.0)
-        run.swarm.peer("p0").collaboration.announce_end(end)
+        run.announce_end(end)
 
         async def loop(name: str, duration_s: float) -> None:
             trainer = run.swarm.peer(name)

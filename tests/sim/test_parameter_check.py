@@ -31,7 +31,7 @@ async def train(
             prepare(trainer)
         trainer.collaboration.core.env.events.subscribe(note)
     await sim.sleep(3.0)
-    run.swarm.peer(names[0]).collaboration.announce_end(epochs)
+    run.announce_end(epochs)
 
     async def loop(name: str) -> None:
         trainer = run.swarm.peer(name)

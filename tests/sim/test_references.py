@@ -235,7 +235,7 @@ def trained(codec: CompressionBase | None) -> tuple[list[torch.Tensor], int]:
             await run.add(name)
             run.swarm.host(name).env.events.subscribe(note)
         await sim.sleep(3.0)
-        run.swarm.peer("p0").collaboration.announce_end(epochs)
+        run.announce_end(epochs)
         await asyncio.gather(
             *(run.swarm.run_on(n, run.swarm.peer(n).train, 4, duration_s=0.3, until=lambda: False) for n in names)
         )

@@ -220,7 +220,7 @@ def shown(found: RunStatus) -> str:
 
 def test_status_shows_peers_and_totals() -> None:
     """Shares of the samples, who is elsewhere, who only dials, who is silent."""
-    fast, slow = progress(b"a", rate=60.0), progress(b"b", samples=20, rate=30.0)
+    fast, slow = progress(b"a", rate=60.0, end_epoch=1), progress(b"b", samples=20, rate=30.0, end_epoch=40)
     client = progress(b"c", rate=float("nan"), contact=Contact(PeerID(b"c" * 32)), end_epoch=40)
     late = progress(b"d", epoch=11, digest=b"e" * 32, rate=10.0)
     found = RunStatus("albert", (fast, slow, client, late), frozenset({str(fast.contact.peer), str(late.contact.peer)}))

@@ -24,7 +24,6 @@ def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
         epoch=5,
         behind=False,
         leaders=(),
-        end_epoch=None,
     )
 
 

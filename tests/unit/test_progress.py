@@ -58,7 +58,7 @@ def test_states_are_ordered_by_epoch_then_samples_then_lower_digest() -> None:
 
 def test_alone_the_swarm_is_this_peer() -> None:
     """Nobody else: own samples, own rate, nobody to learn from."""
-    seen = view(swarm(), samples=30, rate=1.5, end_epoch=9)
+    seen = view(swarm(), samples=30, rate=1.5)
     assert seen == SwarmView(
         peers=(ME,),
         together=frozenset({ME}),
@@ -68,7 +68,6 @@ def test_alone_the_swarm_is_this_peer() -> None:
         epoch=5,
         behind=False,
         leaders=(),
-        end_epoch=9,
     )
 
 
@@ -208,33 +207,20 @@ def test_the_time_to_the_target() -> None:
     assert view(swarm(), rate=0.0).eta_s(1000) == math.inf
 
 
-def test_the_earliest_end_holds() -> None:
-    """Of all that were announced, our own included; none if none was."""
-    known = swarm()
-    assert view(known).end_epoch is None
-    known.heard(said(ANN, end_epoch=30), 0.0)
-    assert view(known).end_epoch == 30
-    known.heard(said(BEN, end_epoch=20), 0.0)
-    assert view(known).end_epoch == 20
-    assert view(known, end_epoch=10).end_epoch == 10
-    assert view(known, end_epoch=99).end_epoch == 20
-    known.lost(BEN)
-    assert view(known).end_epoch == 30
-
-
 def test_the_end_of_a_run_that_was_killed_is_not_the_end_of_the_next_one() -> None:
     """Its record still lies in the DHT, and nobody renews it. Of who is alive the word counts, also by the DHT."""
     known = swarm()
     for peer in (ANN, BEN):
         assert known.heard(said(peer, end_epoch=9), 0.0, direct=False)
         assert not known.heard(said(peer, end_epoch=9), 1.0, direct=False)
-    assert view(known).end_epoch is None
+    assert known.ends == {}
     assert known.heard(said(BEN, end_epoch=9, time=102.0), 2.0, direct=False)
-    assert view(known, now=2.0).end_epoch == 9
+    assert known.ends == {BEN: 9}
     known.lost(BEN)
-    assert view(known, now=2.0).end_epoch is None
+    assert known.ends == {}
     assert known.heard(said(ANN, end_epoch=8, time=103.0), 3.0)
-    assert view(known, now=3.0).end_epoch == 8
+    assert known.heard(said(CAT, time=103.0), 3.0)
+    assert known.ends == {ANN: 8, CAT: None}
 
 
 # ------------------------------------------------------------------------------------------------- who counts, and when
@@ -248,7 +234,7 @@ def test_who_left_counts_no_more_whatever_is_read_of_it_later() -> None:
     assert not known.heard(said(ANN, time=101.0, left=True), 1.5, direct=False)
     assert not known.heard(said(ANN, time=100.9), 2.0)
     seen = view(known, now=2.0)
-    assert (seen.peers, seen.end_epoch) == ((ME,), None)
+    assert (seen.peers, known.ends) == ((ME,), {})
     assert known.heard(said(ANN, time=103.0), 3.0)
     assert view(known, now=3.0).peers == (ME, ANN)
 

@@ -101,8 +101,10 @@ class RunStatus:
 
     @property
     def end_epoch(self) -> int | None:
-        """Where the run ends, if that was announced."""
-        return min((peer.end_epoch for peer in self.peers if peer.end_epoch is not None), default=None)
+        """Where the run ends, as more than half of the peers at its best state announce it, or earlier."""
+        said = sorted(math.inf if peer.end_epoch is None else peer.end_epoch for peer in self.together)
+        middle = said[len(said) // 2] if said else math.inf
+        return None if middle == math.inf else int(middle)
 
     def share(self, peer: Progress) -> float:
         """The part of all samples that comes from this peer, 0 to 1."""

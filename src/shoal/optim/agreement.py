@@ -7,7 +7,7 @@ options the step is taken, and which parameters nobody had a gradient of. Pure f
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -15,8 +15,9 @@ import msgspec
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.peer import PeerID
+from shoal.wire import Samples
 
-__all__ = ["Agreement", "Said", "agree", "checks_of"]
+__all__ = ["Agreement", "Said", "agree", "checks_of", "samples_of"]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -27,11 +28,13 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
         absent: a bit for each trained parameter (that of parameter i is `1 << i % 8` in byte `i // 8`): no batch since
             the last step has given it a gradient. Shorter if the rest has.
         check: what the parameters are, if it is time to say so.
+        samples: that it has when it begins to look for a group.
     """
 
     options: Options
     absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
     check: Check | None = None
+    samples: Samples = 0
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
@@ -72,6 +75,12 @@ def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:
     """What the members have said that their parameters are."""
     said = ((peer, _read(plain)) for peer, plain in gathered.items())
     return {peer: each.check for peer, each in said if each is not None and each.check is not None}
+
+
+def samples_of(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> dict[PeerID, int]:
+    """How many samples the contributors have said that they have."""
+    said = ((peer, _read(gathered[peer])) for peer in contributors if peer in gathered)
+    return {peer: each.samples for peer, each in said if each is not None}
 
 
 def _read(plain: Any) -> Said | None:

@@ -37,11 +37,12 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import Agreement, Said, agree, checks_of
+from shoal.optim.agreement import Agreement, Said, agree, checks_of, samples_of
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
+from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution
 from shoal.optim.gossip import ProgressGossip
@@ -52,7 +53,7 @@ from shoal.optim.rate import RateMeter
 from shoal.optim.rounds import Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
-from shoal.optim.shared_state import name_of, share, why_not_ours
+from shoal.optim.shared_state import end_of, name_of, share, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
@@ -106,7 +107,8 @@ class Collaboration:
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
         self.phase = Phase.COLLECTING
         self.state = StateName.genesis(training.fingerprint(), training.steps_before())
-        self._end = RunEnd(settings.end_patience_s)
+        self._end = RunEnd(core.peer_id, settings.end_patience_s)
+        self._committed = Committed()
         self._beginning = Beginning(settings.state_patience_s, required=settings.require_state)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
@@ -220,7 +222,7 @@ class Collaboration:
             rate=self.speed.rate,
             time=self.core.env.clock.time(),
             settings=dict(self.settings.fingerprint),
-            end_epoch=self._end.epoch,
+            end_epoch=self._end.said,
             left=self._closed,
             check=self._checks.last,
             alone=self._solitude.told,
@@ -237,10 +239,10 @@ class Collaboration:
         self.others_samples = view.samples - self.training.samples
         self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
-        if self._end.announce(view.end_epoch):
-            self._gossip.renamed()
+        self._end.settle(self.epoch, self._known.ends, self._committed)
         if self._end.look(self.epoch, view, self._now()):
             self._move(self.phase)
+        self._notices.ends(self.epoch if self.at_end else None, self._end.said)
         return view
 
     def _look(self) -> SwarmView:
@@ -248,9 +250,9 @@ class Collaboration:
         self._gossip.tell(view)
         return view
 
-    def announce_end(self, epoch: int) -> None:
-        """Tell everybody that the run ends when it reaches this epoch. The earliest announcement holds."""
-        if self._end.announce(epoch):
+    def announce_end(self, epoch: int | None) -> None:
+        """Tell everybody where the run ends as far as this peer is concerned; None lifts that. See `run_end`."""
+        if self._end.say(epoch):
             self._gossip.renamed()
             self.accumulated()
 
@@ -355,7 +357,8 @@ class Collaboration:
             await self._take_step_of(result, said)
 
     def _said(self, check: Check | None = None) -> Said:
-        return Said(options_of(self.training.optimizer.param_groups), self.training.absent(), check)
+        training = self.training
+        return Said(options_of(training.optimizer.param_groups), training.absent(), check, training.samples)
 
     async def _check(self, name: StateName) -> Check | None:
         """What our parameters are at this state, if it is time to say so."""
@@ -403,6 +406,7 @@ class Collaboration:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
+        self._committed.add(samples_of(result.gathered, result.outcome.contributors))
         if not await self._judge_parameters(result, self.state):
             return
         agreement = agree(result.gathered)
@@ -449,6 +453,7 @@ class Collaboration:
             said = self._said()
             agreement = Agreement(said.options, said.absent)
             self.contribution.counted(samples)
+            self._committed.add({self.core.peer_id: samples})
             await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
@@ -706,6 +711,7 @@ class Collaboration:
             self.accumulated()
             raise
         name, values = name_of(state.metadata), state.metadata["training"]
+        self._end.given(end_of(state.metadata))
 
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)

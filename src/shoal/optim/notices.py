@@ -33,6 +33,7 @@ class Notices:
         self._stance_told, self._without_told = Stance.FREE, False
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
+        self._end_told: int | None = None
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -142,6 +143,17 @@ class Notices:
                 f"on from epoch {epoch} without them, so there are two runs. See whether they can be reached from here "
                 "and why they refuse; they are asked again"
             )
+
+    def ends(self, epoch: int | None, said: int | None) -> None:
+        """The run ends here and now, at this epoch; this peer has said that. Once; None: it does not, or no more."""
+        told, self._end_told = self._end_told, epoch
+        if epoch is None or epoch in (told, said):
+            return
+        own = "this peer announced none" if said is None else f"this peer announced epoch {said}"
+        self.warn(
+            f"the run ends here, at epoch {epoch}: peers that made more than half of the samples of the last rounds "
+            f"announced it ({own}). Nothing more is trained; `finished` is true when the others are there"
+        )
 
     def interrupted(self) -> None:
         """A step was not taken to its end."""

@@ -191,7 +191,7 @@ class Optimizer(torch.optim.Optimizer):
                 state_averaging_compression=state_averaging_compression,
             ),
         )
-        self._closed = False
+        self._closed = self._told_end = False
         self._one_step = threading.Lock()
         core = dht.core()
 
@@ -231,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def finished(self) -> bool:
-        """Whether this peer is at the announced end of the run, and may leave; then `step` does nothing.
+        """Whether this peer is at the end of the run (see `announce_end`), and may leave; then `step` does nothing.
 
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
@@ -243,13 +243,20 @@ class Optimizer(torch.optim.Optimizer):
         """The async core: phase, progress and last round."""
         return self._collaboration
 
-    def announce_end(self, epoch: int) -> None:
-        """Tell all peers that the run ends at this epoch; the earliest announcement holds.
+    def announce_end(self, epoch: int | None) -> None:
+        """Say where the run ends as far as this peer is concerned: call it on every peer.
+
+        The run ends at this epoch when peers that made more than half of the samples of the last rounds say that it
+        ends there, or before. So no single peer ends it; a peer that is alone does.
+
+        Args:
+            epoch: the last one; None lifts what was announced before.
 
         Raises:
             ConfigError: `epoch` is not a number of epochs.
         """
-        _check_count("epoch", epoch)
+        if epoch is not None:
+            _check_count("epoch", epoch)
 
         async def announce() -> None:
             self._collaboration.announce_end(epoch)
@@ -334,6 +341,9 @@ class Optimizer(torch.optim.Optimizer):
     def _count(self, samples: int, loss: Any) -> Any:
         collaboration = self._collaboration
         if collaboration.finished:
+            if not self._told_end:
+                self._told_end = True
+                self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             return loss
         if not collaboration.at_end:
             with self._lock.holding():

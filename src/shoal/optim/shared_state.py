@@ -12,8 +12,9 @@ from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateNam
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey
 from shoal.state import Manifest, SharedState
+from shoal.wire import MAX_EPOCH
 
-__all__ = ["name_of", "share", "why_not_ours"]
+__all__ = ["end_of", "name_of", "share", "why_not_ours"]
 
 
 def share(training: TrainingState, name: StateName, end_epoch: int | None) -> SharedState:
@@ -24,7 +25,7 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None) -> Sh
     Args:
         training: parameters, optimizer, schedule.
         name: of the state that they are.
-        end_epoch: where the run ends, if that was announced.
+        end_epoch: where the run ends, if that is settled.
 
     Raises:
         ConfigError: the parameters are not those to train with.
@@ -53,6 +54,12 @@ def name_of(metadata: Any) -> StateName:
     if name.epoch > LAST_EPOCH_TAKEN or name.samples > MAX_SAMPLES_TAKEN:
         raise StateUnavailable(f"its state, of epoch {name.epoch} and {name.samples} samples, is beyond any run")
     return name
+
+
+def end_of(metadata: Any) -> int | None:
+    """Where the donor of a state says that the run ends."""
+    end = metadata.get("end_epoch")
+    return end if isinstance(end, int) and 0 <= end <= MAX_EPOCH else None
 
 
 def why_not_ours(

@@ -1,0 +1,90 @@
+"""What one peer says does not stop the others, whatever it says and under however many keys."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from shoal import sim
+from shoal.core import PeerCore
+from shoal.optim.collaboration import Collaboration
+from shoal.sim import SimHost
+from shoal.wire import Contact, Progress, TellProgress
+from tests.sim.averaging_kit import start_core
+from tests.sim.optimizer_kit import Run
+
+NAMES = ["p0", "p1", "p2"]
+
+
+class Liar:
+    """A stranger with the run's invite and settings, under a key of its own."""
+
+    def __init__(self, core: PeerCore, run: Run) -> None:
+        self.core, self.run = core, run
+
+    async def say(self, to: Collaboration, **changes: Any) -> None:
+        """Tell one of the good ones where we stand: as that one says of itself, but for `changes`."""
+        truth = to.mine()
+        words: dict[str, Any] = {name: getattr(truth, name) for name in truth.__struct_fields__}
+        words |= {"contact": self.core.endpoint.contact, "time": self.core.env.clock.time(), "end_epoch": None}
+        progress = Progress(**(words | changes))
+        request = TellProgress(self.run.settings.run_id, progress)
+        contact: Contact = to.core.endpoint.contact
+        await self.core.endpoint.call(contact, request, timeout_s=5.0)
+
+
+async def liar(run: Run, name: str) -> Liar:
+    """Start one."""
+
+    async def factory(host: SimHost) -> Any:
+        return Liar(await start_core(host, run.swarm.host("p0")), run)
+
+    found: Liar = await run.swarm.start_peer(name, factory)  # type: ignore[assignment]
+    return found
+
+
+async def lied_to(run: Run, lie: Callable[[], Awaitable[None]], for_s: float = 60.0) -> tuple[float, float]:
+    """Three train while somebody lies: epochs a second before, and while it does."""
+    for name in NAMES:
+        await run.add(name)
+    await sim.sleep(3.0)
+    end = asyncio.Event()
+    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.1, until=end.is_set)) for name in NAMES]
+    first = run.swarm.peer("p0").collaboration
+    await sim.sleep(5.0)
+    before = first.epoch
+    await sim.sleep(20.0)
+    calm, before = (first.epoch - before) / 20.0, first.epoch
+    lying = asyncio.get_running_loop().create_task(_for_ever(lie))
+    await sim.sleep(for_s)
+    lying.cancel()
+    lied = (first.epoch - before) / for_s
+    end.set()
+    await asyncio.wait(tasks, timeout=60.0)
+    return calm, lied
+
+
+async def _for_ever(lie: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await lie()
+
+
+def test_one_message_ends_the_run() -> None:
+    """`end_epoch` of a stranger, told to everybody: nobody stops."""
+
+    async def main() -> None:
+        run = Run(target=48)
+        keys = iter(range(1000))
+
+        async def lie() -> None:
+            stranger = await liar(run, f"liar{next(keys)}")
+            for name in NAMES:
+                trainer = run.swarm.peer(name).collaboration
+                await stranger.say(trainer, epoch=0, digest=bytes(32), end_epoch=trainer.epoch + 1)
+            await sim.sleep(5.0)
+
+        calm, lied = await lied_to(run, lie, 30.0)
+        assert lied > 0.8 * calm, (calm, lied)
+
+    sim.run(main, seed=3)

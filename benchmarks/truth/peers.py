@@ -118,6 +118,11 @@ class Peer:
         """Say something to it."""
         self._pipe.send(what)
 
+    def signal(self, number: int) -> None:
+        """Send it a signal."""
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()

@@ -39,6 +39,21 @@ SIGNATURE_BYTES = 64
 
 _MAX_FILE_BYTES = 16 << 10
 
+_TORSION = frozenset(
+    bytes.fromhex(y)
+    for y in (
+        "00" * 32,
+        "01" + "00" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "ecffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "edffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+        "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
+    )
+)
+"""The points whose order divides 8, without the bit of the sign: under these as public keys anybody can sign. It is the
+list of libsodium (`ge25519_has_small_order`), canonical and other encodings."""
+
 
 class Identity:
     """A peer's secret key. Make one with `ephemeral`, `load`, `create`, `load_or_create` or, in tests, `from_seed`.
@@ -174,7 +189,12 @@ class Identity:
 
 
 def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) -> bool:
-    """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception."""
+    """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception.
+
+    Nobody is a peer whose public key is a point of small order: everybody could sign for it.
+    """
+    if peer_id.raw[:31] + bytes([peer_id.raw[31] & 0x7F]) in _TORSION:
+        return False
     try:
         _public_key(peer_id.raw).verify(signature, _signed_bytes(context, message))
     except (InvalidSignature, ValueError):

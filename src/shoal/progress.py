@@ -17,7 +17,7 @@ whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rul
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,11 +59,12 @@ class SwarmView:
         peers: everybody who is alive, this peer included.
         together: those at this peer's state, and those on their way there; this peer included.
         coming: those of `together` who are on their way.
-        samples: accumulated at this peer's state, by all who are there.
+        samples: accumulated at this peer's state, by all who are there and can be believed: see `SwarmProgress.view`.
         rate: samples per second of all who are there.
         epoch: of the best state.
         behind: the best state is another one than this peer's.
         leaders: who has the best state, this peer left out; those that can be dialed first.
+        vouched: it is another one than this peer's, and a contributor to the last rounds is at it.
     """
 
     peers: tuple[PeerID, ...]
@@ -74,6 +75,7 @@ class SwarmView:
     epoch: int
     behind: bool
     leaders: tuple[PeerID, ...]
+    vouched: bool = False
 
     def eta_s(self, target: int) -> float:
         """Seconds until `target` samples are there, at the present rate; infinity if nobody moves."""
@@ -239,6 +241,15 @@ class SwarmProgress:
         said = {peer: self._known[peer][0] for peer in self._alive}
         return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
 
+    def better(self, mine: Progress, now: float) -> dict[PeerID, int]:
+        """Who says that it has a better state than this peer, can be dialed, and was not asked in vain: its epoch."""
+        said = {peer: self._said_last(peer, now) for peer in self._known}
+        return {
+            peer: progress.epoch
+            for peer, progress in said.items()
+            if progress.contact.addresses and self._offers(progress, now) and _key(progress) > _key(mine)
+        }
+
     def next_expiry(self) -> float | None:
         """When the next peer would have been silent for too long."""
         return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)
@@ -251,6 +262,8 @@ class SwarmProgress:
         shared: bool = True,
         awaited: frozenset[PeerID] = frozenset(),
         before: StateKey | None = None,
+        contributors: Collection[PeerID] = (),
+        absent: Collection[PeerID] = (),
     ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
 
@@ -261,6 +274,10 @@ class SwarmProgress:
                 client only: its state counts for itself if it is shared.
             awaited: who is on its way to this peer's state, unless it has named a state since.
             before: the state that they come from.
+            contributors: to the last rounds, if there were any. To say something under a new key costs nothing. So a
+                better state that a contributor is at comes before those that only others are at; and the samples of
+                all others together count for no more than those of this peer and of the contributors.
+            absent: who is not waited for in a round; its samples do not count.
         """
         self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
@@ -274,7 +291,12 @@ class SwarmProgress:
             offered = {_key(progress) for progress in offering[1:]}
         if shared or not offered:
             offered.add(own_key)
-        best = max(offered)
+        vouchers = [own_key] if own_key in offered else []
+        vouchers += [_key(others[peer]) for peer in contributors if peer in others]
+        best = max(offered.intersection(vouchers), default=own_key)
+        vouched = best != own_key
+        if not vouched:
+            best = max(offered)
         together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
         coming = frozenset(
             peer
@@ -285,7 +307,7 @@ class SwarmProgress:
             peers=(self._me, *sorted(others)),
             together=frozenset({self._me, *together, *coming}),
             coming=coming,
-            samples=mine.samples + sum(progress.samples for progress in together.values()),
+            samples=_believed(mine, [p for peer, p in together.items() if peer not in absent], contributors),
             rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
             epoch=best.epoch,
             behind=best != own_key,
@@ -295,7 +317,21 @@ class SwarmProgress:
                     key=lambda peer: (not others[peer].contact.addresses, peer),
                 )
             ),
+            vouched=vouched,
         )
+
+
+def _believed(mine: Progress, others: Iterable[Progress], contributors: Collection[PeerID]) -> int:
+    """The samples of all, as far as they can be believed."""
+    if not contributors:
+        return mine.samples + sum(progress.samples for progress in others)
+    known, strange = mine.samples, 0
+    for progress in others:
+        if progress.contact.peer in contributors:
+            known += progress.samples
+        else:
+            strange += progress.samples
+    return known + min(known, strange)
 
 
 def _bound(remembered: dict[PeerID, Any]) -> None:

@@ -25,6 +25,7 @@ from shoal.transport import sockets
 from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
 from shoal.transport.connection import TcpConnection
+from shoal.transport.sockets import new_socket
 from shoal.transport.tcp import TcpLimits, TcpTransport
 from tests.integration.wire_peers import VERSION, Greeting, Wire, dial, serve, signed
 
@@ -672,26 +673,55 @@ def test_strangers_cost_bounded_memory() -> None:
 
 
 def test_limits_per_peer_and_in_all() -> None:
-    """Too many connections are a clear refusal, and when one ends there is room again."""
+    """Too many of one peer are a clear refusal; too many in all cost the one that has carried least."""
 
     async def scenario() -> None:
-        limits = TcpLimits(max_connections_per_peer=2, max_connections=3)
+        limits = TcpLimits(max_connections_per_peer=2, max_connections=8)
         async with stage(limits=limits) as actors:
             mine = [await actors.dial(), await actors.dial()]
             with pytest.raises(PeerRefused, match="has 2 connections"):
                 await actors.dial()
-            other = TcpTransport(OTHER, client_mode=True)
-            await other.dial(SERVER.peer_id, actors.server.addresses, timeout_s=30)
-            third = TcpTransport(Identity.ephemeral(), client_mode=True)
-            with pytest.raises(PeerRefused, match="3 connections already"):
-                await third.dial(SERVER.peer_id, actors.server.addresses, timeout_s=30)
-            ends = [await actors.accepted.get() for _ in range(3)]
-            mine[0].abort()
-            await connection_end(ends[0])
-            await third.dial(SERVER.peer_id, actors.server.addresses, timeout_s=30)
-            assert actors.server.connections == 3
-            await other.close()
-            await third.close()
+            for connection in mine:
+                await connection.write(bytes(10_000))
+            ends = [await actors.accepted.get() for _ in mine]
+            for end in ends:
+                await end.readinto(bytearray(10_000))
+            others = [TcpTransport(Identity.ephemeral(), client_mode=True) for _ in range(7)]
+            for other in others:
+                await other.dial(SERVER.peer_id, actors.server.addresses, timeout_s=30)
+            assert actors.server.connections == 8
+            assert not any(end.closed for end in ends)
+            for other in others:
+                await other.close()
+
+    play(scenario)
+
+
+def test_one_host_takes_every_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 60 fresh keys: it takes places from itself, and from nobody else; and the program has files to open."""
+    from shoal.transport import tcp
+
+    def elsewhere(family: int) -> socket.socket:
+        made = new_socket(family)
+        made.bind(("127.0.0.2", 0))
+        return made
+
+    async def scenario() -> None:
+        monkeypatch.setattr(tcp, "open_files_limit", lambda: 40)
+        async with stage() as actors:
+            mine = [await actors.dial() for _ in range(6)]
+            ends = [await actors.accepted.get() for _ in mine]
+            monkeypatch.setattr(tcp, "new_socket", elsewhere)
+            attackers = [TcpTransport(Identity.ephemeral(), client_mode=True) for _ in range(60)]
+            for attacker in attackers:
+                await attacker.dial(SERVER.peer_id, actors.server.addresses, timeout_s=30)
+                assert actors.server.connections <= 24
+            assert not any(end.closed for end in ends)
+            monkeypatch.setattr(tcp, "new_socket", new_socket)
+            late = await actors.dial()
+            assert not late.closed
+            for attacker in attackers:
+                await attacker.close()
 
     play(scenario)
 

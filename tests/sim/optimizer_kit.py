@@ -114,7 +114,7 @@ class Trainer:
             await collaboration.stepped()
         elif phase is Phase.BEHIND:
             try:
-                self.downloads += await collaboration.download(60.0)
+                self.downloads += await collaboration.download(60.0, patient=False)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
 

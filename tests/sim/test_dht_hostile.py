@@ -362,6 +362,25 @@ def test_one_honest_holder_is_enough_for_an_exchange() -> None:
     run(main)
 
 
+def test_eclipse_of_a_newcomer() -> None:
+    """All nodes near the key take everything and show nothing: who knows one honest writer finds what that wrote."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 4)
+        names = sorted((f"evil{number}" for number in range(400)), key=lambda name: distance(swarm, name))[:14]
+        for name in names:
+            await evil(swarm, name, nodes)
+        writer = nearest(nodes, "key")[-1]
+        subkey = writer.dht.peer_id.raw
+        for _ in range(2):
+            assert await store(swarm, writer, "key", 1, 60, subkey=subkey)
+        new = await swarm.start_peer("new", node([swarm.host(writer.name).address]))
+        assert as_dict(await get(swarm, new, "key", latest=True)) == {subkey: 1}
+
+    run(main)
+
+
 def test_untimely_records_in_an_answer_are_ignored_without_blame() -> None:
     """The other's clock may be wrong; but nothing expired, or capped, is returned."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from shoal import sim
 from shoal.core import PeerCore
 from shoal.optim.collaboration import Collaboration
 from shoal.sim import SimHost
-from shoal.wire import Contact, Progress, TellProgress
+from shoal.wire import Contact, GetManifest, ManifestPending, Progress, TellProgress
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
 
@@ -50,12 +51,12 @@ async def lied_to(run: Run, lie: Callable[[], Awaitable[None]], for_s: float = 6
         await run.add(name)
     await sim.sleep(3.0)
     end = asyncio.Event()
-    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.1, until=end.is_set)) for name in NAMES]
+    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=end.is_set)) for name in NAMES]
     first = run.swarm.peer("p0").collaboration
     await sim.sleep(5.0)
     before = first.epoch
-    await sim.sleep(20.0)
-    calm, before = (first.epoch - before) / 20.0, first.epoch
+    await sim.sleep(12.0)
+    calm, before = (first.epoch - before) / 12.0, first.epoch
     lying = asyncio.get_running_loop().create_task(_for_ever(lie))
     await sim.sleep(for_s)
     lying.cancel()
@@ -70,11 +71,86 @@ async def _for_ever(lie: Callable[[], Awaitable[None]]) -> None:
         await lie()
 
 
+def test_free_keys_reset_the_patience() -> None:
+    """10^12 samples at our state, a new key every 25 s, and nobody comes to a round: epochs go on, and are whole."""
+
+    async def main() -> None:
+        run, keys = Run(target=24), iter(range(1000))
+
+        async def lie() -> None:
+            stranger = await liar(run, f"liar{next(keys)}")
+            for _ in range(12):
+                for name in NAMES:
+                    await stranger.say(run.swarm.peer(name).collaboration, samples=10**12)
+                await sim.sleep(2.0)
+
+        calm, lied = await lied_to(run, lie, 80.0)
+        samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > 25.0]
+        assert lied > 0.75 * calm, (calm, lied)
+        assert sum(samples) / len(samples) > 20, samples
+
+    sim.run(main, seed=3)
+
+
+async def claims_and_is_busy(run: Run, name: str, epochs: int = 1000) -> None:
+    """A stranger claims a better state, and asks everybody to come again."""
+    stranger = await liar(run, name)
+    stranger.core.endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope="run_state")
+    for other in list(run.swarm.peers):
+        if not other.startswith("liar"):
+            trainer = run.swarm.peer(other).collaboration
+            await stranger.say(trainer, epoch=trainer.epoch + epochs, digest=hashlib.sha256(name.encode()).digest())
+
+
+def test_one_peer_freezes_everybody_with_busy() -> None:
+    """A better state that is never given, named under a new key every 10 s, costs 20 s of waiting."""
+
+    async def main() -> None:
+        run, keys = Run(target=24), iter(range(1000))
+
+        async def lie() -> None:
+            await claims_and_is_busy(run, f"liar{next(keys)}")
+            await sim.sleep(10.0)
+
+        calm, lied = await lied_to(run, lie, 80.0)
+        assert 80.0 * (1 - lied / calm) < 26.0, (calm, lied)
+
+    sim.run(main, seed=3)
+
+
+def test_a_newcomer_finds_the_state_among_claims_of_better_ones() -> None:
+    """Twelve strangers say that they have a better one, and are busy: it asks the others, too."""
+
+    async def main() -> None:
+        run, keys = Run(target=24), iter(range(1000))
+        waited = asyncio.Event()
+
+        async def lie() -> None:
+            if not waited.is_set():
+                await run.add("new", seed=7)
+                for _ in range(12):
+                    await claims_and_is_busy(run, f"liar{next(keys)}")
+                began = asyncio.get_running_loop().time()
+                new = run.swarm.peer("new")
+                task = run.swarm.spawn("new", new.train(4, duration_s=0.5, until=waited.is_set))
+                while not new.epochs:
+                    await sim.sleep(0.1)
+                assert asyncio.get_running_loop().time() - began < 30
+                waited.set()
+                await asyncio.wait([task])
+            await sim.sleep(10.0)
+
+        await lied_to(run, lie, 40.0)
+        assert waited.is_set()
+
+    sim.run(main, seed=3)
+
+
 def test_one_message_ends_the_run() -> None:
     """`end_epoch` of a stranger, told to everybody: nobody stops."""
 
     async def main() -> None:
-        run = Run(target=48)
+        run = Run(target=24)
         keys = iter(range(1000))
 
         async def lie() -> None:
@@ -84,7 +160,7 @@ def test_one_message_ends_the_run() -> None:
                 await stranger.say(trainer, epoch=0, digest=bytes(32), end_epoch=trainer.epoch + 1)
             await sim.sleep(5.0)
 
-        calm, lied = await lied_to(run, lie, 30.0)
+        calm, lied = await lied_to(run, lie, 20.0)
         assert lied > 0.8 * calm, (calm, lied)
 
     sim.run(main, seed=3)

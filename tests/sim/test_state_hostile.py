@@ -18,7 +18,7 @@ from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.sim import Swarm, run, sleep
-from shoal.state import DownloadLimits, StateDonor
+from shoal.state import Donor, DownloadLimits, ShareLimits, StateDonor
 from shoal.state.snapshot import Snapshot
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 from tests.sim.state_kit import MIB, Box, Node, donors_of, fetch, new_swarm, node, random_tensors, same
@@ -244,6 +244,56 @@ def test_a_drip_is_bounded_by_the_deadline() -> None:
         with pytest.raises(StateUnavailable, match="within 30 s"):
             await fetch(swarm, "new", donors_of(drip), timeout_s=30.0)
         assert asyncio.get_running_loop().time() == pytest.approx(30.0, abs=1)
+
+    run(main)
+
+
+async def _a_byte_a_second(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
+    for place in range(len(data)):
+        await stream.send(Chunk(chunks[0], place), data[place : place + 1])
+        await sleep(1.0)
+
+
+def test_a_donor_of_a_byte_a_second_is_left_for_another_one() -> None:
+    """Also for one of a worse state. Alone it is given up long before the deadline."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        tensors = [torch.zeros(2 * MIB, dtype=torch.uint8)]
+        drips = [
+            await swarm.start_peer(f"drip{i}", node(Box(tensors, epoch=9), kind=sends(_a_byte_a_second)))
+            for i in range(3)
+        ]
+        good = await swarm.start_peer("good", node(Box([torch.ones(2 * MIB, dtype=torch.uint8)], epoch=5)))
+        await swarm.start_peer("new", node())
+        donors = [Donor(drip.endpoint.contact, 9.0, 9) for drip in drips] + [Donor(good.endpoint.contact, 5.0, 5)]
+        state = await fetch(swarm, "new", donors, timeout_s=600.0)
+        assert (state.epoch, state.donors) == (5, (good.peer,))
+        assert state.duration_s < 30, state.duration_s
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(StateUnavailable, match="fast enough"):
+            await fetch(swarm, "new", donors_of(drips[0]), timeout_s=600.0)
+        assert asyncio.get_running_loop().time() - began < 150
+
+    run(main)
+
+
+def test_busy_donors_of_a_better_state_keep_nobody_from_a_good_one() -> None:
+    """However many there are: those of a worse state are asked, too, after two seconds."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box([torch.zeros(2 * MIB, dtype=torch.uint8)], epoch=9)
+        busy = [await swarm.start_peer(f"busy{i}", node(box, limits=ShareLimits(max_receivers=1))) for i in range(20)]
+        for each in busy:
+            assert each.donor is not None
+            each.donor._busy = lambda peer: True  # type: ignore[method-assign]
+        good = await swarm.start_peer("good", node(Box([torch.ones(2 * MIB, dtype=torch.uint8)], epoch=5)))
+        await swarm.start_peer("new", node())
+        donors = [Donor(each.endpoint.contact, 9.0, 9) for each in busy] + [Donor(good.endpoint.contact, 5.0, 5)]
+        state = await fetch(swarm, "new", donors, timeout_s=600.0)
+        assert (state.epoch, state.donors) == (5, (good.peer,))
+        assert state.duration_s < 10, state.duration_s
 
     run(main)
 

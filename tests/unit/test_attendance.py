@@ -57,3 +57,20 @@ def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None
         assert attendance.awaited(ALL, now) == ALL
         assert attendance.formed(PRESENT, now + 7.4) == []
         now += 10.0
+
+
+def test_who_comes_under_new_names_is_one_absent_peer() -> None:
+    """A stranger that misses a round is waited for under no other name either; who has come before is."""
+    attendance = Attendance(15.0)
+    attendance.formed(PRESENT, 0.0)
+    strangers = [PeerID(bytes([number]) * 32) for number in range(10, 20)]
+    waits = 0
+    for number, stranger in enumerate(strangers):
+        now = 100.0 + 20.0 * number
+        attendance.search()
+        waits += stranger in attendance.awaited(PRESENT | {stranger}, now)
+        attendance.awaited(PRESENT | {stranger}, now + 15.0)
+        attendance.formed(PRESENT, now + 15.0)
+    assert waits == 3
+    assert attendance.absent(strangers, 285.0) == frozenset(strangers)
+    assert attendance.absent(PRESENT, 285.0) == frozenset()

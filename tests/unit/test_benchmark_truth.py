@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.hardships import costs, places, stops, words
 from benchmarks.truth import __main__ as truth
 from benchmarks.truth.kit import Report, Verdict, apart
 
@@ -48,3 +49,10 @@ def test_warnings_are_found_by_whole_words() -> None:
     """`lr` is not found in `already`."""
     report = Report(warnings=["it is there already", "the LR is another one"])
     assert report.warned("lr") == 1
+
+
+def test_every_hardship_says_what_it_replays() -> None:
+    """In its first line, as `--list` prints it; no two have one name."""
+    replays = [each for part in (stops, words, costs, places) for each in part.REPLAYS]
+    assert len({each.__name__ for each in replays}) == len(replays)
+    assert all((each.__doc__ or "").strip() for each in replays)

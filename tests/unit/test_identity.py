@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.identity import SEED_BYTES, SIGNATURE_BYTES, Identity, verify
+from shoal.identity import _TORSION, SEED_BYTES, SIGNATURE_BYTES, Identity, verify
 from shoal.peer import PeerID
 
 SEED = bytes.fromhex("9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60")
@@ -174,6 +174,45 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
             make(tmp_path / "no" / "peer.key")
     with pytest.raises(ConfigError, match=str(tmp_path)):
         Identity.load(tmp_path)  # a folder is no file
+
+
+P = 2**255 - 19
+D = -121665 * pow(121666, -1, P) % P
+
+
+def plus(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    """The sum of two points of the curve (RFC 8032)."""
+    (x, y), (u, v) = a, b
+    shared = D * x * y * u * v
+    return (x * v + u * y) * pow(1 + shared, -1, P) % P, (y * v + x * u) * pow(1 - shared, -1, P) % P
+
+
+def point(key: bytes) -> tuple[int, int] | None:
+    """What a public key says, whether its encoding is canonical or not."""
+    y = (int.from_bytes(key, "little") & (1 << 255) - 1) % P
+    square = (y * y - 1) * pow(D * y * y + 1, -1, P) % P
+    x = pow(square, (P + 3) // 8, P)
+    x = x if x * x % P == square else x * pow(2, (P - 1) // 4, P) % P
+    return (x, y) if x * x % P == square else None
+
+
+def test_low_order_keys_are_refused() -> None:
+    """Under a key whose point has a small order everybody can sign: nobody has it. All there are, in each encoding."""
+    small = [bytes([*raw[:31], raw[31] | sign]) for raw in _TORSION for sign in (0, 0x80)]
+    found = set()
+    for raw in small:
+        at = point(raw)
+        assert at is not None
+        twice = plus(at, at)
+        four = plus(twice, twice)
+        assert plus(four, four) == (0, 1)
+        found |= {at, ((P - at[0]) % P, at[1])}
+        assert not verify(PeerID(raw), b"record", b"message", raw[:31] + bytes(33))
+    assert len(found) == 8, "the curve has eight such points"
+    anybody = bytes([1, *bytes(31)])
+    forged = anybody + bytes(32)
+    ed25519.Ed25519PublicKey.from_public_bytes(anybody).verify(forged, b"whatever")  # raises nothing: that is why
+    assert not verify(PeerID(anybody), b"record", b"message", forged)
 
 
 def other_keys() -> dict[str, bytes]:

@@ -128,6 +128,34 @@ def test_of_two_states_one_is_behind(better: dict[str, Any], worse: dict[str, An
     assert seen.epoch == better.get("epoch", 5)
 
 
+def test_what_contributors_say_comes_before_what_strangers_say() -> None:
+    """A better state of theirs is the best one, though others name a later one; if they have none, it is the latest."""
+    known, mine = swarm(), said(ME)
+    known.heard(said(ANN, epoch=6, digest=DIGESTS[2]), 0.0)
+    known.heard(said(BEN, epoch=999, digest=DIGESTS[3]), 0.0)
+    seen = known.view(mine, 0.0)
+    assert (seen.epoch, seen.leaders, seen.vouched) == (999, (BEN,), False)
+    seen = known.view(mine, 0.0, contributors={ANN, ME})
+    assert (seen.epoch, seen.leaders, seen.vouched) == (6, (ANN,), True)
+    assert known.better(mine, 0.0) == {ANN: 6, BEN: 999}
+    known.heard(said(ANN, epoch=4, time=101.0), 1.0)
+    seen = known.view(mine, 1.0, contributors={ANN, ME})
+    assert (seen.epoch, seen.leaders, seen.vouched, seen.behind) == (999, (BEN,), False, True)
+
+
+def test_samples_of_strangers_are_believed_up_to_those_of_contributors() -> None:
+    """Before there is any contributor all are; who is not waited for brings none."""
+    known = swarm()
+    known.heard(said(ANN, samples=20), 0.0)
+    known.heard(said(BEN, samples=10**12), 0.0)
+    known.heard(said(CAT, samples=5), 0.0)
+    mine = said(ME, samples=10)
+    assert known.view(mine, 0.0).samples == 10**12 + 35
+    assert known.view(mine, 0.0, contributors={ME, ANN}).samples == 60
+    assert known.view(mine, 0.0, contributors={ME, ANN}, absent={BEN}).samples == 35
+    assert known.view(mine, 0.0, absent={BEN}).samples == 35
+
+
 def test_leaders_are_those_at_the_best_state_only() -> None:
     """Better than ours is not enough."""
     known = swarm()

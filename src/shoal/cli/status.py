@@ -33,6 +33,11 @@ _RENEWED_S = 3.0
 """Peers renew what they say every two seconds."""
 
 _WATCH_S = 2.0
+_MOST = 1e18
+"""Samples a second: nobody has more, whatever it says. So sums stay finite."""
+
+_ABSURD = 1e12
+"""Numbers from here on are shown rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,8 +292,8 @@ def table_of(found: RunStatus) -> Table:
             Text(peer.contact.peer.short()),
             str(peer.epoch),
             Text(peer.digest.hex()[:8] + ("!" if found.differs(peer) else ""), style="" if best else "yellow"),
-            str(peer.samples),
-            f"{_rate(peer):.1f}",
+            _short(peer.samples),
+            _short(_rate(peer)),
             f"{found.share(peer):.0%}",
             Text(_reached_by(found, peer)),
         )
@@ -315,8 +320,8 @@ def summary_of(found: RunStatus) -> str:
     if behind:
         text += f", {behind} of them at another state"
     target = found.target_batch_size
-    text += f"; {found.samples} {f'of {target} ' if target else ''}samples for the next step"
-    text += f", {found.samples_per_s:.1f} samples/s"
+    text += f"; {_short(found.samples)} {f'of {target} ' if target else ''}samples for the next step"
+    text += f", {_short(found.samples_per_s)} samples/s"
     if found.checked is not None:
         text += f"; parameters: {found.checked}"
     if alone := sum(peer.alone for peer in found.peers):
@@ -327,4 +332,11 @@ def summary_of(found: RunStatus) -> str:
 
 
 def _rate(peer: Progress) -> float:
-    return max(0.0, peer.rate) if math.isfinite(peer.rate) else 0.0
+    return min(max(0.0, peer.rate), _MOST) if math.isfinite(peer.rate) else 0.0
+
+
+def _short(number: float) -> str:
+    """Whatever a peer says, in a few characters."""
+    if number >= _ABSURD:
+        return f"{number:.1e}"
+    return str(number) if isinstance(number, int) else f"{number:.1f}"

@@ -62,7 +62,7 @@ class Service:
         found: list[DhtFound] = []
         for number, key in enumerate(request.keys):
             nearest = self._neighbours.table.nearest(id_of_key(key), self._bucket_size, without=peer)
-            records = self._vault.held.records(key, now) if request.values else []
+            records = self._vault.shown(key, now) if request.values else []
             size = sum(map(wire_bytes, records)) + sum(map(_contact_bytes, nearest))
             # The first key always gets its answer, so that asking again gets on.
             if number and size > left:
@@ -102,7 +102,7 @@ class Service:
         """What a peer that stores is shown of the key that it asks for."""
         if key is None:
             return []
-        records = self._vault.held.records(key, self._env.clock.time())
+        records = self._vault.shown(key, self._env.clock.time())
         self._charge(peer, sum(map(wire_bytes, records)))
         return records
 

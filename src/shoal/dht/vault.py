@@ -80,6 +80,14 @@ class Vault:
         """All that is held or was written here under a key."""
         return self.held.records(key, now) + self.own.records(key, now)
 
+    def shown(self, key: bytes, now: float) -> list[Record]:
+        """What others are shown: all that is known here. What this node wrote is at least where they ask it for that.
+
+        The nodes that should hold a record may all be one attacker's, who chose its keys for it.
+        """
+        held = self.held.records(key, now)
+        return held + [record for record in self.own.records(key, now) if not self.held.holds(record)]
+
     def at_hand(self, key: bytes, now: float, at: float) -> list[Record]:
         """Records that answer a `get` without asking anyone; empty if it takes others.
 

@@ -25,8 +25,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from shoal.allreduce.run_buffers import RoundMemory
@@ -45,6 +46,7 @@ from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution
+from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.misfits import Misfits
 from shoal.optim.notices import Notices
@@ -76,6 +78,8 @@ class Phase(enum.Enum):
     BEHIND = "behind"
     ENDING = "ending"
 
+
+_MOST_DONORS = 256
 
 _BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
@@ -128,7 +132,8 @@ class Collaboration:
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
-        self._taking_over = False
+        self._took_over = False
+        self._fetching = Fetching(self._fetch, on_change=self.accumulated, on_failure=self._fail)
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
         self._mend_from: frozenset[PeerID] = frozenset()
@@ -167,9 +172,12 @@ class Collaboration:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._notices.warn(f"{type(error).__name__}: {error}")
-            self.failure = error
-            self._move(self.phase)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._notices.warn(f"{type(error).__name__}: {error}")
+        self.failure = error
+        self._move(self.phase)
 
     failure: BaseException | None = None
     """What ended the background work, if something did; the trainer's next call raises it."""
@@ -183,6 +191,7 @@ class Collaboration:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._fetching.close()
         await self._gossip.leave()
         await self._gossip.close()
         self._steps.close()
@@ -231,9 +240,9 @@ class Collaboration:
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
         companions, now = self._companions, self._now()
-        view = self._known.view(
-            self.mine(), now, shared=self._shared, awaited=companions.awaited, before=companions.before
-        )
+        view = self._claimed()
+        if view.behind and not self._fetching.waits(view, now):
+            view = replace(view, behind=False)
         if companions.look(view, self.settings.target_batch_size, now):
             return self.view()
         self.others_samples = view.samples - self.training.samples
@@ -244,6 +253,19 @@ class Collaboration:
             self._move(self.phase)
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
         return view
+
+    def _claimed(self) -> SwarmView:
+        """As the others say, also where we go on with a state that is not the best one."""
+        now = self._now()
+        return self._known.view(
+            self.mine(),
+            now,
+            shared=self._shared,
+            awaited=self._companions.awaited,
+            before=self._companions.before,
+            contributors=self._committed.samples,
+            absent=self._attendance.absent(self._known.peers, now),
+        )
 
     def _look(self) -> SwarmView:
         view = self.view()
@@ -279,6 +301,8 @@ class Collaboration:
             self._news.clear()
             view = self.view()
             self._judge(view)
+            if self.phase is not Phase.BEHIND:
+                self._fetching.look(self._claimed(), self.settings.state_patience_s, self._now())
             self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
             if self._average_due:
                 await self._average_state()
@@ -291,9 +315,9 @@ class Collaboration:
                     await self._news.wait()
 
     def _judge(self, view: SwarmView) -> None:
-        if self.phase in _BUSY or self._average_due or self._taking_over:
+        if self.phase in _BUSY or self._average_due or self._fetching.holds:
             return
-        if self._may_not_begin(view) or view.behind:
+        if self._may_not_begin(view) or view.behind or self._fetching.has_news:
             phase = Phase.BEHIND
         elif self.at_end and not self.finished:
             phase = Phase.ENDING
@@ -634,38 +658,49 @@ class Collaboration:
     def _share(self) -> SharedState:
         return share(self.training, self.state, self._end.epoch)
 
-    async def download(self, timeout_s: float) -> bool:
+    async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
+
+        Args:
+            timeout_s: how long it may take, seconds.
+            patient: False to go on, with False, when the trainer has stood still for as long as claims are worth: the
+                download goes on, and the trainer is told when there is something to take over.
 
         Raises:
             StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
         """
         await self._gossip.looked.wait()
-        view = self.view()
-        if not view.behind:
+        view = self._claimed()
+        if not view.behind and not self._fetching.has_news:
             return False
-        began, before = self._now(), self.state
-        self._taking_over = True
+        needed = patient or self._beginning.stance is Stance.WAITING  # there is nothing else to do
+        taken = await self._fetching.wait(view, timeout_s, patient=needed)
+        if taken:
+            self._move(Phase.COLLECTING)
+        elif patient:
+            raise StateUnavailable(f"a better state is known, and was not here within {timeout_s:g} s")
+        return taken
+
+    async def _fetch(self, timeout_s: float) -> None:
+        """Take over the best state, or the steps that lead to it."""
+        began, self._took_over = self._now(), False
         try:
             async with self._catch_up.following(self._to_follow):
                 if not await self._take_steps(began + timeout_s):
-                    await self._take_state(view, began + timeout_s)
+                    await self._take_state(began + timeout_s)
                     await self._take_steps(began + timeout_s)
         finally:
-            self._taking_over = False
-            if self.view().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
+            if self._claimed().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
                 self._notices.warn(trouble)
-            if self.state != before:
+            if self._took_over:
                 self._beginning.had()
                 self._companions.forget()
                 self._companions.renamed(self._now())
                 self._renewed()
-        self._move(Phase.COLLECTING)
-        return True
 
     def _to_follow(self) -> list[Contact]:
         """Who has the best state and can be dialed, in any order: not all who catch up should follow the same ones."""
-        contacts = [self._gossip.contact(peer) for peer in self.view().leaders]
+        contacts = [self._gossip.contact(peer) for peer in self._claimed().leaders]
         contacts = [contact for contact in contacts if contact.addresses]
         self.core.env.rng.shuffle(contacts)
         return contacts
@@ -673,11 +708,15 @@ class Collaboration:
     async def _take_steps(self, deadline: float) -> int:
         """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
         steps = 0
-        while self.view().behind and self._now() < deadline:
-            if (update := await self._catch_up.next(self.state)) is None:
+        while self._claimed().behind and self._now() < deadline:
+            before = self.state
+            if (update := await self._catch_up.next(before)) is None:
                 break
+            await self._fetching.parked()
+            if self.state != before:
+                continue  # by a step of our own, before the trainer stood still
             async with self.lock.held():
-                self._update, self._average_due = update, False
+                self._update, self._average_due, self._took_over = update, False, True
                 try:
                     await to_the_end(self.core.env.executor.run(self.step))
                 finally:
@@ -688,12 +727,25 @@ class Collaboration:
             steps += 1
         return steps
 
-    async def _take_state(self, view: SwarmView, deadline: float) -> None:
+    def _donors(self, view: SwarmView) -> list[Donor]:
+        """Whom to ask: all who say that they have a better state, those at the best one first.
+
+        Whoever says so and does not give it keeps nobody from asking the others.
+        """
+        leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
+        donors = [Donor(self._gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]
+        if not self._mend_from:
+            better = self._known.better(self.mine(), self._now())
+            lower = sorted(peer for peer in better if peer not in leaders)
+            # Below all epochs, in their order.
+            donors += [Donor(self._gossip.contact(peer), -1.0 / (1 + better[peer]), better[peer]) for peer in lower]
+        return donors[:_MOST_DONORS]
+
+    async def _take_state(self, deadline: float) -> None:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
-        ours = self.state.key if self.core.endpoint.contact.addresses else None
-        leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
-        donors = [Donor(self._gossip.contact(peer), float(view.epoch)) for peer in leaders]
+        view, ours = self._claimed(), self.state.key if self.core.endpoint.contact.addresses else None
+        donors = self._donors(view)
         try:
             state = await download_state(
                 self.core.endpoint,
@@ -701,21 +753,24 @@ class Collaboration:
                 self._states.prefix,
                 donors,
                 timeout_s=max(0.001, deadline - self._now()),
-                min_epoch=max(view.epoch, self._catch_up.from_epoch),
+                min_epoch=self._catch_up.from_epoch,
                 accept=lambda manifest: why_not_ours(self.training, manifest, ours, self._misfits),
                 limits=self._states.sharing.limits,
                 may_read=self._catch_up.steps_first,
             )
         except StateUnavailable:
-            self._known.withheld(view.leaders, self._now())
-            self.accumulated()
+            self._withheld(view.leaders)
             raise
         name, values = name_of(state.metadata), state.metadata["training"]
-        self._end.given(end_of(state.metadata))
+
+        await self._fetching.parked()
+        if ours is not None and name.key <= self.state.key:
+            return  # we came further meanwhile
 
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)
-            self.state = name
+            self.state, self._took_over = name, True
+            self._end.given(end_of(state.metadata))
             self._mend_from = frozenset()
             self._update, self._average_due = None, False
             self._shared = True
@@ -725,9 +780,12 @@ class Collaboration:
                 await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
         except StateUnavailable as error:
             self._misfits.add(values, state.tensors, str(error))
-            self._known.withheld(view.leaders, self._now())
-            self.accumulated()
+            self._withheld(view.leaders)
             raise
         self._known.gave(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s)
+
+    def _withheld(self, peers: Iterable[PeerID]) -> None:
+        self._known.withheld(peers, self._now())
+        self.accumulated()

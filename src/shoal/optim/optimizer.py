@@ -365,8 +365,9 @@ class Optimizer(torch.optim.Optimizer):
             if self._collaboration.at_end:
                 self._take_turn()  # the last one: wait for the others
         elif phase is Phase.BEHIND:
+            timeout_s = self.load_state_timeout
             try:
-                self.load_state_from_peers()
+                self._run(self._collaboration.download(timeout_s, patient=False), timeout_s)
             except StateUnavailable as error:
                 self._collaboration.check_beginning()
                 self._warn(str(error))

@@ -23,6 +23,7 @@ from shoal.clock import Env
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.peer import Address, PeerID
+from shoal.rpc.allowance import Allowance, call_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -55,6 +56,8 @@ _OPEN_TIMEOUT_S = 10.0
 _MAX_LINKS = 4
 """With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
 
+_LEAST_CALLS_S = 10.0
+
 _logger = logging.getLogger("shoal.rpc")
 
 
@@ -85,6 +88,7 @@ class Endpoint:
         self._withheld = False
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
+        self._allowances: dict[str, Allowance] = {}  # by host
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -376,6 +380,20 @@ class Endpoint:
         """Serve an incoming call (for `CallLink`)."""
         self._services.serve_call(link, call)
 
+    def spent(self, link: CallLink, nbytes: int) -> float:
+        """A message of a peer came; how long its link is not to be read (for `CallLink`)."""
+        share = max(self.limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S)
+        rate, now = min(share, self.limits.calls_per_host_s), asyncio.get_running_loop().time()
+        allowance = self._allowances.get(link.connection.remote_host)
+        return allowance.spend(call_cost(nbytes), rate, now) if allowance is not None else 0.0
+
+    def _allowance(self, host: str) -> Allowance:
+        """What a host may ask of us: kept for a while after its last link, else a new link would bring a new one."""
+        now = asyncio.get_running_loop().time()
+        for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
+            del self._allowances[each]
+        return self._allowances.setdefault(host, Allowance(self.limits.calls_per_host_s, now))
+
     def has_streams(self, peer: PeerID) -> bool:
         """Whether a stream with this peer is open (for `CallLink`)."""
         return self._open.has_streams(peer)
@@ -390,6 +408,7 @@ class Endpoint:
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
+        self._allowance(connection.remote_host).links += 1
         link = CallLink(connection, self, self.limits, self._spawn)
         state.links.append(link)
         link.start()
@@ -402,6 +421,7 @@ class Endpoint:
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """A call link is gone (for `CallLink`)."""
         peer = link.peer_id
+        self._allowances[link.connection.remote_host].links -= 1
         self._open.count(link.connection)
         state = self._open.of(peer)
         with suppress(ValueError):

@@ -40,6 +40,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         payload_bytes: the largest payload of one frame.
         calls_per_peer: calls of one peer that are served at the same time; more are answered `busy`.
         streams_per_peer: streams that one peer may have open to us at the same time.
+        calls_per_host_s: small calls a second that all peers of one host may go on making, and four times as many at
+            once; a message counts as one more for each 256 bytes. A host that asks for more is not read for a while.
+        calls_s: the same for all hosts together: each gets its share of it, but 10 a second at least.
         outbox_bytes: small frames that may wait on one call link; beyond, our own calls to that peer fail.
         idle_streams: idle stream connections kept per peer for the next stream.
         dial_timeout_s: longest time to make one connection.
@@ -53,6 +56,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     payload_bytes: int = 16 << 20
     calls_per_peer: int = 128
     streams_per_peer: int = 64
+    calls_per_host_s: float = 500.0
+    calls_s: float = 4000.0
     outbox_bytes: int = 8 << 20
     idle_streams: int = 4
     dial_timeout_s: float = 5.0

@@ -54,6 +54,10 @@ class LinkOwner(Protocol):
         """An incoming call."""
         ...
 
+    def spent(self, link: CallLink, nbytes: int) -> float:
+        """A message of so many bytes came that we had not asked for. How long the link is not to be read, seconds."""
+        ...
+
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """The link is gone; `expected` if one side only closed an idle link."""
         ...
@@ -204,7 +208,11 @@ class CallLink:
                 if frame.kind is not Kind.CALL:
                     raise PeerProtocolError(f"{frame.kind.name} frame on a call link", self.peer_id)
                 # mypy cannot see a union as a type argument; msgspec can.
-                self._handle(decode(frame.header, _CallMessage))  # type: ignore[arg-type]
+                message: _CallMessage = decode(frame.header, _CallMessage)  # type: ignore[arg-type]
+                wanted = isinstance(message, Reply | Failure) and message.id in self._waiting
+                self._handle(message)
+                if not wanted and (pause_s := self._owner.spent(self, len(frame.header))) > 0.0:
+                    await asyncio.sleep(pause_s)
         except msgspec.MsgspecError as error:
             self._lose(PeerProtocolError(f"undecodable message on a call link: {error}", self.peer_id))
         except PeerError as error:

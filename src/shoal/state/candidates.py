@@ -2,6 +2,7 @@
 
 - Donors of higher priority come first, equal ones in an order drawn by chance. Priority says whom to ask first, not
   whom to wait for: one that is busy is passed over, and asked again later.
+- Keys are free, hosts less so: donors at an address where others have failed, or were busy, come after those elsewhere.
 - A donor that breaks the protocol is not asked again. One that was lost or fell silent is asked again if its turn
   brought at least one chunk, and after that may fail twice in a row: so turns come to an end.
 - A donor whose state is another one than what is being fetched is put aside until nobody is left who has that.
@@ -9,6 +10,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,15 +35,23 @@ class Donor:
     Attributes:
         contact: how it is reached; a peer id alone for one that we have a link with.
         priority: donors of higher priority (usually the epoch) are asked first; equal ones together.
+        min_epoch: a state of an earlier epoch is not wanted from this one.
     """
 
     contact: Contact | PeerID
     priority: float = 0.0
+    min_epoch: int = 0
 
     @property
     def peer(self) -> PeerID:
         """Who it is."""
         return self.contact.peer if isinstance(self.contact, Contact) else self.contact
+
+    @property
+    def host(self) -> str:
+        """Where it says that it is; empty if it does not say so."""
+        addresses = self.contact.addresses if isinstance(self.contact, Contact) else ()
+        return addresses[0].host if addresses else ""
 
 
 @dataclass(eq=False, slots=True)
@@ -75,6 +85,7 @@ class Candidates:
         ordered = sorted(shuffled, key=lambda donor: -donor.priority)
         self._all = {donor.peer: _Standing(donor, Backoff(rng, first_s=0.2, max_s=2.0)) for donor in ordered}
         self._reasons: dict[PeerID, str] = {}
+        self._vain: Counter[str] = Counter()  # turns in vain, by host
 
     def next(self, now: float, level: float | None) -> Donor | None:
         """Give the next donor its turn.
@@ -86,11 +97,14 @@ class Candidates:
         """
         waiting = [each for each in self._eligible(level) if each.ready_at <= now]
         # Whoever has not failed yet goes first.
-        chosen = min(waiting, key=lambda each: (each.failures, -each.donor.priority), default=None)
+        chosen = min(waiting, key=self._order, default=None)
         if chosen is None:
             return None
         chosen.waiting, chosen.aside = False, False
         return chosen.donor
+
+    def _order(self, each: _Standing) -> tuple[int, int, float]:
+        return each.failures, self._vain[each.donor.host], -each.donor.priority
 
     def ready_at(self, level: float | None) -> float | None:
         """When `next` has somebody; None if nobody waits who could come next."""
@@ -109,6 +123,7 @@ class Candidates:
     def busy(self, donor: Donor, now: float) -> None:
         """It asked us to come again."""
         self._reasons[donor.peer] = "busy"
+        self._vain[donor.host] += 1
         self._wait(donor, now, pause=True)
 
     def refused(self, donor: Donor, reason: str, now: float) -> None:
@@ -139,6 +154,7 @@ class Candidates:
         """It was lost, fell silent or refused."""
         each = self._all[donor.peer]
         each.failures += 1
+        self._vain[donor.host] += not brought_chunks
         self._reasons[donor.peer] = reason
         if brought_chunks:
             each.failures_left = _FAILURES_AFTER_CHUNKS

@@ -11,6 +11,9 @@ the download in parallel (see `feed`). Rules:
 - Of several states the one of the latest epoch is chosen; then the one that most donors have; then the first asked's.
 - Donors of another state wait until nobody is left who has the chosen one. Then they are asked anew: chunks whose hash
   is the same are kept. If the state is laid out differently the download begins anew.
+- A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is somebody
+  else to ask, else after `_HOPELESS_S`. So nobody is kept from a good state, or from going on, by a donor that gives a
+  few bytes now and then.
 - A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
   did not tell of) is dropped by name and not asked again.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
@@ -19,6 +22,7 @@ the download in parallel (see `feed`). Rules:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,6 +42,15 @@ from shoal.state.manifest import Accept, Manifest, read_manifest, shares
 from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
+
+_PROMPT_S = 2.0
+"""Donors of lower priority are asked, too, where those above have described nothing within this time."""
+
+_SLOW_S, _HOPELESS_S = 10.0, 120.0
+"""So long it is looked how fast a state comes, before it is given up for another one, or for good."""
+
+_HOPE = 4.0
+"""It may become so many times as fast as it was: other things go first on our line."""
 
 _CHOOSE_WITHIN_S = 0.3
 """After the first donor has described its state the others have so long, before one of the states is chosen."""
@@ -121,7 +134,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
     try:
         async with asyncio.timeout(timeout_s):
             with env.prompt():
-                return await download.run()
+                return await download.run(timeout_s)
     except TimeoutError:
         raise StateUnavailable(download.describe(f"no complete state within {timeout_s:g} s")) from None
 
@@ -162,13 +175,17 @@ class _Download:
         self._spoiled: list[Manifest] = []
         self._bytes_before = 0  # received for states that were given up
         self._started = self._now()
+        self._deadline = math.inf
+        self._asked_at = self._started  # when somebody was asked, of whom nobody has described a state
+        self._looked = (self._started, 0)  # how fast it comes is counted from here: when, and the bytes until then
 
     def describe(self, what: str) -> str:
         """What happened, and what each donor did."""
         return f"{what} for {self._prefix!r} ({self._candidates.describe()})"
 
-    async def run(self) -> DownloadedState:
-        """Let donors feed until one state is complete."""
+    async def run(self, timeout_s: float) -> DownloadedState:
+        """Let donors feed until one state is complete; it is given up where that would take longer than `timeout_s`."""
+        self._deadline = self._started + timeout_s
         try:
             while True:
                 self._news.clear()
@@ -177,6 +194,7 @@ class _Download:
                     if (state := await self._finish(self._target)) is not None:
                         return state
                     continue
+                self._give_up_slow()
                 self._start_turns()
                 self._choose()
                 if not self._turns and self._candidates.ready_at(None) is None:
@@ -192,6 +210,8 @@ class _Download:
 
     @property
     def _level(self) -> float | None:
+        if not self._offers and not self._chosen.is_set() and self._now() >= self._asked_at + _PROMPT_S:
+            return None
         return min((donor.priority for donor in self._turns.values()), default=None)
 
     def _start_turns(self) -> None:
@@ -202,14 +222,18 @@ class _Download:
             if not self._turns:  # nobody is left who has what was chosen
                 self._offers.clear()
                 self._chosen.clear()
+                self._asked_at = self._now()
             task = asyncio.get_running_loop().create_task(self._turn(donor))
             task.add_done_callback(lambda _: self._news.set())
             self._turns[task] = donor
 
     def _collect_turns(self) -> None:
         for task in [task for task in self._turns if task.done()]:
-            del self._turns[task]
-            task.result()  # a turn handles whatever a donor does: the rest is for our caller
+            donor = self._turns.pop(task)
+            if task.cancelled():
+                self._candidates.failed(donor, "too slow", self._now(), brought_chunks=False)
+            else:
+                task.result()  # a turn handles whatever a donor does: the rest is for our caller
 
     async def _end_turns(self) -> None:
         for task, donor in self._turns.items():
@@ -221,13 +245,36 @@ class _Download:
 
     async def _wait(self) -> None:
         """Until a turn has ended, the state is complete, or it is time to choose or to ask somebody."""
-        times = [self._choose_at]
+        now, since = self._now(), self._looked[0]
+        times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
+        if not self._chosen.is_set() and now < self._asked_at + _PROMPT_S:
+            times.append(self._asked_at + _PROMPT_S)
         if len(self._turns) < self._limits.max_donors:
             times.append(self._candidates.ready_at(self._level))
         until = min((at for at in times if at is not None), default=None)
         with suppress(TimeoutError):
             async with asyncio.timeout_at(until):
                 await self._news.wait()
+
+    def _give_up_slow(self) -> None:
+        """Leave donors whose state would not be complete in time, at the pace of the last seconds."""
+        now, target = self._now(), self._target
+        (since, before), received = self._looked, self._bytes_before + (target.bytes_received if target else 0)
+        if now < since + _SLOW_S:
+            return
+        missing = (
+            1 if target is None else target.manifest.total_bytes - target.plan.verified * target.manifest.chunk_bytes
+        )
+        if _HOPE * (received - before) * (self._deadline - now) >= missing * (now - since):
+            self._looked = now, received
+            return
+        feeding = [task for task, donor in self._turns.items() if target is not None and donor.peer in target.feeds]
+        if feeding and self._candidates.ready_at(None) is not None:
+            for task in feeding:
+                task.cancel()
+            self._looked = now, received
+        elif now >= since + _HOPELESS_S:
+            raise StateUnavailable(self.describe("no donor gives a state fast enough"))
 
     async def _turn(self, donor: Donor) -> None:
         """One donor describes its state, and feeds it if it is the chosen one."""
@@ -257,15 +304,15 @@ class _Download:
 
     async def _describe_state(self, donor: Donor) -> Manifest:
         """The donor's manifest, checked; waits while it is being made."""
-        limits = self._limits
+        limits, min_epoch = self._limits, max(self._min_epoch, donor.min_epoch)
         give_up_at = self._now() + limits.manifest_timeout_s
         while self._now() < give_up_at:
-            request = GetManifest(self._prefix, self._min_epoch)
+            request = GetManifest(self._prefix, min_epoch)
             reply = await self._endpoint.call(donor.contact, request, timeout_s=limits.answer_timeout_s)
             if not isinstance(reply, ManifestPending):
                 manifest = read_manifest(reply, max_state_bytes=limits.max_state_bytes)
-                if manifest.epoch < self._min_epoch:
-                    wanted = f"wanted is {self._min_epoch} or later"
+                if manifest.epoch < min_epoch:
+                    wanted = f"wanted is {min_epoch} or later"
                     raise PeerRefused(f"its state is of epoch {manifest.epoch}, {wanted}", donor.peer)
                 if self._accept is not None and (reason := self._accept(manifest)):
                     raise PeerRefused(reason, donor.peer)

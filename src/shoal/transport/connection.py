@@ -69,6 +69,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._peer_id: PeerID | None = None
         self._protocol_version = 0
         self._bytes_sent = self._bytes_received = 0
+        self.opened_at = self._loop.time()
         self._end_reason: str | None = None
         self._discarding = False
         self._closing = False

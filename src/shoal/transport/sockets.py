@@ -22,6 +22,7 @@ __all__ = [
     "all_interfaces",
     "is_loopback",
     "new_socket",
+    "open_files_limit",
     "open_sockets",
     "outside_host",
     "resolve",
@@ -124,6 +125,16 @@ def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost" or host.endswith(".localhost")
+
+
+def open_files_limit() -> int:
+    """How many files this process may have open."""
+    try:
+        import resource  # noqa: PLC0415 (not on every system)
+    except ImportError:
+        return 1 << 16
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 16 if soft == resource.RLIM_INFINITY else soft
 
 
 def outside_host(host: str) -> str:

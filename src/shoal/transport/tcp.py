@@ -18,7 +18,7 @@ import socket
 import ssl
 from collections import Counter, deque
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from shoal.errors import (
@@ -38,7 +38,15 @@ from shoal.transport.certificate import client_context, server_context
 from shoal.transport.connection import TcpConnection
 from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
 from shoal.transport.layers import Scratch
-from shoal.transport.sockets import accept, all_interfaces, is_loopback, new_socket, outside_host, resolve
+from shoal.transport.sockets import (
+    accept,
+    all_interfaces,
+    is_loopback,
+    new_socket,
+    open_files_limit,
+    outside_host,
+    resolve,
+)
 from shoal.wire import PROTOCOL_VERSIONS
 
 __all__ = ["TcpLimits", "TcpTransport"]
@@ -58,16 +66,23 @@ class TcpLimits:
     """How much a `TcpTransport` lets others ask of it.
 
     Attributes:
-        max_unauthenticated: connections that have not proved who they are.
+        max_unauthenticated: connections that have not proved who they are; at most a quarter of `max_connections`.
         auth_timeout_s: seconds for the TLS handshake and both proofs together.
         max_connections_per_peer: connections with one peer; counted both ways, refused when it dials.
-        max_connections: connections with all peers; counted both ways, refused when somebody dials.
+        max_connections: connections with all peers, counted both ways. At most three fifths of the files that this
+            process may open (`ulimit -n`): the rest is the program's. When somebody dials and there are as many, the
+            host that has most of them loses the one that has carried least.
     """
 
     max_unauthenticated: int = 256
     auth_timeout_s: float = 5.0
     max_connections_per_peer: int = 96
     max_connections: int = 2048
+
+    def within(self, files: int) -> TcpLimits:
+        """What fits into so many open files."""
+        most = max(8, min(self.max_connections, files * 3 // 5))
+        return replace(self, max_connections=most, max_unauthenticated=min(self.max_unauthenticated, max(4, most // 4)))
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -126,7 +141,7 @@ class TcpTransport:
         self._identity, self._host, self._port = identity, host, port
         self._announce_host, self._announce_port = announce_host, announce_port
         self._client_mode, self._clear = client_mode, not encrypt
-        self._limits = limits or TcpLimits()
+        self._limits = (limits or TcpLimits()).within(open_files_limit())
         self._client_context = client_context()
         self._scratch = Scratch()
         self._alive: set[TcpConnection] = set()
@@ -199,6 +214,8 @@ class TcpTransport:
         """
         if self._closed:
             raise ClosedError("this transport is closed")
+        if self.connections >= self._limits.max_connections:
+            self._make_place()
         try:
             async with asyncio.timeout(timeout_s):
                 connection = await self._dial_first(peer_id, [each for each in addresses if each.peer_id == peer_id])
@@ -321,8 +338,18 @@ class TcpTransport:
         if sum(connection.proved_peer_id == client for connection in self._alive) >= limits.max_connections_per_peer:
             return f"it has {limits.max_connections_per_peer} connections with this peer already, the most allowed"
         if self.connections >= limits.max_connections:
-            return f"this peer has {limits.max_connections} connections already, the most allowed"
+            self._make_place()
         return None
+
+    def _make_place(self) -> None:
+        """Of the host with most connections the one goes that has carried least: it is idle, or has only begun."""
+        proved = [each for each in self._alive if each.proved_peer_id is not None and not each.closed]
+        crowded = Counter(each.remote_host for each in proved).most_common(1)[0][0]
+        least = min(
+            (each for each in proved if each.remote_host == crowded),
+            key=lambda each: (each.bytes_received + each.bytes_sent, each.opened_at),
+        )
+        least.abort("too many connections: this one has carried least")
 
     # Dialing
 

@@ -1,0 +1,151 @@
+"""What the replays are made of: peers that train until they are told to leave, and strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from benchmarks.truth.kit import Job, Report, joined
+from benchmarks.truth.peers import Failed, Peer, Peers
+from shoal.clock import Env
+from shoal.errors import PeerError
+from shoal.identity import Identity
+from shoal.peer import Address
+from shoal.rpc import Endpoint
+from shoal.transport import sockets, tcp
+from shoal.wire import Contact, Progress, TellProgress
+
+__all__ = [
+    "RUN",
+    "Stranger",
+    "address_of",
+    "beside",
+    "elsewhere",
+    "jobs",
+    "left",
+    "own_core",
+    "pace",
+    "paces",
+    "strangers",
+    "swarm",
+]
+
+RUN = "truth"
+"""The run of `benchmarks.truth.kit`."""
+
+_ATTACKER = "127.0.0.2"
+FOR_EVER = 10**6
+
+
+def jobs(count: int, **changes: Any) -> list[Job]:
+    """Peers that make about five epochs a second, whatever their number, until they are told to leave."""
+    usual: dict[str, Any] = {"epochs": FOR_EVER, "pace_s": 0.02, "batch": 8, "target": 80 * count}
+    return [Job(index=index, **(usual | changes)) for index in range(count)]
+
+
+def swarm(peers: Peers, those: Sequence[Job], work: Callable[..., Any] | None = None) -> list[Peer]:
+    """Start them; returns when all have taken steps together."""
+    started = joined(peers, those, work) if work is not None else joined(peers, those)
+    for each in started:
+        each.until_steps(5)
+    return started
+
+
+def address_of(peer: Peer) -> Address:
+    """Where it listens, as it said."""
+    return Address.parse(next(value for name, value in peer.said if name == "address"))
+
+
+def pace(peer: Peer, seconds: float) -> float:
+    """Epochs a second that a peer makes from now on, over so long."""
+    return paces([peer], seconds)[0]
+
+
+def paces(those: Sequence[Peer], seconds: float) -> list[float]:
+    """The same of several at once."""
+    began, before = time.monotonic(), [each.latest("epoch")[0] for each in those]
+    while (left_s := began + seconds - time.monotonic()) > 0:
+        time.sleep(min(1.0, left_s))
+        after = [each.latest("epoch")[0] for each in those]  # what they say must not fill the pipe
+    return [(b - a) / (time.monotonic() - began) for a, b in zip(before, after, strict=True)]
+
+
+def left(those: Sequence[Peer]) -> list[Report]:
+    """Tell them to leave; how it went for each. One that has failed raises `Failed`."""
+    for each in those:
+        each.tell("leave")
+    return [each.result() for each in those]
+
+
+# ------------------------------------------------------------------------------------------------------------ strangers
+
+
+@contextlib.contextmanager
+def elsewhere(host: str = _ATTACKER) -> Iterator[None]:
+    """What this process dials comes from another address of this machine meanwhile."""
+
+    def bound(family: int) -> socket.socket:
+        made = sockets.new_socket(family)
+        made.bind((host, 0))
+        return made
+
+    tcp.new_socket = bound  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        tcp.new_socket = sockets.new_socket  # type: ignore[attr-defined]
+
+
+class Stranger:
+    """Somebody with the run's invite, and a fresh key."""
+
+    def __init__(self) -> None:
+        self.identity = Identity.ephemeral()
+        self.endpoint = Endpoint(tcp.TcpTransport(self.identity, host=_ATTACKER), Env())
+
+    async def tell(self, to: Address, **changes: Any) -> Progress:
+        """Tell a peer where we stand: as it says of itself, but for `changes`. Returns what it says of itself."""
+        contact = Contact(to.peer_id, (to,))
+        words: dict[str, Any] = {"epoch": 0, "digest": bytes(32), "branch_samples": 0, "samples": 0, "rate": 0.0}
+        first = Progress(self.endpoint.contact, **words, time=time.time(), settings={}, left=True)
+        told = await self.endpoint.call(contact, TellProgress(RUN, first), timeout_s=5.0)
+        own: dict[str, Any] = {"contact": self.endpoint.contact, "time": time.time(), "end_epoch": None}
+        progress = msgspec.structs.replace(told.progress, **(own | changes))
+        await self.endpoint.call(contact, TellProgress(RUN, progress), timeout_s=5.0)
+        return told.progress
+
+
+@contextlib.asynccontextmanager
+async def strangers(count: int = 1) -> AsyncIterator[list[Stranger]]:
+    """So many, from one host."""
+    with elsewhere():
+        made = [Stranger() for _ in range(count)]
+        try:
+            for each in made:
+                await each.endpoint.start()
+            yield made
+        finally:
+            await asyncio.gather(*(each.endpoint.close() for each in made))
+
+
+async def beside(work: Awaitable[None], measured: Callable[[], Any]) -> Any:
+    """What `measured` returns while `work` goes on."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.to_thread(measured)
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, PeerError, Failed):
+            await task
+
+
+def own_core(number: int) -> None:
+    """Run on this core only."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[number]})

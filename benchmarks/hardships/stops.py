@@ -1,0 +1,112 @@
+"""What a machine does to its peer: it stops it, interrupts it, or has a wrong clock."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from typing import Any
+
+from benchmarks.hardships.kit import jobs, left, paces, swarm
+from benchmarks.truth.kit import Job, Report, Trainee, Verdict, apart, changed, join, joined, pass_gate, train
+from benchmarks.truth.peers import Line, Peers
+
+__all__ = ["REPLAYS"]
+
+_FROZEN_S = 70.0
+_SIGNALS = 300
+_HOURS_S = 2 * 3600.0
+
+
+def frozen() -> Verdict:
+    """All peers are stopped for 70 s, as a laptop's lid does: all go on."""
+    with Peers() as peers:
+        those = swarm(peers, jobs(4))
+        for each in those:
+            each.signal(signal.SIGSTOP)
+        time.sleep(_FROZEN_S)
+        for each in those:
+            each.signal(signal.SIGCONT)
+        time.sleep(5.0)
+        rates = paces(those, 10.0)
+        reports = left(those)
+    alarms = sum(report.warned("clock", "clocks") for report in reports)
+    measured = f"{min(rates):.1f} to {max(rates):.1f} epochs a second 5 s later, {alarms} warnings about clocks"
+    return Verdict(held=min(rates) > 1.0 and not alarms, measured=measured)
+
+
+def interrupted(line: Line, job: Job) -> Report:
+    """Train as others do, and go on after each Ctrl+C, wherever it comes."""
+    import shoal
+
+    trainee, interrupts = Trainee(job, line), 0
+    with shoal.DHT(job.entries, start=True) as dht:
+        dht.events.subscribe(trainee.note)
+        line.say("address", str(dht.get_visible_maddrs()[0]))
+        trainee.swarm = swarm = join(trainee, dht)
+        swarm.announce_end(job.epochs)
+        pass_gate(line, job)
+        leaving = False
+        while not leaving:
+            try:
+                while not leaving:
+                    time.sleep(job.pace_s)
+                    job.loss(trainee).backward()
+                    swarm.step()
+                    swarm.zero_grad()
+                    trainee.saw()
+                    leaving = line.heard("leave")
+            except KeyboardInterrupt:
+                interrupts += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        trainee.report.values["interrupts"] = interrupts
+    return trainee.report
+
+
+def signals() -> Verdict:
+    """300 real Ctrl+C at random moments of one peer's loop: it trains on, with the same weights as the other."""
+    draw = random.Random(1)
+    with Peers() as peers:
+        those = joined(peers, jobs(2), interrupted)
+        for each in those:
+            each.until_steps(5)
+        for _ in range(_SIGNALS):
+            those[1].signal(signal.SIGINT)
+            time.sleep(draw.uniform(0.0, 0.1))
+            for each in those:
+                each.latest("epoch")
+        time.sleep(2.0)
+        rates = paces(those, 5.0)
+        reports = left(those)
+    differ, common = apart(reports)
+    came = reports[1].values["interrupts"]
+    measured = (
+        f"{came} interrupts, then {min(rates):.1f} epochs a second; weights differ in {differ} of {common} epochs"
+    )
+    return Verdict(held=min(rates) > 1.0 and came > _SIGNALS / 2 and differ == 0, measured=measured)
+
+
+def with_wrong_clock(line: Line, job: Job) -> Report:
+    """Train on a machine whose clock is two hours ahead."""
+    from shoal.clock import SystemClock
+
+    true: Any = SystemClock.time
+    SystemClock.time = lambda self: true(self) + _HOURS_S  # type: ignore[method-assign]
+    return train(line, job)
+
+
+def clocks() -> Verdict:
+    """One peer's clock is two hours ahead: it trains with the others, and is told by how much."""
+    with Peers() as peers:
+        those = swarm(peers, jobs(2))
+        entry = next(value for name, value in those[0].said if name == "address")
+        late = peers.start(with_wrong_clock, job=changed(jobs(1)[0], index=9, entries=(entry,), target=160))
+        time.sleep(15.0)
+        reports = left([*those, late])
+    shared = sum(count > 2 for count in reports[2].steps.values())
+    told = reports[2].warned("clock", "clocks")
+    measured = f"{shared} epochs together within 15 s, {told} warnings about clocks there"
+    return Verdict(held=shared >= 10 and told >= 1, measured=measured)
+
+
+REPLAYS = (frozen, signals, clocks)

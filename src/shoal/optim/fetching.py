@@ -1,0 +1,125 @@
+"""The fetch of a better state, beside the trainer's batches, and how long the trainer stands still for it.
+
+Only what stands still may be changed: a fetch that has something to take over says so (`parked`), and the trainer stops
+at its next step until the fetch is over. Before that it waits as long as its patience lasts (see `patience`), and goes
+on with its own state when that is used up. Loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from shoal.errors import ShoalError
+from shoal.optim.patience import Patience
+from shoal.progress import SwarmView
+
+__all__ = ["Fetching"]
+
+_PAUSE_S = 5.0
+"""Between two fetches, while the trainer goes on."""
+
+
+class Fetching:
+    """At most one fetch at a time.
+
+    Args:
+        fetch: takes over the best state; told how long that may take, seconds.
+        on_change: called when it is time to look again.
+        on_failure: told what went wrong while nobody waited, unless it was the others' fault.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[float], Coroutine[Any, Any, None]],
+        *,
+        on_change: Callable[[], None],
+        on_failure: Callable[[BaseException], None],
+    ) -> None:
+        self._fetch, self._on_change, self._on_failure = fetch, on_change, on_failure
+        self._patience = {True: Patience(), False: Patience()}  # for what contributors say, and for what others say
+        self._task: asyncio.Task[None] | None = None
+        self._has_news = False
+        self._parked = asyncio.Event()
+        self._again_at = float("-inf")
+
+    @property
+    def holds(self) -> bool:
+        """Whether the trainer stands still now."""
+        return self._parked.is_set()
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take over, as soon as the trainer stands still."""
+        return self._has_news
+
+    def waits(self, view: SwarmView, now: float) -> bool:
+        """Whether the trainer is to stand still, for a better state or to take it over."""
+        return self._has_news or self._patience[view.vouched].left_s(now) > 0
+
+    def look(self, view: SwarmView, timeout_s: float, now: float) -> None:
+        """The swarm is seen so: fetch a better state, also if nobody waits for it."""
+        if view.behind and self._task is None and now >= self._again_at:
+            self._begin(timeout_s)
+
+    def _begin(self, timeout_s: float) -> asyncio.Task[None]:
+        self._task = task = asyncio.get_running_loop().create_task(self._fetch(timeout_s))
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._task, self._has_news, self._again_at = None, False, loop.time() + _PAUSE_S
+        if task.cancelled() or (error := task.exception()) is None:
+            for patience in self._patience.values() if not task.cancelled() else ():
+                patience.rewarded()
+        elif not self.holds and not isinstance(error, ShoalError):
+            self._on_failure(error)
+        self._on_change()
+
+    async def parked(self) -> None:
+        """There is something to take over: return when the trainer stands still. It does until the fetch is over."""
+        self._has_news = True
+        self._on_change()
+        await self._parked.wait()
+
+    async def wait(self, view: SwarmView, timeout_s: float, *, patient: bool) -> bool:
+        """Stand still until the fetch is over (trainer). False if it is not, and the trainer is to go on.
+
+        Args:
+            view: the swarm as it is now.
+            timeout_s: for a fetch that begins now.
+            patient: wait for all this time.
+
+        Raises:
+            StateUnavailable: it failed; nothing was changed.
+        """
+        loop = asyncio.get_running_loop()
+        task, began, patience = self._task or self._begin(timeout_s), loop.time(), self._patience[view.vouched]
+        self._parked.set()
+        try:
+            await asyncio.wait({task}, timeout=timeout_s if patient else patience.left_s(began))
+            if self._has_news:
+                await asyncio.wait({task})
+        except asyncio.CancelledError:
+            if self._has_news:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+            raise
+        finally:
+            self._parked.clear()
+        if not task.done():
+            patience.waited(loop.time() - began)
+            return False
+        if task.exception() is not None:
+            patience.waited(loop.time() - began)
+        task.result()
+        return True
+
+    async def close(self) -> None:
+        """Fetch nothing any more. Safe to call twice."""
+        if self._task is not None:
+            task = self._task
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)

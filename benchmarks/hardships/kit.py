@@ -125,14 +125,14 @@ class Stranger:
 @contextlib.asynccontextmanager
 async def strangers(count: int = 1) -> AsyncIterator[list[Stranger]]:
     """So many, from one host."""
-    with elsewhere():
-        made = [Stranger() for _ in range(count)]
-        try:
-            for each in made:
-                await each.endpoint.start()
+    made = [Stranger() for _ in range(count)]
+    try:
+        for each in made:
+            await each.endpoint.start()
+        with elsewhere():
             yield made
-        finally:
-            await asyncio.gather(*(each.endpoint.close() for each in made))
+    finally:
+        await asyncio.gather(*(each.endpoint.close() for each in made))
 
 
 async def beside(work: Awaitable[None], measured: Callable[[], Any]) -> Any:

@@ -101,6 +101,11 @@ class SwarmProgress:
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # of those known, as others say
         self._now = float("-inf")
+        self.contributors: Collection[PeerID] = ()
+        """To the last steps, if there were any. To say something under a new key costs nothing. So a better state that
+        a contributor is at comes before those that only others are at; the samples of all others together count for no
+        more than those of this peer and of the contributors; and only contributors are believed what they tell of
+        others."""
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
 
@@ -150,7 +155,7 @@ class SwarmProgress:
         be silenced by what is said in its name.
         """
         news = False
-        for other in others:
+        for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
             known = self._known.get(other.peer)
             if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
                 continue
@@ -262,7 +267,6 @@ class SwarmProgress:
         shared: bool = True,
         awaited: frozenset[PeerID] = frozenset(),
         before: StateKey | None = None,
-        contributors: Collection[PeerID] = (),
         absent: Collection[PeerID] = (),
     ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
@@ -274,9 +278,6 @@ class SwarmProgress:
                 client only: its state counts for itself if it is shared.
             awaited: who is on its way to this peer's state, unless it has named a state since.
             before: the state that they come from.
-            contributors: to the last rounds, if there were any. To say something under a new key costs nothing. So a
-                better state that a contributor is at comes before those that only others are at; and the samples of
-                all others together count for no more than those of this peer and of the contributors.
             absent: who is not waited for in a round; its samples do not count.
         """
         self._now = max(self._now, now)
@@ -292,7 +293,7 @@ class SwarmProgress:
         if shared or not offered:
             offered.add(own_key)
         vouchers = [own_key] if own_key in offered else []
-        vouchers += [_key(others[peer]) for peer in contributors if peer in others]
+        vouchers += [_key(others[peer]) for peer in self.contributors if peer in others]
         best = max(offered.intersection(vouchers), default=own_key)
         vouched = best != own_key
         if not vouched:
@@ -307,7 +308,7 @@ class SwarmProgress:
             peers=(self._me, *sorted(others)),
             together=frozenset({self._me, *together, *coming}),
             coming=coming,
-            samples=_believed(mine, [p for peer, p in together.items() if peer not in absent], contributors),
+            samples=_believed(mine, [p for peer, p in together.items() if peer not in absent], self.contributors),
             rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
             epoch=best.epoch,
             behind=best != own_key,

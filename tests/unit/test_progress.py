@@ -135,11 +135,12 @@ def test_what_contributors_say_comes_before_what_strangers_say() -> None:
     known.heard(said(BEN, epoch=999, digest=DIGESTS[3]), 0.0)
     seen = known.view(mine, 0.0)
     assert (seen.epoch, seen.leaders, seen.vouched) == (999, (BEN,), False)
-    seen = known.view(mine, 0.0, contributors={ANN, ME})
+    known.contributors = {ANN, ME}
+    seen = known.view(mine, 0.0)
     assert (seen.epoch, seen.leaders, seen.vouched) == (6, (ANN,), True)
     assert known.better(mine, 0.0) == {ANN: 6, BEN: 999}
     known.heard(said(ANN, epoch=4, time=101.0), 1.0)
-    seen = known.view(mine, 1.0, contributors={ANN, ME})
+    seen = known.view(mine, 1.0)
     assert (seen.epoch, seen.leaders, seen.vouched, seen.behind) == (999, (BEN,), False, True)
 
 
@@ -151,9 +152,21 @@ def test_samples_of_strangers_are_believed_up_to_those_of_contributors() -> None
     known.heard(said(CAT, samples=5), 0.0)
     mine = said(ME, samples=10)
     assert known.view(mine, 0.0).samples == 10**12 + 35
-    assert known.view(mine, 0.0, contributors={ME, ANN}).samples == 60
-    assert known.view(mine, 0.0, contributors={ME, ANN}, absent={BEN}).samples == 35
     assert known.view(mine, 0.0, absent={BEN}).samples == 35
+    known.contributors = {ME, ANN}
+    assert known.view(mine, 0.0).samples == 60
+    assert known.view(mine, 0.0, absent={BEN}).samples == 35
+
+
+def test_strangers_are_not_believed_what_they_tell_of_others() -> None:
+    """Else one that stands at our state could give contributors any number of samples."""
+    known, mine = swarm(), said(ME, samples=10)
+    known.heard(said(ANN, samples=20), 0.0)
+    known.contributors = {ME, ANN, CAT}
+    assert not known.relayed(said(BEN), [Standing(ANN, 10**12, 101.0)], 0.0)
+    assert known.view(mine, 0.0).samples == 30
+    assert known.relayed(said(CAT), [Standing(ANN, 25, 101.0)], 0.0)
+    assert known.view(mine, 0.0).samples == 35
 
 
 def test_leaders_are_those_at_the_best_state_only() -> None:

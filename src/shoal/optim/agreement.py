@@ -78,9 +78,9 @@ def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:
 
 
 def samples_of(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> dict[PeerID, int]:
-    """How many samples the contributors have said that they have."""
+    """How many samples the contributors have said that they have; at least one, as they have contributed."""
     said = ((peer, _read(gathered[peer])) for peer in contributors if peer in gathered)
-    return {peer: each.samples for peer, each in said if each is not None}
+    return {peer: max(1, each.samples) for peer, each in said if each is not None}
 
 
 def _read(plain: Any) -> Said | None:

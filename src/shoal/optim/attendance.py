@@ -49,6 +49,8 @@ class Attendance:
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Who of these is waited for no more."""
+        if not self._missed:
+            return frozenset()
         return frozenset(peer for peer in peers if self._missed.get(self._name(peer), (0, now))[1] > now)
 
     def _name(self, peer: PeerID) -> PeerID | None:

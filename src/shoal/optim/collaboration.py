@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -132,7 +132,7 @@ class Collaboration:
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
-        self._took_over = False
+        self._took_over = self._goes_on = False
         self._fetching = Fetching(self._fetch, on_change=self.accumulated, on_failure=self._fail)
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
@@ -240,16 +240,17 @@ class Collaboration:
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
         companions, now = self._companions, self._now()
-        view = self._claimed()
-        if view.behind and not self._fetching.waits(view, now):
-            view = replace(view, behind=False)
+        view = claimed = self._claimed()
+        self._goes_on = claimed.behind and not self._fetching.waits(claimed, now)
+        if self._goes_on:
+            view = replace(claimed, behind=False)
         if companions.look(view, self.settings.target_batch_size, now):
             return self.view()
         self.others_samples = view.samples - self.training.samples
         self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
         self._end.settle(self.epoch, self._known.ends, self._committed)
-        if self._end.look(self.epoch, view, self._now()):
+        if self._end.look(self.epoch, claimed if claimed.vouched else view, now):
             self._move(self.phase)
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
         return view
@@ -263,7 +264,6 @@ class Collaboration:
             shared=self._shared,
             awaited=self._companions.awaited,
             before=self._companions.before,
-            contributors=self._committed.samples,
             absent=self._attendance.absent(self._known.peers, now),
         )
 
@@ -301,8 +301,8 @@ class Collaboration:
             self._news.clear()
             view = self.view()
             self._judge(view)
-            if self.phase is not Phase.BEHIND:
-                self._fetching.look(self._claimed(), self.settings.state_patience_s, self._now())
+            if self._goes_on and self.phase not in (*_BUSY, Phase.BEHIND):
+                self._fetching.look(self.settings.state_patience_s, self._now())
             self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
             if self._average_due:
                 await self._average_state()
@@ -430,7 +430,7 @@ class Collaboration:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
-        self._committed.add(samples_of(result.gathered, result.outcome.contributors))
+        self._made(samples_of(result.gathered, result.outcome.contributors))
         if not await self._judge_parameters(result, self.state):
             return
         agreement = agree(result.gathered)
@@ -448,6 +448,11 @@ class Collaboration:
         self._companions.share(members, name.key, result.duration_s)
         self._ready(step, name.after_round(result, agreement.digest), len(members))
         await self._steps.add_round(name, result, self._gradients.vector, agreement)
+
+    def _made(self, samples: Mapping[PeerID, int]) -> None:
+        """A step was made of so many samples of each contributor."""
+        self._committed.add(samples)
+        self._known.contributors = self._committed.samples
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
@@ -477,7 +482,7 @@ class Collaboration:
             said = self._said()
             agreement = Agreement(said.options, said.absent)
             self.contribution.counted(samples)
-            self._committed.add({self.core.peer_id: samples})
+            self._made({self.core.peer_id: samples})
             await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for

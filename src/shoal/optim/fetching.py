@@ -58,9 +58,9 @@ class Fetching:
         """Whether the trainer is to stand still, for a better state or to take it over."""
         return self._has_news or self._patience[view.vouched].left_s(now) > 0
 
-    def look(self, view: SwarmView, timeout_s: float, now: float) -> None:
-        """The swarm is seen so: fetch a better state, also if nobody waits for it."""
-        if view.behind and self._task is None and now >= self._again_at:
+    def look(self, timeout_s: float, now: float) -> None:
+        """A better state is known: fetch it, also if nobody waits for it."""
+        if self._task is None and now >= self._again_at:
             self._begin(timeout_s)
 
     def _begin(self, timeout_s: float) -> asyncio.Task[None]:

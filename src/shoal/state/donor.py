@@ -99,7 +99,9 @@ class StateDonor:
         self.enabled = True
         self._upload = Upload.of(endpoint)
         self._pacer = pacer or Pacer(self._limits.upload_bytes_per_s)
+        self._endpoint = endpoint
         self._serving: Counter[PeerID] = Counter()
+        self._hosts: Counter[str] = Counter()  # of those that are served
         self._store = SnapshotStore(
             env,
             hold,
@@ -146,7 +148,10 @@ class StateDonor:
 
     def _busy(self, peer: PeerID) -> bool:
         limits = self._limits
-        return self._serving.total() >= limits.max_receivers or self._serving[peer] >= limits.max_receivers_per_peer
+        if self._serving.total() >= limits.max_receivers or self._serving[peer] >= limits.max_receivers_per_peer:
+            return True
+        # Keys are free: the last quarter of the places is not for a host that has all the others.
+        return self._hosts[self._endpoint.hosts_of(peer)[1]] >= limits.max_receivers - limits.max_receivers // 4
 
     async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
         self._check_enabled()
@@ -170,7 +175,9 @@ class StateDonor:
             raise PeerRefused("this snapshot is gone: ask for the manifest again")
         if self._busy(peer):
             raise PeerRefused("busy: too many receivers at the moment")
+        host = self._endpoint.hosts_of(peer)[1]
         self._serving[peer] += 1
+        self._hosts[host] += 1
         self._store.begin(snapshot, peer)
         wishes = _Wishes(stream, len(snapshot.manifest.hashes))
         sent = 0
@@ -186,6 +193,7 @@ class StateDonor:
             await wishes.close()
             self._store.end(snapshot)
             self._serving -= Counter({peer: 1})
+            self._hosts -= Counter({host: 1})
             if sent:
                 self._env.events.emit(StateServed(prefix=self._prefix, peer=peer, bytes_sent=sent))
 

@@ -133,6 +133,7 @@ class Collaboration:
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
         self._took_over = self._goes_on = False
+        self._claim: SwarmView
         self._fetching = Fetching(self._fetch, on_change=self.accumulated, on_failure=self._fail)
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
@@ -240,7 +241,7 @@ class Collaboration:
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
         companions, now = self._companions, self._now()
-        view = claimed = self._claimed()
+        view = claimed = self._claim = self._claimed()
         self._goes_on = claimed.behind and not self._fetching.waits(claimed, now)
         if self._goes_on:
             view = replace(claimed, behind=False)
@@ -301,8 +302,11 @@ class Collaboration:
             self._news.clear()
             view = self.view()
             self._judge(view)
+            claimed = self._claim
             if self._goes_on and self.phase not in (*_BUSY, Phase.BEHIND):
-                self._fetching.look(self.settings.state_patience_s, self._now())
+                self._fetching.look(claimed, self.settings.state_patience_s, self._now())
+            elif self.phase not in _BUSY:
+                self._fetching.prefer(claimed)
             self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
             if self._average_due:
                 await self._average_state()
@@ -675,11 +679,13 @@ class Collaboration:
             StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
         """
         await self._gossip.looked.wait()
-        view = self._claimed()
-        if not view.behind and not self._fetching.has_news:
-            return False
-        needed = patient or self._beginning.stance is Stance.WAITING  # there is nothing else to do
-        taken = await self._fetching.wait(view, timeout_s, patient=needed)
+        deadline, taken, needed = self._now() + timeout_s, False, True
+        while not taken and needed and (left_s := deadline - self._now()) > 0:
+            view = self._claimed()
+            if not view.behind and not self._fetching.has_news:
+                return False
+            needed = patient or self._beginning.stance is Stance.WAITING  # there is nothing else to do
+            taken = await self._fetching.wait(view, left_s, patient=needed)
         if taken:
             self._move(Phase.COLLECTING)
         elif patient:

@@ -40,6 +40,7 @@ class Fetching:
         self._fetch, self._on_change, self._on_failure = fetch, on_change, on_failure
         self._patience = {True: Patience(), False: Patience()}  # for what contributors say, and for what others say
         self._task: asyncio.Task[None] | None = None
+        self._vouched = False  # what is fetched, by whoever said so when it began
         self._has_news = False
         self._parked = asyncio.Event()
         self._again_at = float("-inf")
@@ -58,24 +59,33 @@ class Fetching:
         """Whether the trainer is to stand still, for a better state or to take it over."""
         return self._has_news or self._patience[view.vouched].left_s(now) > 0
 
-    def look(self, timeout_s: float, now: float) -> None:
+    def look(self, view: SwarmView, timeout_s: float, now: float) -> None:
         """A better state is known: fetch it, also if nobody waits for it."""
+        self.prefer(view)
         if self._task is None and now >= self._again_at:
-            self._begin(timeout_s)
+            self._begin(view, timeout_s)
 
-    def _begin(self, timeout_s: float) -> asyncio.Task[None]:
+    def prefer(self, view: SwarmView) -> None:
+        """The swarm is seen so. What contributors have is fetched in place of what others only say that they have."""
+        if self._task is not None and view.vouched and not self._vouched and not self._has_news:
+            self._task.cancel()
+            self._task = None
+
+    def _begin(self, view: SwarmView, timeout_s: float) -> asyncio.Task[None]:
+        self._vouched = view.vouched
         self._task = task = asyncio.get_running_loop().create_task(self._fetch(timeout_s))
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        loop = asyncio.get_running_loop()
-        self._task, self._has_news, self._again_at = None, False, loop.time() + _PAUSE_S
-        if task.cancelled() or (error := task.exception()) is None:
-            for patience in self._patience.values() if not task.cancelled() else ():
-                patience.rewarded()
-        elif not self.holds and not isinstance(error, ShoalError):
-            self._on_failure(error)
+        if self._task is task:
+            self._task, self._has_news = None, False
+            self._again_at = asyncio.get_running_loop().time() + _PAUSE_S
+        if not task.cancelled():
+            if (error := task.exception()) is None:
+                self._patience[self._vouched].rewarded()
+            elif not self.holds and not isinstance(error, ShoalError):
+                self._on_failure(error)
         self._on_change()
 
     async def parked(self) -> None:
@@ -96,7 +106,9 @@ class Fetching:
             StateUnavailable: it failed; nothing was changed.
         """
         loop = asyncio.get_running_loop()
-        task, began, patience = self._task or self._begin(timeout_s), loop.time(), self._patience[view.vouched]
+        self.prefer(view)
+        task, began = self._task or self._begin(view, timeout_s), loop.time()
+        patience = self._patience[view.vouched]
         self._parked.set()
         try:
             await asyncio.wait({task}, timeout=timeout_s if patient else patience.left_s(began))
@@ -109,13 +121,12 @@ class Fetching:
             raise
         finally:
             self._parked.clear()
-        if not task.done():
+        taken = task.done() and not task.cancelled()
+        if not taken or task.exception() is not None:
             patience.waited(loop.time() - began)
-            return False
-        if task.exception() is not None:
-            patience.waited(loop.time() - began)
-        task.result()
-        return True
+        if taken:
+            task.result()
+        return taken
 
     async def close(self) -> None:
         """Fetch nothing any more. Safe to call twice."""

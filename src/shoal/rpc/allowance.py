@@ -49,7 +49,8 @@ class Allowance:
             rate: that this host has now, calls a second.
             now: local time, seconds.
         """
-        self._left = min(rate * _BURST_S, self._left + (now - self._at) * rate) - cost
+        # What is owed is bounded as a pause is: honest peers of the same host go on when the others have stopped.
+        self._left = max(min(rate * _BURST_S, self._left + (now - self._at) * rate) - cost, -rate * _LONGEST_PAUSE_S)
         self._at = now
         if self._left >= 0.0:
             return 0.0

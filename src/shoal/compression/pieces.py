@@ -106,19 +106,25 @@ class Blocks:
         self._groups: list[tuple[int, int, list[int]]] = []  # blocks first to last; sizes to fill up, none if all whole
         self._cuts: list[int] = []
         self.count = 0
-        short: list[int] = []
+        whole, short = 0, list[int]()  # of neighbours: in whole blocks, or sizes of which some are not
         for size in sizes:
-            whole = size - size % width
-            if size < _SHORT:
+            rest = size % width
+            if size < _SHORT and (short or rest):
+                self._add([whole])
+                whole = 0
                 short.append(size)
                 continue
             self._add(short)
-            self._add([whole])
-            short = [size - whole] if whole < size else []
+            short = []
+            whole += size - rest
+            if rest:
+                self._add([whole])
+                whole, short = 0, [rest]
+        self._add([whole])
         self._add(short)
 
     def _add(self, sizes: list[int]) -> None:
-        if sizes:
+        if any(sizes):
             first, self.count = self.count, self.count + sum(-(-size // self._width) for size in sizes)
             whole = all(size % self._width == 0 for size in sizes)
             self._groups.append((first, self.count, [] if whole else sizes))

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src"
 CONTENDERS = ("shoal", "hivemind", "gloo", "transport", "floor", "clear", "clear_transport", "clear_floor")
 CODECS = ("none", "float16", "uniform8bit", "quantile8bit", "blockwise")
 START_S, ROUND_S, STOP_S = 60.0, 90.0, 5.0
@@ -80,19 +81,33 @@ class Peer:
         options.append(f"--compression={args.compression}")
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
+        options += getattr(args, "options", [])
         log = logs / f"{name}-{args.compression}-{rank}.log"
-        return await cls.spawn(python, f"{name}_peer", options, log, place.command)
+        sources = getattr(args, "sources", SOURCES)
+        return await cls.spawn(python, f"{name}_peer", options, log, place.command, sources=sources)
 
     @classmethod
     async def spawn(
-        cls, python: str, module: str, options: Sequence[str], log: Path, command: Sequence[str] = ()
+        cls,
+        python: str,
+        module: str,
+        options: Sequence[str],
+        log: Path,
+        command: Sequence[str] = (),
+        *,
+        sources: Path = SOURCES,
     ) -> Peer:
-        """Start `benchmarks.contenders.MODULE`, with one torch thread; `command` is what starts it elsewhere."""
+        """Start `benchmarks.contenders.MODULE`, with one torch thread.
+
+        Args:
+            command: what starts it elsewhere.
+            sources: where it finds shoal.
+        """
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{sources}",
         }
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(

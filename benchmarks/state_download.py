@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.allreduce import TICKS_PER_S, ContenderFailed, Peer, processor, write
+from benchmarks.allreduce import SOURCES, TICKS_PER_S, ContenderFailed, Peer, processor, write
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ("hivemind", "floor")
@@ -55,17 +55,8 @@ async def start(name: str, role: str, invites: list[str], args: argparse.Namespa
     options = [f"--role={role}", f"--state-bytes={int(args.megabytes * 1e6)}", f"--cap-bytes-s={args.cap * 1e6}"]
     options += [f"--train-bytes={int(args.train_megabytes * 1e6)}", f"--trainers={args.trainers}"]
     python = args.hivemind_python if name == "hivemind" else sys.executable
-    with log.open("wb") as stderr:
-        process = await asyncio.create_subprocess_exec(
-            *(python, "-m", f"benchmarks.contenders.{name}_state", *options),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=stderr,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}"},
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    peer = Peer(process, log)
+    sources = getattr(args, "sources", SOURCES)
+    peer = await Peer.spawn(python, f"{name}_state", options, log, sources=sources)
     try:
         return peer, (await peer.ask("start", START_S, invites=invites))["invite"]
     except ContenderFailed:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import shoal
-from benchmarks.contenders.worker import Contender, Join, Options, Pending, Times, now, serve
+from benchmarks.contenders.worker import Contender, Join, Options, Pending, Times, now, serve, tensors
 from shoal.compression import BlockwiseQuantization, CompressionBase, codec_by_name
 from shoal.events import Event, GroupFormed, PeerConnected, RoundFinished
 from shoal.peer import PeerID
@@ -44,7 +44,7 @@ class ShoalPeer(Contender):
         self.dht.events.subscribe(self.note)
         part: dict[str, Any] = {"part_size_bytes": self.options.part_bytes} if self.options.part_bytes else {}
         self.averager = shoal.DecentralizedAverager(
-            [self.tensor],
+            tensors(self.tensor, self.options.sizes),
             self.dht,
             start=True,
             prefix="benchmark",

@@ -21,7 +21,8 @@ stop       leave                                       nothing
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ import torch
 from benchmarks.contenders import loops
 from benchmarks.contenders.orders import now, obey
 
-__all__ = ["Contender", "Join", "Options", "Pending", "Times", "now", "serve"]
+__all__ = ["Contender", "Join", "Options", "Pending", "Times", "now", "serve", "tensors"]
 
 ROUNDING = {"none": 1e-6, "float16": 2e-3, "uniform8bit": 0.05, "quantile8bit": 0.05, "blockwise": 0.05}
 """Largest error of an average, as a part of the largest value."""
@@ -45,6 +46,8 @@ class Options(NamedTuple):
     compression: str
     part_bytes: int | None
     host: str = "127.0.0.1"
+    sizes: tuple[int, ...] = ()
+    """Elements of the tensors that are averaged, over and over; none: all values are one tensor."""
 
 
 class Times(NamedTuple):
@@ -185,4 +188,15 @@ def parse() -> Options:
     parser.add_argument("--compression", default="none")
     parser.add_argument("--part-bytes", type=int)
     parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), default=())
     return Options(**vars(parser.parse_args()))
+
+
+def tensors(values: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Cut all values into tensors of these sizes, over and over; the last one may be shorter."""
+    found, left, size = [], values, itertools.cycle(sizes or [values.numel()])
+    while len(left):
+        count = next(size)
+        found.append(left[:count])
+        left = left[count:]
+    return found

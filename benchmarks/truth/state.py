@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import shoal
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, apart, joined, no_hook, perceptron, train
 from benchmarks.truth.peers import LIMIT_S, Failed, Peer, Peers
+from shoal.optim.collaboration import Phase
 
 __all__ = ["REPLAYS"]
 
@@ -363,6 +365,17 @@ def slow_newcomer() -> Verdict:
     return Verdict(held, f"{measured}; {differ} of {seen} differ")
 
 
+def tell_when_behind(trainee: Trainee) -> None:
+    """Say it when the state of a run that is further is known, and being fetched."""
+
+    def watch() -> None:
+        while trainee.swarm.collaboration.phase is not Phase.BEHIND:
+            time.sleep(0.05)
+        trainee.line.say("behind")
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def donor_dies() -> Verdict:
     """The only donor is killed while a newcomer downloads: no epoch 0 in silence."""
     wait_s = 12.0
@@ -372,9 +385,10 @@ def donor_dies() -> Verdict:
         entry = old.wait("address")
         old.until_epoch(HELLO)
         options = {"load_state_timeout": wait_s}
-        new = peers.start(train, job=Job(index=1, epochs=6, entries=(entry,), options=options, **common))
-        new.wait("address")
-        time.sleep(3.0)
+        job = Job(index=1, epochs=6, entries=(entry,), options=options, begin=tell_when_behind, **common)
+        new = peers.start(train, job=job)
+        new.wait("behind")
+        time.sleep(2.0)
         old.kill()
         began = time.monotonic()
         try:
@@ -385,7 +399,7 @@ def donor_dies() -> Verdict:
             after_s, texts = 3 * wait_s, [str(error)]
     told = [text for text in texts if re.search("epoch 0|alone|begins|StateUnavailable", text)]
     measured = f"epoch 1 {after_s:.0f} s after the death, {f'told: {told[0][:150]}' if told else 'not a word of it'}"
-    # Three of the seconds had passed, and a batch takes a while.
+    # Two of the seconds had passed, and a batch takes a while.
     return Verdict(bool(told) and after_s > wait_s - 4, measured)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "PeerConnected",
     "PeerDropped",
     "PeerLost",
+    "PeerSilent",
     "RoundAborted",
     "RoundFinished",
     "RunEnded",
@@ -93,6 +94,12 @@ class PeerLost(Event, frozen=True, kw_only=True):
 
     def line(self) -> str:
         return f"{self.peer.short()} is gone: {_plain(self.reason)}"
+
+
+class PeerSilent(Event, frozen=True, kw_only=True):
+    """This peer was asked for a sign of life, and gave none: nobody here waits for it until it says something."""
+
+    peer: PeerID
 
 
 class PeerDropped(Event, frozen=True, kw_only=True):

@@ -268,6 +268,7 @@ class SwarmProgress:
         awaited: frozenset[PeerID] = frozenset(),
         before: StateKey | None = None,
         absent: Collection[PeerID] = (),
+        silent: frozenset[PeerID] = frozenset(),
     ) -> SwarmView:
         """The swarm, seen from a peer that stands at `mine`.
 
@@ -279,12 +280,13 @@ class SwarmProgress:
             awaited: who is on its way to this peer's state, unless it has named a state since.
             before: the state that they come from.
             absent: who is not waited for in a round; its samples do not count.
+            silent: who does not count now, whatever it said.
         """
         self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
             self.lost(peer)
         own_key = _key(mine)
-        others = {peer: self._said_last(peer, now) for peer in self._known}
+        others = {peer: self._said_last(peer, now) for peer in self._known if peer not in silent}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
         offering = [mine, *(progress for progress in others.values() if self._offers(progress, now))]
         offered = {_key(progress) for progress in offering if progress.contact.addresses}

@@ -99,6 +99,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
             EventBus(),
             connected=lambda peer: True,
             reachable=lambda peer: True,
+            is_silent=lambda peer: False,
             learn=lambda contact: None,
             call=call,
         )

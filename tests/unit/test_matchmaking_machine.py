@@ -67,6 +67,7 @@ class Play:
         memory: Memory | None = None,
         rules: Rules | None = None,
     ) -> None:
+        self.silent: set[PeerID] = set()
         self.now = 0.0
         self.others: tuple[Declaration, ...] = ()
         self.read_at: float | None = None
@@ -79,6 +80,7 @@ class Play:
             now=0.0,
             wall_offset_s=WALL_S,
             expected=expected,
+            silent=lambda peer: peer in self.silent,
         )
         self.first = self._note(self.machine.start(0.0))
 
@@ -509,10 +511,43 @@ def test_redirection_to_a_lost_peer_is_not_followed() -> None:
     assert Ask not in kinds(said)
 
 
-def test_silent_leader_is_left_after_the_window() -> None:
-    """A follower waits for Begin to the end of its own window and a grace, not longer."""
+def test_a_leader_that_is_silent_is_left_at_the_next_look() -> None:
+    """Followed or asked; so is one that is looked at, and answers, not left."""
     play = following(1)
-    assert play.machine.deadline() == WINDOW_S + 3.0
+    looks_at = play.machine.deadline()
+    assert looks_at is not None
+    assert looks_at < 1.0
+    assert play.hear(Tick(), at=looks_at) == []
+    play.silent.add(peer_id(1))
+    assert play.hear(Tick(), at=2 * looks_at)[0] == StopAsking(peer_id(1))
+    assert play.machine.phase is Phase.LOOKING
+    assert play.machine.leader is None
+
+
+def test_an_expected_peer_that_is_silent_is_not_waited_for() -> None:
+    """The group starts at the next look with those that have joined; not before."""
+    play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61)}))
+    play.settle()
+    play.joins(60)
+    assert Start((peer_id(60),)) not in play.wait(1.0)
+    play.silent.add(peer_id(61))
+    assert Start((peer_id(60),)) in play.wait(1.2)
+
+
+def test_who_was_lost_before_the_search_and_is_expected_is_waited_for() -> None:
+    """It is here again: who expects it has heard it since. Lost in this search it is not waited for."""
+    memory = Memory()
+    memory.lose(peer_id(61), math.inf)
+    play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61)}), memory=memory)
+    play.settle()
+    play.joins(60)
+    assert Start((peer_id(60),)) not in play.wait(1.0)
+    assert Start((peer_id(60),)) in play.hear(PeerGone(peer_id(61)))
+
+
+def test_silent_leader_is_left_after_the_window() -> None:
+    """A follower waits for Begin to the end of its window and a grace, not longer, whatever else its leader says."""
+    play = following(1)
     said = play.hear(Tick(), at=WINDOW_S + 3.0)
     assert said[0] == StopAsking(peer_id(1))
     fail = said[-1]
@@ -712,7 +747,7 @@ def test_change_of_mind_about_who_is_expected_is_noticed() -> None:
 
 def test_window_end_starts_with_who_is_there() -> None:
     """Enough is enough when the window ends."""
-    play = Play()
+    play = Play(rules=Rules(window_s=WINDOW_S, patience_s=WINDOW_S))
     play.settle(declared(70, MINE + 60))
     play.joins(60, at=1.0)
     assert Start not in kinds(play.wait(1.5))
@@ -804,7 +839,7 @@ def test_deadline_ends_a_search_that_found_a_leader(answers: list[Event], reason
     assert play.machine.leader == peer_id(1)
     for answer in answers:
         play.hear(answer)
-    assert play.machine.deadline() == 7.0
+    assert play.machine.over_at == 7.0
     said = play.hear(Tick(), at=7.0)
     assert said[0] == StopAsking(peer_id(1))
     assert Fail(reason, (peer_id(1),)) in said

@@ -79,8 +79,8 @@ class Control(Protocol):
         """Tell the decider."""
         ...
 
-    def lost(self, member: int) -> None:
-        """A member's link is gone."""
+    def lost(self, member: int, reason: str) -> None:
+        """A member's link is gone, or nobody waits for it."""
         ...
 
     def begin(self, now: float) -> None:
@@ -172,8 +172,8 @@ class DeciderControl:
             if reduced and not self._rules.reduces[owner]:
                 self._round.blame(owner, "nobody gets its averages: others average its parts")
 
-    def lost(self, member: int) -> None:
-        self._leave_out(member, "its connection was lost", gone=True)
+    def lost(self, member: int, reason: str) -> None:
+        self._leave_out(member, reason, gone=True)
 
     def _leave_out(self, member: int, reason: str, *, gone: bool = False) -> None:
         waited_for = member in self._rules.live and self._rules.verdict is None
@@ -244,24 +244,24 @@ class FollowerControl:
                 self._round.obey(message)
         except PeerError:
             pass  # the decider is lost, for whatever reason
-        self.lost(self._round.decider)
+        self.lost(self._round.decider, "its control stream ended")
 
     async def _talk(self) -> None:
         try:
             while True:
                 await self._stream.send(await self._queue.get())
-        except PeerError:
-            self.lost(self._round.decider)
+        except PeerError as error:
+            self.lost(self._round.decider, error.message)
 
     def report(self, report: Report) -> None:
         # Of reports without parts many can only come from somebody who says again and again that he has none.
         if report.held or self._queue.qsize() < _MAX_WAITING:
             self._queue.put_nowait(report)
 
-    def lost(self, member: int) -> None:
+    def lost(self, member: int, reason: str) -> None:
         if member == self._round.decider and self.may_learn:
             self.may_learn = False
-            self._round.blame(member, "lost, and it was to decide")
+            self._round.blame(member, f"lost, and it was to decide: {reason}")
             if not self._round.decided:
                 self._round.spawn(self._ask_others())
 

@@ -36,7 +36,7 @@ from shoal.clock import to_the_end
 from shoal.errors import ConfigError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint
+from shoal.rpc import LOOK_S, Endpoint
 from shoal.wire import Abort, AskVerdict, Assign, Commit, Gone, PartAbsent, Reduce, Report, Verdict
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
@@ -138,6 +138,7 @@ class Round:
         self._exchange.start()
         self.spawn(self._report_loop())
         self.spawn(self._tick_loop())
+        self.spawn(self._look_loop())
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._done
@@ -311,7 +312,7 @@ class Round:
         for index, member in enumerate(self.members):
             if member.contact.peer == peer:
                 # The decider first: that nobody is left who contributes is the better reason.
-                self._control.lost(index)
+                self._control.lost(index, reason)
                 self._exchange.exclude(index)
 
     # -------------------------------------------------------------------------------------------------------- loops
@@ -338,6 +339,17 @@ class Round:
             now = self._loop.time()
             self._exchange.tick(now)
             self._control.tick(now)
+
+    async def _look_loop(self) -> None:
+        """Nobody waits for who is silent: the decider for no member, the others not for the decider."""
+        others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
+        while others and not self.decided:
+            await asyncio.sleep(LOOK_S)
+            for index in sorted(others):
+                peer = self.members[index].contact.peer
+                if not self.decided and self.endpoint.is_silent(peer):
+                    others.discard(index)
+                    self._peer_lost(peer, "silent")
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a task of this round; what goes wrong in it fails the round here."""

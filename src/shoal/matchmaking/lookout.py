@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from shoal.matchmaking.declarers import Declarers
 from shoal.matchmaking.signals import (
@@ -138,11 +138,11 @@ class Lookout:
         """Whether to read again before asking anybody else."""
         return self._disappointed and now - self._last_read > 2 * self._rules.settle_s
 
-    def all_joined(self, followers: Followers, now: float) -> bool:
-        """Whether a read begun after the quiet time shows nobody who may still join."""
+    def all_joined(self, followers: Followers, now: float, silent: Callable[[PeerID], bool]) -> bool:
+        """Whether a read begun after the quiet time shows nobody who may still join, and is not silent."""
         if self._declaring or self._last_read < self._settled(followers):
             return False
-        return not self._declarers.unjoined(followers, now)
+        return all(silent(each.peer) for each in self._declarers.unjoined(followers, now))
 
     def awaits_followers(self, now: float) -> bool:
         """Whether others may still be on their way to us, as far as time tells."""

@@ -121,6 +121,7 @@ class GroupMachine:
         wall_offset_s: wall clock minus loop time, seconds; only used to write and read expirations.
         expected: who is expected to join, None if not known. Asked often; the group starts as soon as all of them that
             are alive have joined, and otherwise waits for them to the end of the window.
+        silent: looks at a peer that is waited for, every `look_s`: whether nobody should wait for it.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
@@ -135,8 +136,9 @@ class GroupMachine:
         now: float,
         wall_offset_s: float,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
+        silent: Callable[[PeerID], bool] = lambda _: False,
     ) -> None:
-        self._me, self._rules, self._memory, self._expected = me, rules, memory, expected
+        self._me, self._rules, self._memory, self._expected, self._silent = me, rules, memory, expected, silent
         self._wall_offset_s = wall_offset_s
         self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
         self._lookout = Lookout(me, rules, memory, self._declarers, now=now)
@@ -153,6 +155,7 @@ class GroupMachine:
         self._followers = self._group.members
         self._met = False
         self._mismatches: dict[PeerID, str] = {}
+        self._lost_now: set[PeerID] = set()  # in this search
         self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
 
     # --------------------------------------------------------------------------------------------------- outside
@@ -181,7 +184,7 @@ class GroupMachine:
         """Begin the search; call it once, before `handle`."""
         self._new_window(now)
         leader, expected = self._memory.leader, self._expected_members()
-        if leader is not None and expected is not None and leader.peer in expected:
+        if leader is not None and expected is not None and leader.peer in expected and not self._silent(leader.peer):
             self._ask(leader)  # it knows as much, and looks now, too: that saves the way through the directory
         return self._done(now)
 
@@ -202,6 +205,7 @@ class GroupMachine:
                 self._on_answer(event, now)
             case PeerGone(peer):
                 self._followers.pop(peer, None)
+                self._lost_now.add(peer)
                 if peer == self.leader:
                     self._abandon(peer, "its connection is lost")
             case Tick():
@@ -214,15 +218,16 @@ class GroupMachine:
 
     def deadline(self) -> float | None:
         """When to call with `Tick` if nothing happens before (loop time, seconds); None: not needed."""
+        look_at = self._decided_at + self._rules.look_s
         if self._phase is Phase.FOLLOWING:
-            return min(self._follow_end, self.over_at)
-        if self._phase is Phase.ASKING:  # an answer comes in bounded time
-            return self.over_at if math.isfinite(self.over_at) else None
+            return min(self._follow_end, self.over_at, look_at)
+        if self._phase is Phase.ASKING:
+            return min(self.over_at, look_at)
         if self._phase is Phase.OVER:
             return None
         due = self._lookout.due(self.key, self._followers, self._decided_at)
         due = min(due, self._window_end, self._declarers.next_change(self._decided_at))
-        return due if self._expected is None else min(due, self._decided_at + _EXPECTED_POLL_S)
+        return min(due, look_at if self._expected is None else self._decided_at + _EXPECTED_POLL_S)
 
     def _on_directory(
         self, event: Declared | DeclareFailed | DirectoryRead | DirectoryFailed | Nudged, now: float
@@ -247,6 +252,7 @@ class GroupMachine:
         peer = event.contact.peer
         asker = Declaration(event.contact, event.expiration)
         self._met = True
+        self._lost_now.discard(peer)
         self._declarers.hear(asker, now)
         if self._phase is Phase.FOLLOWING and peer == self.leader and asker.key > self.key:
             # It has declared anew, so it leads us no more; its message that says so is on the way.
@@ -286,6 +292,7 @@ class GroupMachine:
     def _ask(self, contact: Contact) -> None:
         self._phase, self._leader = Phase.ASKING, contact
         self._chain.add(contact.peer)
+        self._silent(contact.peer)  # the first look at it: the next one is a while later
         self._out.append(Ask(contact, self._expiration))
 
     def _on_answer(self, event: _Answer, now: float) -> None:
@@ -348,6 +355,7 @@ class GroupMachine:
             self._mismatch(event.peer, event.text)
         elif event.code == "lost":
             self._memory.lose(event.peer, expiration)
+            self._lost_now.add(event.peer)
         else:
             self._met = True
             if event.code != "later":
@@ -369,6 +377,8 @@ class GroupMachine:
             self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (self._leader.peer,))
         elif self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
             self._abandon(self._leader.peer, "it did not begin in time")
+        elif self._leader is not None and self._silent(self._leader.peer):
+            self._abandon(self._leader.peer, "it is silent")
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
         """Leave the one that we ask or follow."""
@@ -377,6 +387,7 @@ class GroupMachine:
 
     def _lost(self, peer: PeerID, reason: str) -> None:
         self._memory.lose(peer, self._expiration_of(peer))
+        self._lost_now.add(peer)
         self._trouble = (f"the peer that was to lead is gone: {reason}", (peer,))
         self._look_again()
 
@@ -417,7 +428,7 @@ class GroupMachine:
         may_start = self._group.can_start and not earlier and expected is None
         if leader is not None and not self._lookout.outdated(now):
             self._ask(leader.contact)
-        elif may_start and self._lookout.all_joined(self._followers, now):
+        elif may_start and self._lookout.all_joined(self._followers, now, self._silent):
             self._start()
         else:
             self._out += self._lookout.nudge(self.key, self._followers, now)
@@ -443,8 +454,11 @@ class GroupMachine:
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        gone = self._declarers.is_lost
-        return frozenset(p for p in expected - {self._me} if p in self._followers or not gone(p)) or None
+        return frozenset(p for p in expected - {self._me} if p in self._followers or not self._gone(p)) or None
+
+    def _gone(self, peer: PeerID) -> bool:
+        """Whether an expected peer is not waited for. What was lost before this search may be here again."""
+        return peer in self._lost_now or self._silent(peer)
 
     def _start(self) -> None:
         self._phase = Phase.OVER

@@ -28,12 +28,15 @@ from shoal.matchmaking.search import Search
 from shoal.matchmaking.signals import MAX_GROUP_SIZE, Memory, PeerGone, Rules
 from shoal.matchmaking.terms import Plan, Terms
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint
+from shoal.rpc import LOOK_S, Endpoint
 from shoal.wire import Contact, Join, JoinRefused, Leave, Member
 
 __all__ = ["Matchmaker"]
 
 _FAREWELL_S = 3.0
+
+_LOOKED_AT = 32
+"""Between searches no member of a larger group is looked at: a silent one shows in the search."""
 
 _HELD_S = 0.5
 """Who led the last group, and does not look yet, answers who asks it to lead again only so much later."""
@@ -101,6 +104,7 @@ class Matchmaker:
         self._search: Search | None = None
         self._searching = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
         self._held: set[Inbound] = set()
         self._closed = self._ended = False
@@ -165,8 +169,8 @@ class Matchmaker:
             self._search = None
             self._searching.clear()
             search.close()
-        self._remember(group if expected is not None else None)
         self._companions = (group_key, frozenset(group.peers))
+        self._remember(group if expected is not None else None)
         waited_s = asyncio.get_running_loop().time() - started
         self._env.events.emit(
             GroupFormed(
@@ -182,6 +186,24 @@ class Matchmaker:
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
         self._memory.leader = None if group is None or group.leads else group.members[group.decider].contact
+        if group is not None and self._looking is None and len(group.members) <= _LOOKED_AT:
+            self._looking = self.spawn(self._look_loop())
+
+    async def _look_loop(self) -> None:
+        """Between searches: look at those whom the next one would wait for, so that it knows who is silent.
+
+        Who led the last group will be asked first; and it will wait for the members.
+        """
+        while (awaited := self._awaited()) and not self._closed:
+            for peer in awaited if self._search is None else ():
+                self._endpoint.is_silent(peer)
+            await asyncio.sleep(LOOK_S)
+        self._looking = None
+
+    def _awaited(self) -> frozenset[PeerID]:
+        if self._memory.led:
+            return self._companions[1] if len(self._companions[1]) <= _LOOKED_AT else frozenset()
+        return frozenset() if self._memory.leader is None else frozenset({self._memory.leader.peer})
 
     def forget_leader(self) -> None:
         """The round of the last group failed: who led it has no privilege in the next one."""
@@ -238,6 +260,7 @@ class Matchmaker:
             now=now,
             wall_offset_s=self._env.clock.time() - now,
             expected=expected,
+            silent=self._endpoint.is_silent,
         )
         terms = Terms(
             group_key=group_key,

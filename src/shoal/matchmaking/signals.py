@@ -75,6 +75,7 @@ class Rules:
         leads: whether this peer can lead; False for a client, which never declares.
         grace_s: a declaration counts as live until this long after its expiration, since clocks differ.
         follow_grace_s: how long past its own window a follower waits for its leader's `Begin`.
+        look_s: how often who is waited for is looked at: it may be silent.
     """
 
     target_size: int | None = None
@@ -90,6 +91,7 @@ class Rules:
     leads: bool = True
     grace_s: float = 3.0
     follow_grace_s: float = 3.0
+    look_s: float = 0.25
 
     @property
     def full_size(self) -> int:

@@ -266,6 +266,7 @@ class Collaboration:
             awaited=self._companions.awaited,
             before=self._companions.before,
             absent=self._attendance.absent(self._known.peers, now),
+            silent=self.core.endpoint.silent,
         )
 
     def _look(self) -> SwarmView:

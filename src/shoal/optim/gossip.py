@@ -259,6 +259,7 @@ class ProgressGossip:
         for peer in self._whom_to_tell(view):
             if peer in self._telling:
                 self._outdated.add(peer)
+                self._core.endpoint.is_silent(peer)  # it has not answered yet: look whether it is there
             elif self._core.endpoint.reachable(peer):
                 self._begin_telling(peer)
 

@@ -6,6 +6,7 @@
 from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.framing import Limits
 from shoal.rpc.reachability import Reachability
+from shoal.rpc.rhythm import LOOK_S
 from shoal.rpc.stream import Stream
 
-__all__ = ["Endpoint", "Limits", "Reachability", "Stream"]
+__all__ = ["LOOK_S", "Endpoint", "Limits", "Reachability", "Stream"]

@@ -105,7 +105,8 @@ class Connections:
         if (state := self.peers.get(peer)) is None:
             return 0
         links = (link.connection for link in state.links)
-        return sum(connection.bytes_received for connection in {*links, *state.streams, *state.accepted})
+        # Idle ones too: else what came on them before would seem to come when a stream takes them.
+        return sum(each.bytes_received for each in {*links, *state.streams, *state.accepted, *state.idle})
 
     def watch(self, peer: PeerID) -> None:
         """A stream with this peer began or ended: its links look after it more or less closely."""

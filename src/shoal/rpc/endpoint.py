@@ -21,13 +21,14 @@ import msgspec
 
 from shoal.clock import Env
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
-from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
+from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.allowance import Allowance, call_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.rpc.link import CallLink, LinkRetired
+from shoal.rpc.rhythm import Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.transport.base import Connection, Transport
@@ -89,6 +90,12 @@ class Endpoint:
         self._reached_at: tuple[Address, ...] = ()
         self._shut_callbacks: list[Callable[[PeerID, tuple[Address, ...]], None]] = []
         self._allowances: dict[str, Allowance] = {}  # by host
+        self._rhythm = Rhythm(
+            self._ask,
+            self._open.bytes_received,
+            lambda peer: self.env.events.emit(PeerSilent(peer=peer)),
+            most_s=self.limits.silence_s,
+        )
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -203,6 +210,33 @@ class Endpoint:
                 self._lost_callbacks.remove(callback)
 
         return unsubscribe
+
+    def is_silent(self, peer: PeerID) -> bool:
+        """Whether nobody should wait for this peer: it was asked for a sign of life, and gives none (`rhythm`).
+
+        For whoever waits for it, to be called every `LOOK_S`: to look at a peer is to have it asked.
+        """
+        return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time())
+
+    @property
+    def silent(self) -> frozenset[PeerID]:
+        """Those who were found to be silent, and have said nothing since."""
+        return self._rhythm.silent(asyncio.get_running_loop().time())
+
+    def _ask(self, peer: PeerID) -> bool:
+        """Ask a peer for a sign of life; False if there is no way to."""
+        state = self._open.peers.get(peer)
+        links = [link for link in state.links if not link.closed] if state is not None else []
+        for link in links:
+            with suppress(PeerUnreachable):  # it does not read, and so will not answer
+                link.ask()
+        if not links and self._dialer.contact(peer).addresses and not self._closed:
+            self._spawn(self._dial_and_ask(peer))
+            return True
+        return bool(links)
+
+    async def _dial_and_ask(self, peer: PeerID) -> None:
+        (await self._dialer.link(peer, self.limits.dial_timeout_s)).ask()
 
     # ---------------------------------------------------------------------------------------------------- addresses
 
@@ -447,6 +481,7 @@ class Endpoint:
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         state = self._open.of(peer)
+        self._rhythm.forget(peer)
         self._open.drop_all(state.streams)
         self._open.drop_all(state.idle)
         if state.accepted:

@@ -1,0 +1,121 @@
+"""Who has fallen silent, measured by how fast it and the others answer. Pure bookkeeping.
+
+Nobody is watched all the time. Who waits for a peer *looks* at it, a few times a second. A peer that is looked at and
+has said nothing for a moment is asked for a sign of life; any byte from it is one, on whatever is open with it. It is
+*silent* when it has not given one for `LEAST_S`, and for twice as long as the slowest of the latest answers, its own
+and those of the others. Then nobody waits for it, and with its first byte it counts again: it is neither
+disconnected nor forgotten.
+
+The time in which a peer is silent is counted in looks: what keeps this process from looking (a frozen machine, a
+training step that holds the interpreter) also keeps it from hearing, and says nothing about others. This is what
+Lifeguard's local health is for (Dadgar et al. 2018); the limit that follows the answers is an accrual detector's
+(Hayashibara et al. 2004) with a quantile in place of a normal distribution: answers of a busy machine have no such one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from shoal.peer import PeerID
+
+__all__ = ["LEAST_S", "LOOK_S", "Rhythm"]
+
+LEAST_S = 1.0
+"""Nobody is silent that was asked more recently than this."""
+
+LOOK_S = 0.25
+"""Between two looks at a peer; more than this is not counted as its silence."""
+
+_QUIET_S = 0.5
+"""Who was heard within this is not asked."""
+
+_SLACK = 2.0
+"""How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
+
+_OWN_ANSWERS, _ALL_ANSWERS, _OUTLIERS = 8, 256, 2
+_MAX_PEERS = 4096
+
+
+class _Pulse:
+    """What is known of one peer."""
+
+    __slots__ = ("answers", "asked", "heard_at", "looked_at", "received", "silent", "waited_s")
+
+    def __init__(self, received: int) -> None:
+        self.received, self.heard_at, self.looked_at = received, float("-inf"), float("-inf")
+        self.asked = self.silent = False
+        self.waited_s = 0.0
+        self.answers: deque[float] = deque(maxlen=_OWN_ANSWERS)
+
+
+class Rhythm:
+    """Remembers how fast peers answer.
+
+    Args:
+        ask: asks a peer for a sign of life; False if there is no way to.
+        received: how many bytes have come from a peer over what is open with it now.
+        found: told of each peer that is found to be silent.
+        most_s: nobody is waited for longer than this.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[PeerID], bool],
+        received: Callable[[PeerID], int],
+        found: Callable[[PeerID], None],
+        *,
+        most_s: float,
+    ) -> None:
+        self._ask, self._received, self._found, self._most_s = ask, received, found, most_s
+        self._pulses: dict[PeerID, _Pulse] = {}
+        self._answers: deque[float] = deque(maxlen=_ALL_ANSWERS)
+        self._silent: set[PeerID] = set()
+
+    def is_silent(self, peer: PeerID, now: float) -> bool:
+        """Look at a peer (`now`: local time, seconds): whether nobody should wait for it. To be called again soon."""
+        received = self._received(peer)
+        pulse = self._pulses.get(peer)
+        if pulse is None:
+            pulse = self._pulses[peer] = _Pulse(received)
+            if len(self._pulses) > _MAX_PEERS:
+                self.forget(next(iter(self._pulses)))
+        if received != pulse.received:
+            self._heard(peer, pulse, received, now)
+        elif pulse.asked:
+            pulse.waited_s += min(now - pulse.looked_at, LOOK_S)
+            if not pulse.silent and pulse.waited_s >= self._limit_s(pulse):
+                pulse.silent = True
+                self._silent.add(peer)
+                self._found(peer)
+            elif pulse.waited_s >= 2 * self._most_s:
+                pulse.asked, pulse.waited_s = self._ask(peer), self._most_s  # there may be a way now
+        elif now - pulse.heard_at >= _QUIET_S:
+            pulse.asked, pulse.waited_s = self._ask(peer), 0.0
+        pulse.looked_at = now
+        return pulse.silent
+
+    def silent(self, now: float) -> frozenset[PeerID]:
+        """Who was found to be silent, and has said nothing since. Asks nobody."""
+        return frozenset(peer for peer in list(self._silent) if self.is_silent(peer, now))
+
+    def forget(self, peer: PeerID) -> None:
+        """All connections with this peer are gone: what comes next is another matter."""
+        self._pulses.pop(peer, None)
+        self._silent.discard(peer)
+
+    def _heard(self, peer: PeerID, pulse: _Pulse, received: int, now: float) -> None:
+        if received > pulse.received and pulse.asked:
+            took_s = pulse.waited_s + min(now - pulse.looked_at, LOOK_S)
+            if took_s <= _SLACK * self._limit_s(pulse):
+                pulse.answers.append(took_s)
+                self._answers.append(took_s)
+        if received > pulse.received:
+            pulse.heard_at, pulse.asked, pulse.silent = now, False, False
+            self._silent.discard(peer)
+        pulse.received = received  # less than before: a connection was closed, which is no word from it
+
+    def _limit_s(self, pulse: _Pulse) -> float:
+        all_but_few = sorted(self._answers)[-1 - _OUTLIERS :]
+        slowest_s = max([*pulse.answers, *all_but_few[: 1 if len(all_but_few) > _OUTLIERS else 0]], default=0.0)
+        return min(max(LEAST_S, _SLACK * slowest_s), self._most_s)

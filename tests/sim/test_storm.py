@@ -1,0 +1,116 @@
+"""What silence costs a run: a peer that falls silent, a newcomer, and a peer that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from shoal import sim
+from shoal.averager import AveragerSettings
+from shoal.events import EpochAdvanced, Event
+from shoal.sim import SimNetwork
+from tests.sim.optimizer_kit import Run
+
+PEERS, BATCH, BATCH_S, BATCHES = 6, 4, 0.2, 5
+
+
+class Storm:
+    """Trainers at a fixed pace, with the limits that a user has; and who contributed to which epoch when."""
+
+    def __init__(self, seed: int) -> None:
+        target = PEERS * BATCH * BATCHES
+        self.run = Run(target=target, network=SimNetwork(seed, latency_s=0.001), averager=AveragerSettings())
+        self.names = [f"p{number}" for number in range(PEERS)]
+        self.epochs: dict[bytes, tuple[float, frozenset[str]]] = {}
+
+    async def start(self) -> None:
+        """All of them; returns when they train together."""
+        for name in self.names:
+            await self.run.add(name)
+        for name in self.names:
+            self.train(name)
+        await sim.sleep(15.0)
+
+    def train(self, name: str) -> None:
+        """Let it train until its process ends."""
+        swarm, loop = self.run.swarm, asyncio.get_running_loop()
+        trainer = swarm.peer(name)
+
+        def note(event: Event) -> None:
+            last = trainer.collaboration.last_round
+            if isinstance(event, EpochAdvanced) and last is not None:
+                names = {swarm.host(each).peer_id: each for each in self.names}
+                by = frozenset(names[peer] for peer in last.outcome.contributors)
+                self.epochs.setdefault(event.digest, (loop.time(), by))
+
+        swarm.host(name).env.events.subscribe(note)
+        swarm.spawn(name, trainer.train(BATCH, duration_s=BATCH_S, until=lambda: False))
+
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Times between epochs, sorted."""
+        times = sorted(at for at, _ in self.epochs.values())
+        return sorted(b - a for a, b in pairwise([begin, *(at for at in times if begin < at < end), end]))
+
+    def first_by(self, name: str, after: float) -> float:
+        """When it contributed first after this."""
+        return min(at for at, by in self.epochs.values() if at > after and name in by) - after
+
+
+def play(seed: int, scenario: Callable[[Storm], object]) -> None:
+    """A scenario on a swarm that trains."""
+
+    async def main() -> None:
+        storm = Storm(seed)
+        await storm.start()
+        await scenario(storm)  # type: ignore[misc]
+
+    sim.run(main, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("role", ["leader", "member"])
+@pytest.mark.parametrize("phase_s", [0.05, 0.6])
+def test_a_frozen_peer_costs_the_others_two_seconds_at_most(seed: int, role: str, phase_s: float) -> None:
+    """Whoever it is, and whenever in an epoch; it is back within two epochs and a half of when it wakes."""
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        leaders = {
+            name: swarm.peer(name).collaboration._gradients._finder._matchmaker._memory.led for name in storm.names
+        }
+        frozen = next(name for name, led in leaders.items() if led == (role == "leader"))
+        calm = storm.gaps(5.0, loop.time())
+        last = max(at for at, _ in storm.epochs.values())
+        await sim.sleep(max(0.0, last + statistics.median(calm) + phase_s - loop.time()))
+        began = loop.time()
+        swarm.stall(frozen, 10.0)
+        await sim.sleep(10.0)
+        woke = loop.time()
+        assert storm.gaps(began, woke)[-1] <= calm[-1] + 2.0
+        await sim.sleep(10.0)
+        assert storm.first_by(frozen, woke) <= 2.5 * statistics.median(calm)
+        assert storm.gaps(woke, loop.time())[-1] <= calm[-1] + 2.0
+
+    play(seed, scenario)
+
+
+def test_a_newcomer_waits_for_the_next_step_of_the_others_for_ever() -> None:
+    """It does not: epochs are shorter than it waits for a step that it was told of, and it takes part in the second."""
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        epoch_s = statistics.median(storm.gaps(5.0, loop.time()))
+        assert epoch_s < 2.0
+        swarm.crash("p1")
+        await sim.sleep(1.0)
+        began = loop.time()
+        await swarm.restart("p1")
+        storm.train("p1")
+        await sim.sleep(8.0)
+        assert storm.first_by("p1", began) <= 2.5 * epoch_s
+
+    play(1, scenario)

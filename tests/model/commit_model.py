@@ -12,6 +12,9 @@ and nothing else; the commit is all that they need.
 The decider may *step aside*, if it is the one that is slow: it leaves itself out like any other member, and goes on
 deciding. It does so while more than `MIN_GROUP` are left, and need not do so at all.
 
+A member may *doubt* the decider, wrongly too: it has been silent. Then it asks the others, and gives up when none of them
+may still learn the verdict; who gives up is out of the round, as if it had crashed.
+
 An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.
 """
@@ -57,13 +60,17 @@ class State(NamedTuple):
     averages: frozenset[tuple[int, int, int, int]]  # (part, attempt, sender, receiver) on the way
     reports: tuple[tuple[Pair, ...], ...]  # member -> decider, in order
     control: tuple[tuple[object, ...], ...]  # decider -> member, in order
+    doubts: frozenset[int] | None = None  # who doubts the decider, or has; None: nobody ever does
+    gave_up: frozenset[int] = frozenset()  # for that reason
 
 
 class Broken(AssertionError):
     """A reachable state breaks the rule."""
 
 
-def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False) -> State:
+def start(
+    owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False, doubts: bool = False
+) -> State:
     """The group has begun; nothing was averaged."""
     member = Member(attempt=(0, 0), owner=owner)
     return State(
@@ -81,6 +88,7 @@ def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool =
         averages=frozenset(),
         reports=((), (), ()),
         control=((), (), ()),
+        doubts=frozenset() if doubts else None,
     )
 
 
@@ -211,7 +219,8 @@ def steps(state: State, crashes: int) -> Iterator[tuple[str, bool, State]]:
     yield from _member_steps(state)
     yield from _delivery_steps(state)
     yield from _decider_steps(state)
-    if sum(not alive for alive in state.alive) < crashes:
+    yield from _doubt_steps(state)
+    if sum(not alive for alive in state.alive) - len(state.gave_up) < crashes:
         for peer in PEERS:
             if state.alive[peer]:
                 yield f"crash {peer}", False, state._replace(alive=_put(state.alive, peer, False))
@@ -295,6 +304,25 @@ def _decider_steps(state: State) -> Iterator[tuple[str, bool, State]]:
         yield "decider steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
 
 
+def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
+    for peer in PEERS if state.doubts is not None else ():
+        if peer == DECIDER or not state.alive[peer] or state.members[peer].commit is not None:
+            continue
+        assert state.doubts is not None
+        if peer not in state.doubts:
+            yield f"{peer} doubts the decider", False, state._replace(doubts=state.doubts | {peer})
+        elif _may_give_up(state, peer):
+            alive = _put(state.alive, peer, False)
+            yield f"{peer} gives up", True, state._replace(alive=alive, gave_up=state.gave_up | {peer})
+
+
+def _may_give_up(state: State, peer: int) -> bool:
+    """Whether none of the others may still learn the verdict: each doubts the decider, too, and does not know it."""
+    assert state.doubts is not None
+    others = [other for other in PEERS if other not in (peer, DECIDER) and state.alive[other]]
+    return all(other in state.doubts and state.members[other].commit is None for other in others)
+
+
 def check(state: State) -> None:
     """Agreement: nobody that succeeded, dead or alive, holds anything but what was committed."""
     for peer in PEERS:
@@ -312,6 +340,9 @@ def check_end(state: State) -> None:
         return
     if state.commit is None:
         raise Broken("the decider lives, enough members live, and there is no verdict")
+    for peer in state.gave_up:
+        if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != DECIDER):
+            raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
     for peer in PEERS:
         if state.alive[peer] and state.members[peer].succeeded is None and not _orphaned(state, peer):
             raise Broken(f"peer {peer} lives and never learns the average")
@@ -324,9 +355,16 @@ def _orphaned(state: State, peer: int) -> bool:
     return without and bool(others) and not any(state.alive[other] for other in others)
 
 
-def explore(owner: Pair, crashes: int, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False) -> int:
+def explore(
+    owner: Pair,
+    crashes: int,
+    auxiliary: frozenset[int] = frozenset(),
+    *,
+    aside: bool = False,
+    doubts: bool = False,
+) -> int:
     """Visit every reachable state; returns how many there are. Raises `Broken` with the way there."""
-    first = start(owner, auxiliary, aside=aside)
+    first = start(owner, auxiliary, aside=aside, doubts=doubts)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     frontier = [first]
     while frontier:

@@ -62,6 +62,18 @@ def test_model_finds_a_decider_that_steps_aside_and_decides_no_more(monkeypatch:
         commit_model.explore((1, 2), 0, aside=True)
 
 
+def test_model_with_members_that_doubt_the_decider_keeps_agreement_and_always_ends() -> None:
+    """It was silent: they ask each other, and nobody gives up what another one knows."""
+    assert commit_model.explore((1, 2), 0, doubts=True) > 1_000
+
+
+def test_model_finds_members_that_give_up_on_a_decider_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without asking the others, one of whom has the commit."""
+    monkeypatch.setattr(commit_model, "_may_give_up", lambda state, peer: True)
+    with pytest.raises(Broken, match="another knows the verdict"):
+        commit_model.explore((1, 2), 0, doubts=True)
+
+
 def test_model_finds_a_decider_that_waits_for_auxiliary_members_to_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody sends them averages: there would never be a verdict."""
     monkeypatch.setattr(commit_model, "_need", lambda state, live: live)

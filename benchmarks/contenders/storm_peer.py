@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.events import EpochAdvanced, Event, RoundAborted, StateDownloaded, Warned
+from shoal.events import EpochAdvanced, Event, GroupFormed, PeerSilent, RoundAborted, StateDownloaded, Warned
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -30,6 +30,14 @@ def say(name: str, **values: Any) -> None:
     """A line of its own: what is shorter than a page is not mixed with that of others."""
     line = json.dumps({"peer": name, "at": time.monotonic(), **values}).encode()
     os.write(1, line[:4000] + b"\n")
+
+
+def compute(batch_s: float, *, holds_gil: bool) -> None:
+    """Take as long as a batch takes; a program that holds the interpreter counts all the time."""
+    until = time.monotonic() + batch_s
+    while holds_gil and time.monotonic() < until:
+        sum(range(1000))
+    time.sleep(max(0.0, until - time.monotonic()))
 
 
 def train(name: str, settings: dict[str, Any]) -> None:
@@ -51,10 +59,15 @@ def train(name: str, settings: dict[str, Any]) -> None:
         batch_size_per_step=settings["batch"],
         optimizer=inner,
     )
-    loss = 0.0
+    loss, decider = 0.0, None
 
     def note(event: Event) -> None:
+        nonlocal decider
         match event:
+            case GroupFormed():
+                decider = event.decider
+            case PeerSilent(peer=peer):
+                say(name, silent=str(peer)[:16], decides=peer == decider)
             case EpochAdvanced(epoch=epoch, samples=samples, digest=digest):
                 result = optimizer.collaboration.last_round
                 by = [me] if result is None else [str(peer) for peer in result.outcome.contributors]
@@ -78,7 +91,7 @@ def train(name: str, settings: dict[str, Any]) -> None:
 
     dht.events.subscribe(note)
     while True:
-        time.sleep(settings["batch_s"])
+        compute(settings["batch_s"], holds_gil=settings["hold_gil"])
         inputs = torch.randn(settings["batch"], _INPUTS)
         with torch.no_grad():
             wrong = inputs @ (parameter[:_INPUTS] - teacher) + 0.1 * torch.randn(settings["batch"])

@@ -10,6 +10,8 @@ that is said. Everything of shoal is at its defaults.
 - *Goodput*: samples committed per second and live trainer, in the storm over those in the calm.
 - *Participation*: contributors over live trainers, at each epoch.
 - *Back*: from the first packet, the waking or the healing to the first contribution.
+- *Wrong suspicions*: how often one that was live, for two seconds at least, was found silent by one that was live: in
+  calm and storm, those of the last decider apart. ``--busy`` and ``--hold-gil`` make that harder.
 - *Stand-still*: the longest time without an epoch, above the longest of the calm; the 99th percentile beside it.
 
 Restarts are forks of one process that has imported torch: what the import costs on few cores is not what is measured.
@@ -36,7 +38,7 @@ from typing import Any
 from benchmarks.allreduce import ROOT, write
 from benchmarks.emulator.namespaces import NotPermitted
 from benchmarks.emulator.switched import Switched
-from benchmarks.storm.judge import Fault, Figures, Lives, figures, main_line
+from benchmarks.storm.judge import Fault, Figures, Lives, figures, main_line, wrong_suspicions
 
 KINDS = ("kill", "stop", "cut")
 RESTART_S, STOP_S, CUT_S = 1.0, 10.0, 10.0
@@ -128,6 +130,7 @@ class Swarm:
                 "target": round(args.peers * BATCH * args.epoch_s / args.batch_s),
                 "batch": BATCH,
                 "batch_s": args.batch_s,
+                "hold_gil": args.hold_gil,
                 "numel": int(args.state_mb * 250_000),
                 "lr": 0.01 * args.epoch_s,
             },
@@ -209,7 +212,7 @@ def gusts(args: argparse.Namespace, rng: random.Random) -> Iterator[tuple[float,
     """When, in seconds from the beginning, what comes: a Poisson process."""
     at = 0.0
     while True:
-        at += rng.expovariate(args.faults_per_hour / 3600)
+        at += rng.expovariate(args.faults_per_hour / 3600) if args.faults_per_hour else float("inf")
         yield at, rng.choices(KINDS, args.kinds)[0]
 
 
@@ -307,6 +310,12 @@ def show(found: dict[str, Any], minutes: float) -> bool:
         f"{gap['calm worst']:.1f}); p99 of gaps {gap['storm p99']:.1f} s",
         flush=True,
     )
+    for span, (members, deciders) in found["wrong"].items():
+        rounds = found["calm"]["epochs"] if span == "calm" else found["epochs"]
+        print(
+            f"  in {span}: {members} members and {deciders} deciders wrongly found silent in {rounds} rounds",
+            flush=True,
+        )
     return bool(
         found["goodput"] >= BARS["goodput"]
         and found["participation"] >= BARS["participation"]
@@ -331,7 +340,11 @@ def play(args: argparse.Namespace, network: Switched | None) -> dict[str, Any]:
     line = main_line(swarm.said, swarm.place_of)
     still = figures(line, swarm.lives, [], calm_began, calm_ended)
     wild = figures(line, swarm.lives, faults, began, ended)
-    found = describe(still, wild, faults) | {"cores": cores}
+    wrong = [
+        wrong_suspicions(swarm.said, swarm.place_of, swarm.lives, *span)
+        for span in ((calm_began, calm_ended), (began, ended))
+    ]
+    found = describe(still, wild, faults) | {"cores": cores, "wrong": {"calm": wrong[0], "storm": wrong[1]}}
     if args.log:
         with args.log.open("w") as log:
             log.writelines(json.dumps(each) + "\n" for each in swarm.said)
@@ -360,6 +373,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--epoch-s", type=float, default=1.0, help="about how long an epoch takes with all trainers")
     parser.add_argument("--batch-s", type=float, default=None, help="seconds of a batch; default: a fifth of an epoch")
     parser.add_argument("--state-mb", type=float, default=1.0, help="10^6 bytes of parameters")
+    parser.add_argument("--busy", type=int, default=0, help="processes that do nothing but count, beside the trainers")
+    parser.add_argument("--hold-gil", action="store_true", help="a batch is Python that never lets go by itself")
     parser.add_argument("--loss", type=float, default=0.0, help="part of all packets that is lost (needs tc's netem)")
     parser.add_argument("--seed", type=int, default=1, help="decides when what happens to whom")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write there what was said and done")
@@ -382,6 +397,10 @@ def main() -> int:
         except NotPermitted as error:
             print(f"no cuts, as there are no network namespaces here: {error}")
             args.kinds[2] = 0.0
+        for _ in range(args.busy):
+            spinner = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            stack.callback(spinner.wait)
+            stack.callback(spinner.kill)
         found = play(args, network)
     reached = show(found, args.minutes)
     if args.json:

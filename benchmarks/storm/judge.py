@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-__all__ = ["Epoch", "Fault", "Figures", "Lives", "figures", "main_line"]
+__all__ = ["Epoch", "Fault", "Figures", "Lives", "figures", "main_line", "wrong_suspicions"]
 
 
 class Fault(NamedTuple):
@@ -134,3 +134,21 @@ def figures(line: Sequence[Epoch], lives: Lives, faults: Sequence[Fault], begin:
         back={kind: sorted(each) for kind, each in back.items()},
         never=never,
     )
+
+
+def wrong_suspicions(
+    said: Iterable[dict[str, Any]], place_of: dict[str, int], lives: Lives, begin: float, end: float
+) -> tuple[int, int]:
+    """How often one that was live was found silent by one that was live: a member, and one that decided last.
+
+    Both for two seconds, at least: who has just woken may be found silent for what it did not say before.
+    """
+    members = deciders = 0
+    for each in said:
+        if "silent" not in each or not begin <= each["at"] < end or each["silent"] not in place_of:
+            continue
+        both = place_of[each["silent"]], int(each["peer"].split(".")[0])
+        if all(any(a <= each["at"] - 2.0 and each["at"] < b for a, b in lives.spans[place]) for place in both):
+            deciders += each["decides"]
+            members += not each["decides"]
+    return members, deciders

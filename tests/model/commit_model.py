@@ -68,9 +68,7 @@ class Broken(AssertionError):
     """A reachable state breaks the rule."""
 
 
-def start(
-    owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False, doubts: bool = False
-) -> State:
+def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False, doubts: bool = False) -> State:
     """The group has begun; nothing was averaged."""
     member = Member(attempt=(0, 0), owner=owner)
     return State(

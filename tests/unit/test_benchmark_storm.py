@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.storm.judge import Fault, Lives, figures, main_line
+from benchmarks.storm.judge import Fault, Lives, figures, main_line, wrong_suspicions
 
 PLACES = {"a": 0, "b": 1, "c": 2}
 
@@ -47,3 +47,19 @@ def test_who_never_contributes_again_is_counted() -> None:
     assert figures(line, lives, [Fault(2.0, "cut", 2, 3.0)], 0.0, 21.0).never == 1
     struck_again = [Fault(2.0, "cut", 2, 3.0), Fault(4.0, "cut", 2, None)]
     assert figures(line, lives, struck_again, 0.0, 21.0).never == 0
+
+
+def test_a_wrong_suspicion_is_of_one_that_was_live_for_a_while_by_one_that_was() -> None:
+    """Who is down, has just come back, or suspects others because it was down itself, is not counted."""
+    lives = Lives(3)
+    for place in range(3):
+        lives.begin(place, 0.0)
+    lives.end(2, 10.0)
+    lives.begin(2, 20.0)
+
+    def found(at: float, by: int, whom: str, *, decides: bool = False) -> dict[str, Any]:
+        return {"peer": f"{by}.0", "at": at, "silent": whom, "decides": decides}
+
+    said = [found(5.0, 0, "b"), found(5.0, 0, "c", decides=True), found(12.0, 0, "c"), found(20.5, 0, "c")]
+    said += [found(20.5, 2, "a"), found(99.0, 0, "b"), found(5.0, 0, "stranger")]
+    assert wrong_suspicions(said, PLACES, lives, 0.0, 50.0) == (1, 1)

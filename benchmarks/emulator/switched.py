@@ -15,13 +15,18 @@ from benchmarks.emulator.namespaces import NotPermitted, end_processes, ip, remo
 
 __all__ = ["Switched"]
 
+_LOSES = """table inet loses {
+  chain all { type filter hook prerouting priority 0; iifname "line" numgen random mod 1000 < %d drop; }
+}
+"""
+
 
 class Switched:
     """Hosts around a switch. A context manager: it begins and ends with the block.
 
     Args:
         hosts: how many, at most 250.
-        loss: the part of packets that is lost on each line up.
+        loss: the part of packets that is lost on each line down, in thousandths; needs nft.
 
     Attributes:
         addresses: of the hosts, which can reach each other and nothing else.
@@ -67,7 +72,7 @@ class Switched:
             ip("-n", name, "link", "set", "line", "up")
             ip("-n", name, "link", "set", "lo", "up")
             if self._loss:
-                _run("tc", "-n", name, "qdisc", "add", "dev", "line", "root", "netem", "loss", f"{100 * self._loss:g}%")
+                _run("ip", "netns", "exec", name, "nft", "-f", "-", input_=_LOSES % round(1000 * self._loss))
         for index in range(len(self.addresses)):
             # Who asks for a neighbour and hears nothing is told "no route" after 3 s: behind a router nobody is.
             lines = [

@@ -375,7 +375,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--state-mb", type=float, default=1.0, help="10^6 bytes of parameters")
     parser.add_argument("--busy", type=int, default=0, help="processes that do nothing but count, beside the trainers")
     parser.add_argument("--hold-gil", action="store_true", help="a batch is Python that never lets go by itself")
-    parser.add_argument("--loss", type=float, default=0.0, help="part of all packets that is lost (needs tc's netem)")
+    parser.add_argument("--loss", type=float, default=0.0, help="part of all packets that is lost (needs nft)")
     parser.add_argument("--seed", type=int, default=1, help="decides when what happens to whom")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write there what was said and done")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

@@ -12,8 +12,8 @@ and nothing else; the commit is all that they need.
 The decider may *step aside*, if it is the one that is slow: it leaves itself out like any other member, and goes on
 deciding. It does so while more than `MIN_GROUP` are left, and need not do so at all.
 
-A member may *doubt* the decider, wrongly too: it has been silent. Then it asks the others, and gives up when none of them
-may still learn the verdict; who gives up is out of the round, as if it had crashed.
+A member may *doubt* the decider, wrongly too: it has been silent. Then it asks the others, and gives up when none of
+them may still learn the verdict; who gives up is out of the round, as if it had crashed.
 
 An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.

@@ -16,7 +16,7 @@ from benchmarks.emulator.namespaces import NotPermitted, end_processes, ip, remo
 __all__ = ["Switched"]
 
 _LOSES = """table inet loses {
-  chain all { type filter hook prerouting priority 0; iifname "line" numgen random mod 1000 < %d drop; }
+  chain down { type filter hook prerouting priority 0; iifname "line" numgen random mod 1000 < %d drop; }
 }
 """
 

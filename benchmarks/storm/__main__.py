@@ -395,6 +395,8 @@ def main() -> int:
         try:
             network = stack.enter_context(Switched(args.peers, loss=args.loss))
         except NotPermitted as error:
+            if args.loss:
+                sys.exit(f"--loss needs network namespaces: {error}")
             print(f"no cuts, as there are no network namespaces here: {error}")
             args.kinds[2] = 0.0
         for _ in range(args.busy):

@@ -57,6 +57,11 @@ class Caller:
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.calls = 0
 
+    @property
+    def silent(self) -> frozenset[PeerID]:
+        """Who was asked for a sign of life by somebody here, and gives none: not worth a call now."""
+        return self._endpoint.silent
+
     async def call(self, contact: Contact, request: Request[R]) -> R:
         """Call a node.
 
@@ -258,7 +263,13 @@ class Crawler:
             for contact in search.lookup.next_queries():
                 wanted.setdefault(contact.peer, (contact, []))[1].append(search)
         run.ready.clear()
+        silent = self._caller.silent
         for peer, (contact, group) in wanted.items():
+            if peer in silent:  # an answer would come late, if ever
+                for search in group:
+                    search.lookup.failed(peer)
+                    run.ready[search.key] = search
+                continue
             queue = run.queues.get(peer)
             if queue is None:
                 queue = run.queues[peer] = _Queue(contact)
@@ -267,6 +278,8 @@ class Crawler:
             queue.members += group
             timer = asyncio.get_running_loop().call_later(self._settings.slow_s, run.slow, peer, group)
             queue.timers.append(timer)
+        if run.ready:
+            self._ask_on(run)
 
     async def find_values(self, searches: Sequence[Search]) -> None:
         """Run searches for records; where the nodes that should hold a key have none, ask as many again beyond them.

@@ -228,8 +228,7 @@ class Endpoint:
         state = self._open.peers.get(peer)
         links = [link for link in state.links if not link.closed] if state is not None else []
         for link in links:
-            with suppress(PeerUnreachable):  # it does not read, and so will not answer
-                link.ask()
+            link.ask()
         if not links and self._dialer.contact(peer).addresses and not self._closed:
             self._spawn(self._dial_and_ask(peer))
             return True

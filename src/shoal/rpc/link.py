@@ -159,16 +159,6 @@ class CallLink:
             del self._waiting[number], reply  # it holds its exception, whose traceback holds this frame
             self._last_used = self._loop.time()
 
-    def ask(self) -> None:
-        """Ask the peer for a sign of life, if it was not asked since it gave the last one.
-
-        Raises:
-            PeerUnreachable: too much is queued already; the peer does not read.
-        """
-        if self._asked_at is None:
-            self.post(Beat(self._owner.wall_time()))
-            self._asked_at = self._loop.time()
-
     def _give_up(self, number: int, method: str, timeout_s: float) -> None:
         if (waiting := self._waiting.get(number)) and not waiting.done():
             waiting.set_exception(PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id))

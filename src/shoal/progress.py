@@ -198,6 +198,18 @@ class SwarmProgress:
             self._lose(peer, known[0].time)
         return known is not None
 
+    def silent(self, peer: PeerID, *, said_before: float) -> None:
+        """A peer that was only read of gives no answer: it does not count until it renews its record.
+
+        Args:
+            peer: who.
+            said_before: what is newer than this (its own clock) counts all the same.
+        """
+        if self._strangers.get(peer, math.inf) < said_before:
+            del self._strangers[peer]
+        if peer in self._known and peer not in self._alive and self._known[peer][0].time < said_before:
+            self._lose(peer, self._known[peer][0].time)
+
     def _lose(self, peer: PeerID, said: float) -> None:
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)

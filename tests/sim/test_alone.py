@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from shoal import sim
 from shoal.core import PeerCore
@@ -253,3 +256,33 @@ def test_each_reason_says_what_to_check() -> None:
         (reason,) = circumstances.reasons()
         assert sentence in reason
     assert not replace(CALM, given_peers=False).expected
+
+
+@pytest.mark.parametrize("ends", ["vanished", "other settings"])
+def test_what_a_run_that_is_over_left_delays_a_new_one_by_two_seconds_at_most(ends: str) -> None:
+    """Its records lie in the DHT for twenty seconds; who wrote them gives no answer, and does not count."""
+
+    async def first_epoch(left: bool) -> float:
+        run = Run(target=16)
+        await entered(run)
+        if left:
+            for name in ("a", "b"):
+                trainer = await run.add(name)
+                run.swarm.spawn(name, trainer.train(8, duration_s=1.0, until=until(1e9)))
+            await sim.sleep(5.0)
+            assert run.swarm.peer("a").collaboration.epoch > 1
+            for name in ("a", "b"):
+                (run.swarm.vanish if ends == "vanished" else run.swarm.crash)(name)
+            await sim.sleep(6.0)
+        loop = asyncio.get_running_loop()
+        changes: dict[str, Any] = {"fingerprint": {"lr": "another"}} if ends == "other settings" else {}
+        newcomer = await run.add("newcomer", **changes)
+        began = loop.time()  # before that the DHT may have waited for its own dead
+        run.swarm.spawn("newcomer", newcomer.train(8, duration_s=1.0, until=until(1e9)))
+        while not newcomer.epochs:
+            await sim.sleep(0.05)
+        assert newcomer.epochs[0][1] == 1
+        return newcomer.epochs[0][0] - began
+
+    times = [sim.run(lambda left=left: first_epoch(left), seed=38) for left in (False, True)]  # type: ignore[misc]
+    assert times[1] <= times[0] + 2.0, times

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
@@ -38,6 +39,10 @@ _SILENCE_S = 1.0
 
 _SEEK_S = 5.0
 """Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
+
+_ASKED_AT_FIRST, _FIRST_ANSWER_S, _STALE_S = 64, 1.5, 5.0
+"""Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long. Peers
+renew theirs every two seconds."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -211,13 +216,17 @@ class ProgressGossip:
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT."""
         for looks in itertools.count(1):
-            await self._look()
+            found = await self._look()
+            if looks == 1:
+                await self._ask_who_lives(found)
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._on_news()
             await asyncio.sleep(self._publish_period_s / 2)
 
-    async def _look(self) -> None:
+    async def _look(self) -> list[PeerID]:
+        """Read what the peers of the run have written; who they are."""
+        peers = []
         with suppress(ShoalError):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -226,6 +235,29 @@ class ProgressGossip:
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer.raw == subkey:
                         self._hear(progress, direct=False)
+                        if progress.contact.addresses and not progress.left:
+                            peers.append(progress.contact.peer)
+        return peers
+
+    async def _ask_who_lives(self, peers: Sequence[PeerID]) -> None:
+        """Tell those who have written that we are here, as their run may be over.
+
+        A peer that cannot be dialed does not count until it renews what it has written; nor does one that gives no
+        answer and has not done so for a while.
+        """
+        chosen = [peer for peer in peers if peer != self._core.peer_id]
+        self._core.env.rng.shuffle(chosen)
+        for peer in chosen[:_ASKED_AT_FIRST]:
+            if peer not in self._telling:
+                self._begin_telling(peer)
+        asked = [task for peer, task in self._telling.items() if peer in chosen]
+        if asked:
+            await asyncio.wait(asked, timeout=_FIRST_ANSWER_S)
+        stale = self._core.env.clock.time() - _STALE_S
+        for peer in chosen[:_ASKED_AT_FIRST]:
+            if not self._core.endpoint.connected(peer):
+                refused = peer in self._deaf and peer not in self._telling
+                self._known.silent(peer, said_before=math.inf if refused else stale)
 
     async def seek(self) -> None:
         """Look for the others now, whom nobody knows here: after a start, a sleep, or the loss of all links."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Executor as ConcurrentExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -20,16 +20,23 @@ from typing import ParamSpec, Protocol, TypeVar
 from shoal.events import EventBus
 
 __all__ = [
+    "LONGEST_TURN_S",
     "Backoff",
     "Clock",
     "Env",
     "Executor",
     "InlineExecutor",
+    "SharedClock",
     "SystemClock",
     "ThreadExecutor",
     "get_dht_time",
+    "own_clock",
     "to_the_end",
 ]
+
+LONGEST_TURN_S = 0.5
+"""No turn of the loop counts as longer, on any clock that limits are kept by: the process was stopped (SIGSTOP, a
+laptop's lid), or kept busy. Others could not be heard meanwhile, so neither their silence nor a deadline counts it."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,6 +62,62 @@ class SystemClock:
 
     def monotonic(self) -> float:
         return time.monotonic()
+
+
+class SharedClock:
+    """The wall clock that the peers of a network have in common: each one's own, put right by what the others tell.
+
+    Who joins a network takes over its time. Later the median of what the peers tell that have been connected longest,
+    and of the own time, is followed when it is more than `TOLERANCE_S` away: one peer that lies, or a few, move nobody,
+    and fresh ones do not count beside `VOTERS` older ones. Of two halves the earlier one wins, on both sides. A time
+    that is more than `FURTHEST_S` away is nobody's.
+
+    Args:
+        own: the clock of this machine.
+        settled: whether the network's time is known: whoever begins one has it; who joins one has not, and says so.
+
+    Attributes:
+        ahead_s: how far the network's time is ahead of our own.
+    """
+
+    TOLERANCE_S = 1.0
+    FURTHEST_S = 50 * 3600.0
+    VOTERS = 16
+
+    def __init__(self, own: Clock, *, settled: bool) -> None:
+        self.own, self.settled = own, settled
+        self.ahead_s = 0.0
+        self._told: dict[Hashable, float] = {}
+
+    def time(self) -> float:
+        return self.own.time() + self.ahead_s
+
+    def monotonic(self) -> float:
+        return self.own.monotonic()
+
+    def told(self, peer: Hashable, ahead_s: float) -> bool:
+        """A peer tells the network's time: so far ahead of our own clock. Returns whether ours has changed by that."""
+        if not abs(ahead_s) <= self.FURTHEST_S:
+            return False
+        self._told[peer] = ahead_s
+        votes = list(self._told.values())[: self.VOTERS]
+        if self.settled:
+            votes.append(self.ahead_s)
+        self.settled = True
+        median_s = sorted(votes)[(len(votes) - 1) // 2]
+        if abs(median_s - self.ahead_s) <= self.TOLERANCE_S:
+            return False
+        self.ahead_s = median_s
+        return True
+
+    def forget(self, peer: Hashable) -> None:
+        """It is connected no more."""
+        self._told.pop(peer, None)
+
+
+def own_clock(clock: Clock) -> Clock:
+    """The clock of this machine, which the program reads too."""
+    return clock.own if isinstance(clock, SharedClock) else clock
 
 
 def get_dht_time() -> float:

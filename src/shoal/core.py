@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from shoal.clock import Env
+from shoal.clock import Env, SharedClock
 from shoal.dht import DhtNode, DhtSettings, RecordValidator
 from shoal.events import Joined
 from shoal.identity import Identity
@@ -86,9 +86,11 @@ class PeerCore:
             ConfigError: the address cannot be listened on.
             PeerUnreachable: no initial peer answered.
         """
+        initial_peers = list(initial_peers)
+        clock = SharedClock(env.clock, settled=not initial_peers)
+        env = replace(env, clock=clock)
         endpoint, node = Endpoint(transport, env, limits=limits), None
         try:
-            initial_peers = list(initial_peers)
             await endpoint.start(listen=not client_mode)
             node = DhtNode(endpoint, env, identity, settings=dht_settings, validators=validators)
             core = cls(identity, env, endpoint, node, Reachability(endpoint), state_upload_limit)
@@ -97,6 +99,7 @@ class PeerCore:
             if asks:
                 endpoint.withhold()
             await node.bootstrap(initial_peers, timeout_s=timeout_s, required=must_join)
+            clock.settled = True
             if asks and (await core.reachability.find_out()).can_be_reached:
                 await node.look_around()
             core.tell_joined()

@@ -287,13 +287,13 @@ class Failure(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """Asks for a sign of life. `time` is the sender's wall clock, seconds."""
+    """Asks for a sign of life, and for the network's time. `time` is the clock of the sender's machine, seconds."""
 
     time: float
 
 
 class BeatReply(Message, frozen=True):
-    """The sign of life: the asker's time given back, and the answerer's own wall clock."""
+    """The sign of life: the asker's time given back, and the network's; not a number where that is not known yet."""
 
     asked: float
     time: float

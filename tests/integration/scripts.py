@@ -9,6 +9,7 @@ import hashlib
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 
 import shoal
+from shoal.clock import SystemClock
 from shoal.compression import CompressionBase, Float16Compression, NoCompression, view_bytes
-from shoal.events import Event, GroupFormed, PeerLost
+from shoal.events import EpochAdvanced, Event, GroupFormed, PeerLost
 
 CODECS: dict[str, CompressionBase] = {"none": NoCompression(), "float16": Float16Compression()}
 
@@ -159,6 +161,46 @@ def train(*, initial_peers: Sequence[str], epochs: int, seed: int) -> None:
         hear()
 
 
+def keep_training(*, initial_peers: Sequence[str], seed: int, clock_ahead_s: float = 0.0) -> None:
+    """A small run until the test says something, and some epochs more; says each epoch, and the weights at its end."""
+    if clock_ahead_s:
+        wrong: Any = lambda self: time.time() + clock_ahead_s  # noqa: E731
+        SystemClock.time = wrong  # type: ignore[method-assign]
+    with joined(initial_peers) as dht:
+
+        def tell(event: Event) -> None:
+            if isinstance(event, EpochAdvanced):
+                say("epoch", [event.epoch, event.peers])
+
+        dht.events.subscribe(tell)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(8, 1)
+        swarm = shoal.Optimizer(
+            dht=dht,
+            run_id="small",
+            target_batch_size=64,
+            batch_size_per_step=8,
+            optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        )
+        say("ready")
+        hearing, pace = threading.Thread(target=hear, daemon=True), threading.Event()
+        hearing.start()
+        generator = torch.Generator().manual_seed(seed)
+        announced = False
+        while not swarm.finished:
+            if not announced and not hearing.is_alive():
+                announced = True
+                swarm.announce_end(swarm.local_epoch + 8)
+            inputs = torch.randn(8, 8, generator=generator)
+            (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
+            pace.wait(0.02)
+            swarm.step()
+            swarm.zero_grad()
+        say("weights", digest(list(model.parameters())))
+        hearing.join()
+        hear()
+
+
 def load_with_forked_workers(*, initial_peers: Sequence[str]) -> None:
     """Have two forked DataLoader workers, and do nothing."""
     with joined(initial_peers):
@@ -182,7 +224,7 @@ def average_once(invite: str, prefix: str) -> None:
 
 
 SCRIPTS: dict[str, Callable[..., None]] = {
-    script.__name__: script for script in (average, rewrite, train, load_with_forked_workers)
+    script.__name__: script for script in (average, rewrite, train, keep_training, load_with_forked_workers)
 }
 
 

@@ -167,9 +167,13 @@ class Run:
         client_mode: bool = False,
         extra_tensors: Sequence[torch.Tensor] = (),
         skew_s: float = 0.0,
+        events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
-        """Start a trainer; `seed` makes its first parameters, and its clock is ahead by `skew_s`."""
+        """Start a trainer; `seed` makes its first parameters, and its clock is ahead by `skew_s`.
+
+        What happens from its start on is told to `events`.
+        """
         index = len(self.trainers)
 
         async def factory(host: SimHost) -> Trainer:
@@ -177,6 +181,8 @@ class Run:
             self._first = self._first or host
             clock: Any = host.env.clock
             clock._offset_s += skew_s
+            if events is not None:
+                host.env.events.subscribe(events)
             parameters = model(self.dtype, seed, self.width)
             optimizer, scheduler = make_optimizer(parameters, self.lr)
             limit = self.state_upload_limit

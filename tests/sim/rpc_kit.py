@@ -23,7 +23,7 @@ from shoal.transport import sockets
 from shoal.transport.base import Acceptor, Connection, Transport
 from shoal.transport.memory import MemoryTransport
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Call, Contact, Hello, Message, Opening, OpenStream, Request, decode, encode
+from shoal.wire import Beat, Call, Contact, Hello, Message, Opening, OpenStream, Request, decode, encode
 
 E = TypeVar("E", bound=Event)
 
@@ -311,9 +311,11 @@ def open_frame(method: str, body: bytes) -> bytes:
 
 
 async def receive(connection: Connection, kind: Any) -> Any:
-    """The message of the next frame, decoded."""
-    frame: Frame = await read_frame(connection, Limits())
-    return decode(frame.header, kind)
+    """The message of the next frame, decoded. The question for the time, with which a link begins, is passed over."""
+    while True:
+        frame: Frame = await read_frame(connection, Limits())
+        if kind is Beat or frame.kind is not Kind.CALL or msgspec.msgpack.decode(frame.header)[0] != "Beat":
+            return decode(frame.header, kind)
 
 
 async def ends(connection: Connection) -> bool:

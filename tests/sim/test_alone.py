@@ -15,6 +15,7 @@ from shoal.events import Event, SteppedAlone, Warned
 from shoal.identity import Identity
 from shoal.optim.solitude import Circumstances
 from shoal.sim import SimHost
+from shoal.sim.loop import world_time
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -36,7 +37,7 @@ def notes(trainer: Trainer) -> tuple[list[int], list[str]]:
 def until(time_s: float) -> Callable[[], bool]:
     """Whether it is so late."""
     loop = asyncio.get_running_loop()
-    return lambda: loop.time() > time_s
+    return lambda: world_time(loop) > time_s
 
 
 def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -220,14 +222,16 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
         found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
 
         def look_before_each_release(name: str, collaboration: Any) -> None:
-            leave, tensors = collaboration.lock._leave, collaboration.training.describe()
+            held, tensors = collaboration.lock.held, collaboration.training.describe()
 
-            def look(turn: Any) -> None:
-                content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
-                found[name].setdefault(collaboration.state.digest, set()).add(content)
-                leave(turn)
+            @asynccontextmanager
+            async def looked_at(timeout_s: float | None = None) -> AsyncIterator[bool]:
+                async with held(timeout_s) as has_come:
+                    yield has_come
+                    content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
+                    found[name].setdefault(collaboration.state.digest, set()).add(content)
 
-            collaboration.lock._leave = look
+            collaboration.lock.held = looked_at
 
         await sim.sleep(3.0)
         extra[1].fill_(1.0)  # as statistics of other batches

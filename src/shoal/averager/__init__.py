@@ -8,7 +8,7 @@ do, `lock` that of the tensors, `sharing` the state for newcomers, `group_finder
 
 from shoal.averager.averager import Averager
 from shoal.averager.directory import DhtDirectory, find_donors
-from shoal.averager.lock import TensorLock
+from shoal.averager.lock import TensorLock, Turn
 from shoal.averager.plan import AveragingMode, AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import AveragerSettings, check_group_bits
 from shoal.averager.sharing import StateSharing
@@ -24,6 +24,7 @@ __all__ = [
     "StepPlan",
     "StepResult",
     "TensorLock",
+    "Turn",
     "check_group_bits",
     "choose_timeouts",
     "find_donors",

@@ -1,85 +1,140 @@
 """The lock of the averaged tensors, which the user's threads and the loop have in the order in which they asked for it.
 
-They stand in one line, and the first of them has it; whoever leaves the line makes the next one the first. So a thread
-that comes again at once waits behind the others, and neither a round nor a snapshot starves. To join the line, to leave
-it and to tell the first can each be done twice as well as once: an interrupt (Ctrl+C) between any two steps of a thread
-costs nobody the lock.
+They stand in one line, and the first of them has it. So a thread that comes again at once waits behind the others, and
+neither a round nor a snapshot starves.
+
+An interrupt (Ctrl+C) at any moment costs nobody the lock. A place in the line is over as soon as its mark is set, and a
+`with` statement sets it by one call of C: Python looks for signals when a function of Python begins, and after calls,
+so an `__exit__` in Python might never run. Nobody is told: those who wait look every few milliseconds at most.
 """
 
 from __future__ import annotations
 
 import asyncio
+import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-__all__ = ["TensorLock"]
+__all__ = ["TensorLock", "Turn"]
+
+_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.005
+
+_Line = list["Turn"]
 
 
-class _Turn:
-    """A place in the line.
+class Turn(queue.SimpleQueue[object]):
+    """A place in the line; in a `with` statement of a thread it waits there, and leaves at the end.
+
+    What is in the queue says that it is over.
+
+    Args:
+        line: of the lock.
+        holder: who stands there, in words.
+        timeout_s: longest wait, seconds.
 
     Attributes:
-        holder: who stands there, in words.
-        thread: which thread that is; None: the loop.
+        thread: who stands there; None: the loop.
     """
 
-    __slots__ = ("_tell", "_told", "holder", "thread")
+    def __init__(self, line: _Line, holder: str, timeout_s: float, *, in_loop: bool = False) -> None:
+        super().__init__()
+        self._line, self.holder, self.timeout_s = line, holder, timeout_s
+        self.thread = None if in_loop else threading.get_ident()
 
-    def __init__(self, holder: str, thread: int | None, tell: Callable[[], object]) -> None:
-        self.holder, self.thread, self._tell = holder, thread, tell
-        self._told = False
+    def __enter__(self) -> bool:
+        """Wait; False, without the lock, if others had it for all of the time."""
+        try:
+            return self.come()
+        except BaseException:
+            self.leave()
+            raise
 
-    def come(self) -> None:
-        if not self._told:
-            self._tell()
-            self._told = True
+    if TYPE_CHECKING:
+
+        def __exit__(
+            self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+        ) -> None: ...
+
+    else:
+        __exit__ = queue.SimpleQueue.put  # takes three arguments: all that matters is that the queue is not empty
+
+    def leave(self) -> None:
+        """It is over. Without effect the second time."""
+        self.put(None)
+
+    def come(self) -> bool:
+        """Join the line, and wait there: whether it is the first."""
+        waited_s = 0.0
+        for pause_s in self.pauses():
+            if waited_s >= self.timeout_s:
+                break
+            waited_s += pause_s
+            time.sleep(pause_s)
+        return self.stands()
+
+    def stands(self) -> bool:
+        """Whether it is the first in the line, else it leaves."""
+        if first(self._line) is self:
+            return True
+        self.leave()
+        return False
+
+    def pauses(self) -> Iterator[float]:
+        """Join the line; how long to wait until the next look, as long as it is not the first."""
+        self._line.append(self)
+        pause_s = _PAUSE_S
+        while first(self._line) is not self:
+            yield pause_s
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def first(line: _Line) -> Turn | None:
+    """Who has the lock; the places that are over are removed. In any thread, and interrupted anywhere."""
+    for turn in list(line):
+        if turn.empty():
+            return turn
+        with suppress(ValueError):  # somebody else did at the same time
+            line.remove(turn)
+    return None
 
 
 class TensorLock:
     """A lock for threads (`holding`) and for coroutines (`held`). Who has it must not ask again.
 
     Attributes:
-        generation: grows whenever a holder may have changed the tensors.
+        generation: grows whenever a holder may change the tensors.
     """
 
     def __init__(self) -> None:
         self.generation = 0
-        # Of the line; never held while anything is waited for. Again in the same thread: by a finalizer of `holding`.
-        self._guard = threading.RLock()
-        self._line: list[_Turn] = []
+        self._line: _Line = []
 
     @property
     def holder(self) -> str:
         """Who has it, in words; empty: nobody."""
-        with self._guard:
-            return self._line[0].holder if self._line else ""
+        turn = first(self._line)
+        return "" if turn is None else turn.holder
 
     @property
     def mine(self) -> bool:
         """Whether the calling thread has it, by `holding`."""
-        with self._guard:
-            return bool(self._line) and self._line[0].thread == threading.get_ident()
+        turn = first(self._line)
+        return turn is not None and turn.thread == threading.get_ident()
 
-    @contextmanager
-    def holding(self, holder: str = "", timeout_s: float | None = None) -> Iterator[bool]:
-        """Have it, in a thread; yields False, without it, if others had it for all of `timeout_s`.
+    def holding(self, holder: str = "", timeout_s: float | None = None, kind: Callable[..., Turn] = Turn) -> Turn:
+        """For a `with` statement of a thread: has it there; or yields False, if others had it for all of `timeout_s`.
 
         Args:
             holder: who asks, in words that others can be told; empty: the thread, by its name.
             timeout_s: longest wait, seconds; None: without limit.
+            kind: what to make.
         """
-        first = threading.Event()
-        turn = _Turn(holder or f"thread {threading.current_thread().name!r}", threading.get_ident(), first.set)
-        try:
-            self._join(turn)
-            first.wait(timeout_s)
-            yield self._has_come(turn)
-        finally:
-            try:
-                self._leave(turn)
-            finally:
-                self._leave(turn)  # an interrupt may have come in between
+        name = holder or f"thread {threading.current_thread().name!r}"
+        return kind(self._line, name, float("inf") if timeout_s is None else timeout_s)
 
     @asynccontextmanager
     async def held(self, timeout_s: float | None = None) -> AsyncIterator[bool]:
@@ -88,35 +143,14 @@ class TensorLock:
         Args:
             timeout_s: longest wait, seconds; None: without limit.
         """
-        loop, first = asyncio.get_running_loop(), asyncio.Event()
-
-        def tell() -> None:
-            with suppress(RuntimeError):  # the loop has ended, and who waited in it
-                loop.call_soon_threadsafe(first.set)
-
-        turn = _Turn("shoal itself", None, tell)
+        loop = asyncio.get_running_loop()
+        until = float("inf") if timeout_s is None else loop.time() + timeout_s
+        turn = Turn(self._line, "shoal itself", 0.0, in_loop=True)
         try:
-            self._join(turn)
-            if not self._has_come(turn):
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(timeout_s):
-                        await first.wait()
-            yield self._has_come(turn)
+            for pause_s in turn.pauses():
+                if loop.time() >= until:
+                    break
+                await asyncio.sleep(min(pause_s, until - loop.time()))
+            yield turn.stands()
         finally:
-            self._leave(turn)
-
-    def _has_come(self, turn: _Turn) -> bool:
-        with self._guard:  # who is being told may be here before whoever tells it has gone on
-            return self._line[:1] == [turn]
-
-    def _join(self, turn: _Turn) -> None:
-        with self._guard:
-            self._line.append(turn)
-            self._line[0].come()
-
-    def _leave(self, turn: _Turn) -> None:
-        with self._guard:
-            if turn in self._line:
-                self._line.remove(turn)
-            if self._line:
-                self._line[0].come()
+            turn.leave()

@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.allreduce.round import Outcome
-from shoal.clock import Clock
+from shoal.clock import Clock, own_clock
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.matchmaking import Group
 from shoal.peer import PeerID
@@ -132,7 +132,7 @@ class StepPlan:
 
     def _early_s(self, clock: Clock) -> float:
         """Seconds until the scheduled time; 0 from then on."""
-        return 0.0 if self.scheduled_time is None else max(0.0, self.scheduled_time - clock.time())
+        return 0.0 if self.scheduled_time is None else max(0.0, self.scheduled_time - own_clock(clock).time())
 
     async def wait_until_ready(self, clock: Clock, deadline: float) -> None:
         """Wait for the scheduled time and the trigger. No group waits with us: one is found in milliseconds.

@@ -36,7 +36,7 @@ class Declarers:
     """
 
     def __init__(self, me: PeerID, rules: Rules, memory: Memory, *, wall_offset_s: float) -> None:
-        self._me, self._rules, self._memory, self._wall_offset_s = me, rules, memory, wall_offset_s
+        self._me, self._rules, self._memory, self.wall_offset_s = me, rules, memory, wall_offset_s
         self._listed: dict[PeerID, Declaration] = {}
         self._heard: dict[PeerID, Declaration] = {}
         self._heard_at: dict[PeerID, float] = {}
@@ -140,7 +140,7 @@ class Declarers:
 
     def _expired(self, each: Declaration, now: float) -> bool:
         grace_s = self._rules.grace_s
-        if each.expiration + grace_s > now + self._wall_offset_s:
+        if each.expiration + grace_s > now + self.wall_offset_s:
             return False
         heard = self._heard.get(each.peer)
         told = heard is not None and heard.expiration == each.expiration

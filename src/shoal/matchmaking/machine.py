@@ -139,7 +139,6 @@ class GroupMachine:
         silent: Callable[[PeerID], bool] = lambda _: False,
     ) -> None:
         self._me, self._rules, self._memory, self._expected, self._silent = me, rules, memory, expected, silent
-        self._wall_offset_s = wall_offset_s
         self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
         self._lookout = Lookout(me, rules, memory, self._declarers, now=now)
         self._out: list[Action] = []
@@ -179,6 +178,10 @@ class GroupMachine:
     def key(self) -> Key:
         """Our place in the order."""
         return self._expiration, self._me
+
+    def set_wall_clock(self, offset_s: float) -> None:
+        """The wall clock is so far ahead of the loop's time now: that one stands still while the process is stopped."""
+        self._declarers.wall_offset_s = offset_s
 
     def start(self, now: float) -> list[Action]:
         """Begin the search; call it once, before `handle`."""
@@ -468,7 +471,7 @@ class GroupMachine:
     def _new_window(self, now: float) -> None:
         self._window_end = min(now + self._rules.window_s, self._end)
         # Later than the last one: others hold that for over, as they were told when they asked between two searches.
-        last, self._expiration = self._memory.declared, self._window_end + self._wall_offset_s
+        last, self._expiration = self._memory.declared, self._window_end + self._declarers.wall_offset_s
         if self._memory.led:
             self._expiration -= min(_HEAD_START_S, self._rules.window_s / 10)
         if 0 <= last - self._expiration < self._rules.window_s:  # more is a clock that was set back

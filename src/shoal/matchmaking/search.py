@@ -142,6 +142,7 @@ class Search:
 
     def feed(self, event: Event) -> None:
         """Hand an event to the machine and carry out what it says."""
+        self._machine.set_wall_clock(self._env.clock.time() - self._loop.time())
         self._carry_out(lambda: self._machine.handle(event, self._loop.time()))
 
     def fail(self, error: BaseException) -> None:

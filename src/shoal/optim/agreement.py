@@ -83,6 +83,10 @@ def samples_of(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID])
     return {peer: max(1, each.samples) for peer, each in said if each is not None}
 
 
+# msgspec looks at a type when it is first read; two peers in one process that do so at once crash it (0.22).
+msgspec.msgpack.Decoder(Said)
+
+
 def _read(plain: Any) -> Said | None:
     try:
         said = msgspec.convert(plain, Said)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,7 @@ from functools import partial
 from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import to_the_end
+from shoal.clock import own_clock, to_the_end
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
@@ -146,7 +147,9 @@ class Collaboration:
         self._average_due = False
         self._shared = False
         self._sought = False  # whether the others were looked for since somebody was known last
+        self._told_at = -math.inf
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._gossip = ProgressGossip(
             core,
             settings.run_id,
@@ -184,10 +187,13 @@ class Collaboration:
     """What ended the background work, if something did; the trainer's next call raises it."""
 
     async def close(self) -> None:
-        """Leave the run. Safe to call twice."""
-        if self._closed:
-            return
+        """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
         self._closed = True
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._leave())
+        await asyncio.shield(self._closing)
+
+    async def _leave(self) -> None:
         tasks = [*self._tasks, *(self._checking or ())[1:]]
         for task in tasks:
             task.cancel()
@@ -230,13 +236,18 @@ class Collaboration:
             branch_samples=self.state.samples,
             samples=self.training.samples,
             rate=self.speed.rate,
-            time=self.core.env.clock.time(),
+            time=self._time_to_tell(),
             settings=dict(self.settings.fingerprint),
             end_epoch=self._end.said,
             left=self._closed,
             check=self._checks.last,
             alone=self._solitude.told,
         )
+
+    def _time_to_tell(self) -> float:
+        """Our own wall clock, which orders what we say; it never goes back."""
+        self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
+        return self._told_at
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now."""
@@ -545,14 +556,19 @@ class Collaboration:
         update = self._update
         if update is None or update.taken:
             return
-        name = self.state.after_interruption(
-            self.core.env.rng.randbytes(16), self.core.peer_id.raw, step=update.is_step
-        )
+        chance, me = self.core.env.rng.randbytes(16), self.core.peer_id.raw
+        interrupted = self.state.after_interruption(chance, me, step=update.is_step)
+        training, epoch = self.training, self.training.epoch
+        training.whole = False
         try:
             update.apply()
-            name = update.name
+            training.whole = True
         finally:
-            self.state, update.taken = name, True
+            # Attributes alone: no interrupt comes in between.
+            if training.whole:
+                self.state, update.taken = update.name, True
+            elif training.epoch != epoch or not update.is_step:
+                self.state, update.taken = interrupted, True
 
     async def stepped(self) -> None:
         """After `step`: tell everybody (trainer). Without effect if that was done already."""

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
-from shoal.events import PeerDropped, Warned
+from shoal.events import PeerDropped
 from shoal.optim.tellers import FEW, keepers, pace_s
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
@@ -46,9 +46,6 @@ renew theirs every two seconds."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
-
-_CLOCKS_DIFFER_S = 10.0
-"""Above what a message may take (`_CALL_TIMEOUT_S`), and about where records in the DHT begin to come too late."""
 
 
 class ProgressGossip:
@@ -99,7 +96,6 @@ class ProgressGossip:
         self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
         self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
-        self._clock_told = False
 
     def start(self) -> list[Coroutine[Any, Any, None]]:
         """Begin to answer; returns what its owner is to run until `close`."""
@@ -158,18 +154,8 @@ class ProgressGossip:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._met.add(progress.contact.peer)
             self._hear(progress)
-            self._compare_clocks(progress)
             if self._known.relayed(progress, others, asyncio.get_running_loop().time()):
                 self._on_news()
-
-    def _compare_clocks(self, progress: Progress) -> None:
-        """Of a word that came directly. Rounds go on with any clock, but the DHT keeps a record by everybody's."""
-        ahead_s = progress.time - self._core.env.clock.time()
-        if abs(ahead_s) > _CLOCKS_DIFFER_S and not self._clock_told:
-            self._clock_told = True
-            how, peer = "ahead of" if ahead_s > 0 else "behind", progress.contact.peer.short()
-            message = f"the clock of {peer} is {abs(ahead_s):.0f} s {how} ours: set the one that is wrong"
-            self._core.env.events.emit(Warned(where="clock", message=message))
 
     def _hear(self, progress: Progress, *, direct: bool = True) -> None:
         self._core.endpoint.learn(progress.contact)

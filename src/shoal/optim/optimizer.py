@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Annotated, Any, Self, TypeVar
 
 import msgspec
@@ -191,8 +191,8 @@ class Optimizer(torch.optim.Optimizer):
                 state_averaging_compression=state_averaging_compression,
             ),
         )
-        self._closed = self._told_end = False
-        self._one_step = threading.Lock()
+        self._closed = self._left = self._told_end = False
+        self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         core = dht.core()
 
         async def begin() -> Collaboration:
@@ -285,12 +285,15 @@ class Optimizer(torch.optim.Optimizer):
             LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
         """
-        if not self._one_step.acquire(blocking=False):
-            raise LocalError("step() is called while another step() is running: call it from one thread at a time")
-        try:
-            return self._step(closure, batch_size)
-        finally:
-            self._one_step.release()
+        with self._one_step.holding(timeout_s=0.0) as alone:
+            if not alone:
+                raise LocalError("step() is called while another step() is running: call it from one thread at a time")
+            gradients = torch.is_grad_enabled()
+            try:
+                return self._step(closure, batch_size)
+            finally:
+                # `torch.no_grad` is Python code, and left open by an interrupt at its end; this is one call of C.
+                torch._C._set_grad_enabled(gradients)  # noqa: SLF001
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
         loss = None
@@ -336,7 +339,9 @@ class Optimizer(torch.optim.Optimizer):
         self._warn(message)
 
     def _warn(self, message: str) -> None:
-        self.dht.events.emit(Warned(where="optimizer", message=message))
+        warning = Warned(where="optimizer", message=message)
+        # In the loop: a thread that is interrupted within `logging` may keep its lock for ever.
+        self.dht.loop_thread.call_soon(partial(self.dht.events.emit, warning))
 
     def _count(self, samples: int, loss: Any) -> Any:
         collaboration = self._collaboration
@@ -449,12 +454,12 @@ class Optimizer(torch.optim.Optimizer):
 
     def shutdown(self) -> None:
         """Leave the run. The DHT goes on. Safe to call twice."""
-        if not self._closed and self.dht.is_alive():
-            self._closed = True
+        self._closed = True
+        if not self._left and self.dht.is_alive():
             self._run(self._collaboration.close(), self._shutdown_timeout)
             self._forget_closer()
+        self._left = True
         self._watch.close()
-        self._closed = True
 
     def __enter__(self) -> Self:
         return self

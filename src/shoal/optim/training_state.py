@@ -64,6 +64,7 @@ class TrainingState:
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
         epoch: swarm steps that went into the parameters.
+        whole: whether the last one that was begun here was taken to its end.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         kept_back: what the optimizer keeps that newcomers cannot be given; None if nothing was seen.
@@ -106,7 +107,7 @@ class TrainingState:
         )
         self.samples = self.left_out = self.left_out_for = self._steps_here = 0
         self.kept_back: str | None = None
-        self.epoch = 0
+        self.epoch, self.whole = 0, True
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
@@ -165,6 +166,13 @@ class TrainingState:
         given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
         if self._has_average or not given:
             return False
+        try:
+            return self._add(given, batch_size)
+        except BaseException:
+            self.discard()  # interrupted: a part may be added
+            raise
+
+    def _add(self, given: Sequence[int], batch_size: int) -> bool:
         accumulators = [self.accumulators[index] for index in given]
         with torch.no_grad():
             gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
@@ -255,7 +263,8 @@ class TrainingState:
     def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
-        Whatever it raises, it is over: the average is forgotten, and the epoch counted.
+        Whatever interrupts it: as long as the optimizer has not begun, nothing has changed, and it can be called again.
+        From then on it is over: the average is forgotten, and the epoch counted.
 
         Args:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
@@ -266,6 +275,7 @@ class TrainingState:
         if absent is None:
             absent = [index for index, given in enumerate(self._given) if not given]
         own = [parameter.grad for parameter in self.parameters]
+        before = self.epoch
         try:
             for parameter in self._frozen:
                 parameter.grad = None
@@ -277,13 +287,21 @@ class TrainingState:
                     self.trained[index].grad = None
             if options is not None:
                 apply(self.optimizer.param_groups, options)
+            self.epoch += 1
             self._step_watched()
         finally:
-            for parameter, gradient in zip(self.parameters, own, strict=True):
-                parameter.grad = gradient
-            self.epoch += 1
-            self.discard()
+            try:
+                self._give_back(own)
+            finally:
+                self._give_back(own)  # an interrupt may have come in between
+                if self.epoch != before:
+                    self.discard()
         self._move_schedule(self._scheduled + 1)
+        self.whole = True
+
+    def _give_back(self, own: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self.parameters, own, strict=True):
+            parameter.grad = gradient
 
     def _step_watched(self) -> None:
         """Look now and then, ever more rarely, whether newcomers can have what this step leaves behind."""

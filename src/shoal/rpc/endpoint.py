@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.clock import Env
+from shoal.clock import Env, SharedClock
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
@@ -56,6 +56,9 @@ Down = TypeVar("Down", bound=Message)
 _OPEN_TIMEOUT_S = 10.0
 _MAX_LINKS = 4
 """With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
+
+_CLOCKS_DIFFER_S = 10.0
+"""From here on a clock that is wrong is worth a warning."""
 
 _LEAST_CALLS_S = 10.0
 
@@ -99,6 +102,8 @@ class Endpoint:
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
+        self._clock_told = False
+        self._clock = env.clock if isinstance(env.clock, SharedClock) else SharedClock(env.clock, settled=True)
 
     # ------------------------------------------------------------------------------------------------- what we are
 
@@ -144,7 +149,7 @@ class Endpoint:
         return self._open.traffic
 
     def clock_offset_s(self, peer: PeerID) -> float:
-        """How far the peer's wall clock is ahead of ours, as last estimated; 0.0 if unknown."""
+        """How far the wall clock that the peer goes by is ahead of our machine's; 0.0 if unknown, or if it may be."""
         link = self._open.link(peer)
         return link.clock_offset_s if link is not None else 0.0
 
@@ -435,9 +440,32 @@ class Endpoint:
         """What has come from this peer over all that is open with it (for `CallLink`)."""
         return self._open.bytes_received(peer)
 
-    def wall_time(self) -> float:
-        """Wall clock, seconds (for `CallLink`)."""
-        return self.env.clock.time()
+    @property
+    def clock(self) -> SharedClock:
+        """Our machine's wall clock, and the network's (also for `CallLink`)."""
+        return self._clock
+
+    def clock_told(self, link: CallLink) -> None:
+        """A link has measured what the peer's clock shows (for `CallLink`)."""
+        before_s = self._clock.ahead_s
+        changed = self._clock.told(link.peer_id, link.clock_offset_s)
+        if changed and abs(self._clock.ahead_s - before_s) > _CLOCKS_DIFFER_S:
+            off_s, peer = self._clock.ahead_s, link.peer_id.short()
+            if abs(off_s) <= _CLOCKS_DIFFER_S:
+                message = "shoal goes by this machine's clock again, which the other peers agree with"
+            else:
+                message = (
+                    f"the clock of this machine is {abs(off_s):.0f} s {'behind' if off_s > 0 else 'ahead of'} that of "
+                    f"the network (as {peer} tells it), which shoal goes by: set the one that is wrong"
+                )
+            self.env.events.emit(Warned(where="clock", message=message))
+        elif abs(self._clock.ahead_s - link.clock_offset_s) > _CLOCKS_DIFFER_S and not self._clock_told:
+            self._clock_told = True
+            how, off_s = (
+                ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)
+            )
+            message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: set the one that is wrong"
+            self.env.events.emit(Warned(where="clock", message=message))
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
@@ -461,6 +489,8 @@ class Endpoint:
             state.links.remove(link)
         if isinstance(error, PeerProtocolError):
             self.env.events.emit(PeerDropped(peer=peer, where="rpc", reason=error.message))
+        if not state.links:
+            self._clock.forget(peer)
         if not state.links and not self._closed:
             self._dialer.ways.forget(peer)
             if not expected:

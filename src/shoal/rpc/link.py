@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
+from shoal.clock import SharedClock
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -28,6 +29,9 @@ _FAREWELL_S = 1.0
 _HANDLED_AT_ONCE = 32
 """After so many messages of one link others have their turn."""
 
+_ASK_TIME_S = 60.0
+"""Clocks are compared at least so often."""
+
 _CallMessage: TypeAlias = Call | Reply | Failure | Beat | BeatReply | Bye
 
 
@@ -38,8 +42,13 @@ class LinkRetired(PeerUnreachable):
 class LinkOwner(Protocol):
     """What a link asks of its endpoint."""
 
-    def wall_time(self) -> float:
-        """Wall clock, seconds."""
+    @property
+    def clock(self) -> SharedClock:
+        """Wall clocks: our machine's, and the network's."""
+        ...
+
+    def clock_told(self, link: CallLink) -> None:
+        """`link.clock_offset_s` was measured."""
         ...
 
     def has_streams(self, peer: PeerID) -> bool:
@@ -82,7 +91,8 @@ class CallLink:
     ) -> None:
         self.connection = connection
         self.serving = 0
-        self.clock_offset_s = 0.0
+        self.clock_offset_s, self.clock_known = 0.0, False
+        self._asked_time_at = 0.0
         self._owner, self._limits, self._spawn = owner, limits, spawn
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -112,7 +122,12 @@ class CallLink:
         """Start to read and to watch."""
         self._spawn(self._read_loop())
         self._spawn(self._write_loop())
+        self._ask_time()
         self.watch()
+
+    def _ask_time(self) -> None:
+        self._asked_time_at = self._loop.time()
+        self.post(Beat(self._owner.clock.own.time()))
 
     def used(self) -> None:
         """The link is not idle: a call was served, or a stream began or ended beside it."""
@@ -124,9 +139,9 @@ class CallLink:
         return self._last_heard
 
     def ask(self) -> None:
-        """Ask for a sign of life."""
+        """Ask for a sign of life, and the time."""
         with suppress(PeerUnreachable):  # too much waits to be sent: that is answered first
-            self.post(Beat(self._owner.wall_time()))
+            self._ask_time()
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -233,14 +248,22 @@ class CallLink:
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_exception(PeerRefused(text or code, self.peer_id, code=code))
             case Beat(time=asked):
-                self.post(BeatReply(asked, self._owner.wall_time()))
+                clock = self._owner.clock
+                self.post(BeatReply(asked, clock.time() if clock.settled else math.nan))
             case BeatReply(asked=asked, time=theirs):
-                offset_s = theirs - (asked + self._owner.wall_time()) / 2
-                if math.isfinite(offset_s):
-                    self.clock_offset_s = offset_s
+                self._compare_clocks(asked, theirs)
             case Bye():
                 self._said_bye = message
                 self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
+
+    def _compare_clocks(self, asked: float, theirs: float) -> None:
+        """What lies within the time that the answer took, while we or they may have stood still, is no difference."""
+        now = self._owner.clock.own.time()
+        offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
+        if math.isfinite(offset_s):
+            self.clock_offset_s = math.copysign(max(0.0, abs(offset_s) - error_s), offset_s)
+            self.clock_known = True
+            self._owner.clock_told(self)
 
     # ------------------------------------------------------------------------------------------------------ watching
 
@@ -279,9 +302,9 @@ class CallLink:
             self._said_bye = Bye(leaving=False)
             self._spawn(self._say_bye(self._said_bye))
             return
-        if silent_s >= period_s * 0.9:
+        if silent_s >= period_s * 0.9 or not self.clock_known or now - self._asked_time_at >= _ASK_TIME_S:
             try:
-                self.post(Beat(self._owner.wall_time()))
+                self._ask_time()
             except PeerUnreachable as error:
                 self._lose(error)
                 return

@@ -7,11 +7,11 @@ the order of asking.
 
 from __future__ import annotations
 
-import concurrent.futures
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Literal, Self, overload
 
 import msgspec
@@ -211,11 +211,8 @@ class DecentralizedAverager(SharesState):
 
         self._averager = self._run(begin(), GRACE_S)
         forget_closer = self.dht.at_shutdown(self._averager.close)
-        end = weakref.finalize(
-            self, _close, self._averager, self.dht.loop_thread, forget_closer, self._shutdown_timeout_s
-        )
-        end.atexit = False  # the DHT sees to that
-        self._end = end
+        self._end = partial(_close, self._averager, self.dht.loop_thread, forget_closer, self._shutdown_timeout_s)
+        weakref.finalize(self, self._end).atexit = False  # the DHT sees to that
 
     def shutdown(self) -> None:
         """Stop averaging and sharing; a step that goes on ends. The DHT goes on. Safe to call twice, from any thread.
@@ -225,7 +222,7 @@ class DecentralizedAverager(SharesState):
         self._closed = True
         closing = self._end()
         if closing is not None and not self.dht.loop_thread.is_current():
-            concurrent.futures.wait([closing], self._shutdown_timeout_s)  # what is left of it ends by itself
+            closing.wait(self._shutdown_timeout_s)  # what is left of it ends by itself
 
     def is_alive(self) -> bool:
         """Whether steps can be made."""
@@ -263,8 +260,7 @@ class DecentralizedAverager(SharesState):
             return AveragingMode.CLIENT
         return AveragingMode.AUX if self._settings.auxiliary else AveragingMode.NODE
 
-    @contextmanager
-    def get_tensors(self) -> Iterator[list[torch.Tensor]]:
+    def get_tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
         """The averaged tensors, locked: no round changes or reads them within the block. Keep it short.
 
         The lock is never held while a round waits for the network, so it is free as soon as values were copied:
@@ -282,8 +278,7 @@ class DecentralizedAverager(SharesState):
             if self.dht.loop_thread.forked:
                 self.dht.loop_thread.check_alive()
             in_loop = self.dht.loop_thread.is_current()
-        with self._held.held(wait=not in_loop) as tensors:
-            yield tensors
+        return self._held.held(wait=not in_loop)
 
     @overload
     def step(

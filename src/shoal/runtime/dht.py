@@ -6,7 +6,6 @@ collected, and leaves the network; one that is never shut down leaves when the p
 
 from __future__ import annotations
 
-import concurrent.futures
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -208,10 +207,8 @@ class DHT:
         running = self._started()
         running.thread.check_alive()
         limit_s = self._joining_s if timeout is None else timeout
-        if not running.thread.is_current():
-            concurrent.futures.wait([running.ready], limit_s)
-            if not running.ready.done():
-                raise PeerTimeout(f"the network was not joined within {limit_s:g} s")
+        if not running.thread.is_current() and not running.ready.wait(limit_s):
+            raise PeerTimeout(f"the network was not joined within {limit_s:g} s")
         return running.ready.result()
 
     def _started(self) -> RunningPeer:
@@ -348,6 +345,8 @@ class DHT:
             ConfigError: an argument is wrong.
             ClosedError: the DHT was shut down.
         """
+        if ahead_s := self.core().endpoint.clock.ahead_s:
+            expiration_time += ahead_s
         work = self.core().node.store(key, value, expiration_time, subkey)
         return self.loop_thread.submit(work) if return_future else self._wait(work)
 
@@ -383,7 +382,7 @@ class DHT:
             ConfigError: the key is neither text nor bytes.
             ClosedError: the DHT was shut down.
         """
-        work = self.core().node.get(key, latest=latest)
+        work = _get(self.core(), key, latest=latest)
         return self.loop_thread.submit(work) if return_future else self._wait(work)
 
     @overload
@@ -406,7 +405,8 @@ class DHT:
         """Await `function(dht, node)` in shoal's own thread: for several operations on the node in a row.
 
         Args:
-            function: a coroutine function. It must not block: nothing else of this peer goes on meanwhile.
+            function: a coroutine function. It must not block: nothing else of this peer goes on meanwhile. Expirations
+                are in the network's time here (`dht.core().env.clock.time()`).
             return_future: once the network is joined, return at once.
             timeout: seconds to wait for it; None: 300.
 
@@ -424,6 +424,22 @@ class DHT:
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop_thread.run(work, self.core().node.settings.timeout_s + GRACE_S)
+
+
+async def _get(core: PeerCore, key: str | bytes, *, latest: bool) -> ValueWithExpiration | None:
+    found = await core.node.get(key, latest=latest)
+    return None if found is None else _by_our_clock(found, core.endpoint.clock.ahead_s)
+
+
+def _by_our_clock(found: ValueWithExpiration, ahead_s: float) -> ValueWithExpiration:
+    """Expirations are written in the network's time; the program reads those of its machine."""
+    value = found.value
+    if isinstance(value, dict):
+        value = {
+            name: _by_our_clock(entry, ahead_s) if isinstance(entry, ValueWithExpiration) else entry
+            for name, entry in value.items()
+        }
+    return ValueWithExpiration(value, found.expiration_time - ahead_s)
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -125,8 +125,8 @@ class RunningPeer:
 
     def stop(self, *, wait: bool = True) -> None:
         """End everything; with `wait`, return when nothing is left. Safe to call twice, and in a forked child."""
-        atexit.unregister(self._stop_at_exit)
         self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, wait=wait)
+        atexit.unregister(self._stop_at_exit)
 
     def _stop_at_exit(self) -> None:
         self.thread.stop(self._leave, self._shutdown_timeout_s + _GOODBYE_S, answer=False)

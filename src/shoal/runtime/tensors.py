@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 
-from shoal.averager import TensorLock
+from shoal.averager import TensorLock, Turn
 from shoal.errors import LocalError
 
 __all__ = ["HeldTensors"]
@@ -18,6 +18,24 @@ T = TypeVar("T")
 
 _LOCK_TIMEOUT_S = 300.0
 """Far longer than copying any state takes: somebody has forgotten that he holds the tensors."""
+
+
+class _Block(Turn):
+    """A `with get_tensors()` block."""
+
+    tensors: tuple[torch.Tensor, ...]
+    lock: TensorLock
+
+    def __enter__(self) -> list[torch.Tensor]:  # type: ignore[override]
+        try:
+            if not self.come():
+                other = self.lock.holder or "somebody"
+                raise LocalError(f"no access to the tensors within {self.timeout_s:g} s: {other} held them")
+            self.lock.generation += 1
+            return list(self.tensors)  # a list: `tensors[0] += 1` also assigns
+        except BaseException:
+            self.leave()
+            raise
 
 
 class HeldTensors:
@@ -35,28 +53,24 @@ class HeldTensors:
         self.lock = TensorLock()
         self._exporters: set[int] = set()  # threads that export the state, while shoal holds the lock
 
-    @contextmanager
-    def held(self, *, wait: bool = True) -> Iterator[list[torch.Tensor]]:
-        """Hold the tensors, and get a list of them; raises `LocalError` where that would wait for ever.
+    def held(self, *, wait: bool = True) -> AbstractContextManager[list[torch.Tensor]]:
+        """For a `with` statement: hold the tensors there, and get a list of them.
 
         Args:
             wait: for others that hold them, some minutes at most; False: `LocalError` at once.
+
+        Raises:
+            LocalError: that would wait for ever; or, within the statement, others held them for all of the time.
         """
         if threading.get_ident() in self._exporters:
-            yield list(self.tensors)
-            return
+            return nullcontext(list(self.tensors))
         if self.lock.mine:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
         holder = f"a get_tensors() block in thread {threading.current_thread().name!r}"
-        limit_s = _LOCK_TIMEOUT_S if wait else 0.0
-        with self.lock.holding(holder, limit_s) as has_come:
-            if not has_come:
-                other = self.lock.holder or "somebody"
-                raise LocalError(f"no access to the tensors within {limit_s:g} s: {other} held them")
-            try:
-                yield list(self.tensors)  # a list: `tensors[0] += 1` also assigns
-            finally:
-                self.lock.generation += 1
+        block = self.lock.holding(holder, _LOCK_TIMEOUT_S if wait else 0.0, _Block)
+        assert isinstance(block, _Block)
+        block.tensors, block.lock = self.tensors, self.lock
+        return block
 
     def check_not_held(self) -> None:
         """Raise `LocalError` if the calling thread holds them: it is about to wait for somebody who needs them."""

@@ -3,7 +3,9 @@
 - The thread is a daemon: it never keeps a program alive. After `stop` nothing is left: no thread, no task, and no
   future that nobody will ever answer.
 - In a forked child (a DataLoader worker) every call raises `ClosedError`: the loop did not come along.
-- Signals stay the user's: nothing here installs a handler, and a caller that waits can be interrupted.
+- Signals stay the user's: nothing here installs a handler, and a caller that waits can be interrupted. The loop owns
+  all work: what an interrupted caller leaves behind is cancelled, and whatever it was doing, the next call goes on.
+- Time in which the process is stopped is no time: neither for the loop nor for who waits for it (`waiting`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Coroutine, Generator
@@ -20,6 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple
 from shoal.clock import ThreadExecutor
 from shoal.errors import ClosedError, LocalError
 from shoal.runtime.pool import DaemonPool, take_one_core
+from shoal.runtime.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
 
 __all__ = ["GRACE_S", "LoopFuture", "LoopThread"]
 
@@ -42,17 +46,29 @@ class LoopFuture(concurrent.futures.Future[T]):
 
     def __init__(self, thread: LoopThread) -> None:
         super().__init__()
-        self._thread = thread
+        # Of the base class: the loop takes it, and must never find it kept.
+        self._condition: SafeCondition = SafeCondition()  # type: ignore[assignment]
+        self._thread, self._settled = thread, (settled := Gate())
+        self.add_done_callback(lambda _: settled.open())
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it is done within so many seconds. Time in which the process is stopped does not count."""
+        self._check()
+        return self._settled.wait(timeout_s) or self.done()
 
     def result(self, timeout: float | None = None) -> T:
         """As `concurrent.futures.Future.result`; raises `LocalError` in the loop thread before it is done."""
-        self._check()
-        return super().result(timeout)
+        self._wait(timeout)
+        return super().result()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """As `concurrent.futures.Future.exception`; raises `LocalError` in the loop thread before it is done."""
-        self._check()
-        return super().exception(timeout)
+        self._wait(timeout)
+        return super().exception()
+
+    def _wait(self, timeout: float | None) -> None:
+        if not self.wait(math.inf if timeout is None else timeout):
+            raise TimeoutError
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()
@@ -65,12 +81,19 @@ class LoopFuture(concurrent.futures.Future[T]):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """The loop, whatever policy the program has set; name lookups run in a pool of shoal's, not in asyncio's own."""
+    """The loop, whatever policy the program has set; name lookups run in a pool of shoal's, not in asyncio's own.
+
+    Its time stands still while the process is stopped: no timer of it and no limit in it counts that.
+    """
 
     def __init__(self, lookups: DaemonPool) -> None:
-        super().__init__()
+        self.clock = RunningTime()
+        super().__init__(SlicingSelector(self.clock))
         self._lookups = lookups
         self._alone = False
+
+    def time(self) -> float:
+        return self.clock.now()
 
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
@@ -94,7 +117,8 @@ class LoopThread:
         self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
         self._loop = _Loop(self._lookups)
         self._guard = threading.RLock()  # again in the same thread: by a finalizer, which may come at any point
-        self._closing = False
+        self._closing = self._ending = False
+        self._ended = Gate()
         self._limit_s = 0.0
         self._answering = True
         self._open: set[LoopFuture[Any]] = set()  # loop thread only
@@ -109,7 +133,7 @@ class LoopThread:
     @property
     def alive(self) -> bool:
         """Whether calls can be made."""
-        return not self._closing and os.getpid() == self._pid and self._thread.is_alive()
+        return not self._closing and os.getpid() == self._pid
 
     @property
     def forked(self) -> bool:
@@ -142,6 +166,7 @@ class LoopThread:
                 _settle(future, partial(future.set_exception, _shut_down()))
             self._lookups.shutdown(wait=False, cancel_futures=True)
             self._pool.shutdown(wait=True, cancel_futures=True)
+            self._ended.open()
 
     # ------------------------------------------------------------------------------------------------------- calling
 
@@ -210,11 +235,10 @@ class LoopThread:
         if self.is_current():
             work.close()
             raise LocalError("a blocking call in shoal's own thread would never end: call it from another thread")
-        future = self.submit(work)
+        future: LoopFuture[T] = LoopFuture(self)
         try:
-            # Not `result(timeout_s)`: its TimeoutError could not be told from one that the work raised.
-            concurrent.futures.wait([future], timeout_s)
-            if future.done():
+            self.answer(future, work)
+            if self._answered(future, timeout_s):
                 return future.result()
         finally:
             future.cancel()  # without effect if it is done
@@ -222,6 +246,18 @@ class LoopThread:
             f"no answer from shoal's own thread within {timeout_s:g} s: "
             "does an event subscriber, or get_current_state, block it?"
         )
+
+    def _answered(self, future: LoopFuture[Any], timeout_s: float) -> bool:
+        """Wait for it as long as the loop's clock says; or our own, if that one stands because the loop hangs."""
+        clock = self._loop.clock
+        deadline, turns, waited_s, still_s = clock.now() + timeout_s, clock.turns, 0.0, 0.0
+        while not future.wait(slice_s := min(SLICE_S, timeout_s - waited_s) if waited_s < timeout_s else SLICE_S):
+            waited_s += slice_s
+            still_s = still_s + slice_s if clock.turns == turns else 0.0
+            turns = clock.turns
+            if waited_s >= timeout_s and (clock.now() >= deadline or still_s >= min(timeout_s, GRACE_S)):
+                return False
+        return True
 
     # ------------------------------------------------------------------------------------------------------ stopping
 
@@ -248,15 +284,23 @@ class LoopThread:
         if self.forked:
             return
         with self._guard:
-            if not self._closing and self._thread.is_alive():
-                self._closing, self._limit_s, self._answering = True, timeout_s, answer
-                ending = self._end(last, timeout_s)
-                self._loop.call_soon_threadsafe(lambda: self._loop.create_task(ending))
+            if not self._closing:
+                self._limit_s, self._answering = timeout_s, answer
+                self._loop.call_soon_threadsafe(self._begin_end, last, timeout_s)
+                self._closing = True
         if self.is_current() or not wait:
             return
-        self._thread.join(self._limit_s + _CANCEL_S + 2 * GRACE_S)
-        if self._thread.is_alive():
+        if self._ended.wait(self._limit_s + _CANCEL_S + 2 * GRACE_S):
+            self._thread.join()  # it does nothing more
+        else:
             _logger.warning("shoal's thread did not end: does an event subscriber block it?")
+
+    def _begin_end(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
+        """Once, however often it was asked for: an interrupted caller asks again."""
+        self._closing = True
+        if not self._ending:
+            self._ending = True
+            self._end_task = self._loop.create_task(self._end(last, timeout_s))
 
     async def _end(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
         try:

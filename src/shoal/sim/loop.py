@@ -8,7 +8,8 @@ Hours pass in milliseconds, and what happens follows from the program and its se
 - A deadlock, a loop without progress and a run past its limits are errors that say who was waiting where.
 
 Every task and timer belongs to an `Owner`, one life of one simulated process, named by a context variable that tasks
-inherit. `freeze` holds what an owner would run (SIGSTOP), `thaw` lets it go on, late; `kill` ends it (SIGKILL): its
+inherit. `freeze` holds what an owner would run (SIGSTOP, a lid that is closed), `thaw` lets it go on: its clock has
+stood still meanwhile, as that of a real loop of shoal's does (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its
 tasks are cancelled at once, its timers never fire, and what it still does while it unwinds takes no time and may not
 wait. Owners are looked up when something runs, not when it is set, and only while some owner is not running.
 
@@ -27,10 +28,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from typing import Any, NoReturn, TypeVar, TypeVarTuple
 
+from shoal.clock import LONGEST_TURN_S
 from shoal.errors import ClosedError, SimulationError
 from shoal.sim.owner import OWNER, Handle, Owner, Task, Tasks, Timer
 
-__all__ = ["VirtualLoop"]
+__all__ = ["VirtualLoop", "world_time"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -39,6 +41,8 @@ MAX_TIME_S = 7 * 86_400.0
 MAX_TURNS = 50_000_000
 MAX_TURNS_AT_ONE_INSTANT = 1_000_000
 _BURY_AFTER_TURNS = 64
+_ROUNDING_S = 1e-9
+"""By so much later a timer of a host whose clock has stood still fires: never before its time by that clock."""
 _CANCEL_AGAIN_TURNS = 16
 _SWEEP_ABOVE = 64
 _CLOSED = "Event loop is closed"  # asyncio's own words
@@ -97,7 +101,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ------------------------------------------------------------------------------------------------- time and turns
 
     def time(self) -> float:
-        """Virtual seconds since the simulation began."""
+        """Virtual seconds since the simulation began; for who was frozen, without most of that time."""
+        owner = OWNER.get()
+        return self._now if owner is None else self._now - owner.stood_s
+
+    def world_time(self) -> float:
+        """Virtual seconds since the simulation began, whoever asks."""
         return self._now
 
     def call_soon(
@@ -112,7 +121,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(
         self, delay: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> Timer:
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(
         self, when: float, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
@@ -120,9 +129,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if self._closed:
             raise RuntimeError(_CLOSED)
         timer = Timer(when, callback, args, self, context)
-        self._timer_serial = serial = self._timer_serial + 1
-        heapq.heappush(self._timers, (when, serial, timer))
+        owner = OWNER.get()
+        self._push(when if owner is None or not owner.stood_s else when + owner.stood_s + _ROUNDING_S, timer)
         return timer
+
+    def call_at_world_time(self, when: float, callback: Callable[[], object], context: contextvars.Context) -> Timer:
+        """As `call_at`, whoever asks."""
+        timer = Timer(when, callback, (), self, context)
+        self._push(when, timer)
+        return timer
+
+    def _push(self, world_time: float, timer: Timer) -> None:
+        self._timer_serial = serial = self._timer_serial + 1
+        heapq.heappush(self._timers, (world_time, serial, timer))
 
     def _timer_handle_cancelled(self, handle: Timer) -> None:
         if not handle._scheduled:
@@ -252,10 +271,10 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self.create_task(coroutine, name=name, context=context)
 
     def freeze(self, owner: Owner) -> None:
-        """Run nothing of this owner until `thaw`. Its clock goes on: afterwards its timers are late."""
+        """Run nothing of this owner until `thaw`."""
         if owner.running:
             self.owners[owner] = None
-            owner.running = False
+            owner.running, owner.frozen_at = False, self._now
             self._gated = True
 
     def thaw(self, owner: Owner) -> None:
@@ -263,10 +282,18 @@ class VirtualLoop(asyncio.BaseEventLoop):
         if owner.running or owner.killed:
             return
         owner.running = True
-        for entry in owner.held_timers:
-            if not entry[2]._cancelled:
-                entry[2]._scheduled = True
-                heapq.heappush(self._timers, entry)
+        # One turn of its loop has taken all that time: it counts as the longest turn that there is.
+        stood_s = max(0.0, self._now - owner.frozen_at - LONGEST_TURN_S)
+        owner.stood_s += stood_s
+        for _, _, timer in owner.held_timers:
+            timer._scheduled = True
+        self._timers[:] = [
+            (when + stood_s + _ROUNDING_S if timer.owner() is owner else when, serial, timer)
+            for when, serial, timer in (*self._timers, *owner.held_timers)
+            if not timer._cancelled
+        ]
+        heapq.heapify(self._timers)
+        self._timers_cancelled = 0
         self._ready.extend(owner.held_ready)
         owner.held_timers, owner.held_ready = [], []
         self._gated = any(not owner.running for owner in self.owners)
@@ -342,6 +369,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         """Close the loop and let go of all that was to happen."""
         super().close()
         self._timers.clear()
+
+
+def world_time(loop: asyncio.AbstractEventLoop) -> float:
+    """The time of a simulation, whoever asks; else the loop's."""
+    return loop.world_time() if isinstance(loop, VirtualLoop) else loop.time()
 
 
 def _note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

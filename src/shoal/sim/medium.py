@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from shoal.errors import ConfigError
+from shoal.sim.loop import VirtualLoop, world_time
 
 __all__ = ["SMALL_BYTES", "Delivery", "Line", "Link", "Medium"]
 
@@ -88,7 +89,14 @@ class Medium:
 
     def at(self, when: float, callback: Callable[[], object]) -> None:
         """Call back at a time, on behalf of nobody: a host that is frozen or killed does not stop its network."""
-        self.loop.call_at(when, callback, context=_NOBODY)
+        if isinstance(self.loop, VirtualLoop):
+            self.loop.call_at_world_time(when, callback, _NOBODY)
+        else:
+            self.loop.call_at(when, callback, context=_NOBODY)
+
+    def time(self) -> float:
+        """The network's own: no host that stands still holds it up."""
+        return world_time(self.loop)
 
     def delay_s(self, link: Link, nbytes: int, slowness: float) -> float:
         """How long a segment flies: latency, jitter, and what a lost packet costs."""
@@ -102,7 +110,7 @@ class Medium:
 
     def delivered(self, source: Station, target: Station, data: bytes) -> None:
         """Write a delivery into the trace."""
-        now, nbytes, crc32 = self.loop.time(), len(data), zlib.crc32(data)
+        now, nbytes, crc32 = self.time(), len(data), zlib.crc32(data)
         self.deliveries += 1
         self.delivered_bytes += nbytes
         source.bytes_out += nbytes

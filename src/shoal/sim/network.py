@@ -203,7 +203,7 @@ class SimNetwork:
             raise PeerUnreachable(f"there is no host {host!r}")
         dial = Dial(src, dst, port, greeting, user)
         delay_s = self._delay_s(src, dst)
-        self._medium.at(self._loop.time() + (2 * self._dial_round_trips - 1) * delay_s, partial(self._knock, dial))
+        self._medium.at(self._medium.time() + (2 * self._dial_round_trips - 1) * delay_s, partial(self._knock, dial))
         try:
             await dial.future
         except BaseException:
@@ -239,7 +239,7 @@ class SimNetwork:
             else:
                 self._waiting_dials.append(dial)
 
-        self._medium.at(self._loop.time() + self._delay_s(dial.src, dial.dst), arrive)
+        self._medium.at(self._medium.time() + self._delay_s(dial.src, dial.dst), arrive)
 
     def _connect(self, dial: Dial, user: PipeUser, greeting: bytes) -> None:
         near, far = PipeEnd(dial.src, dial.user), PipeEnd(dial.dst, user)
@@ -301,7 +301,7 @@ class SimNetwork:
     def stall(self, host: str, duration_s: float | None = None) -> None:
         """Freeze a host for so long (None: until `unstall`). A longer stall that is under way goes on."""
         found = self._host(host)
-        until = float("inf") if duration_s is None else self._loop.time() + duration_s
+        until = float("inf") if duration_s is None else self._medium.time() + duration_s
         if not found.alive or (found.stalled_until is not None and found.stalled_until >= until):
             return
         found.set_state(alive=True, up=True, stalled_until=until)
@@ -383,7 +383,7 @@ class SimNetwork:
         for dial in dials:
             if not dial.future.done():
                 delay_s = self._delay_s(dial.src, dial.dst)
-                self._medium.at(self._loop.time() + delay_s, partial(self._knock, dial))
+                self._medium.at(self._medium.time() + delay_s, partial(self._knock, dial))
 
     # ------------------------------------------------------------------------------------------------------- lookups
 

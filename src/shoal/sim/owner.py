@@ -153,13 +153,27 @@ class Owner:
         tasks: its tasks.
         held_ready: what it would have run while it was frozen.
         held_timers: its timers that came first in the queue while it was frozen, with their time and number.
+        frozen_at: the simulation's time at which it was frozen last.
+        stood_s: how long its clock has stood still, in all.
     """
 
-    __slots__ = ("buried", "ended", "held_ready", "held_timers", "killed", "name", "running", "tasks")
+    __slots__ = (
+        "buried",
+        "ended",
+        "frozen_at",
+        "held_ready",
+        "held_timers",
+        "killed",
+        "name",
+        "running",
+        "stood_s",
+        "tasks",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.running = True
+        self.frozen_at = self.stood_s = 0.0
         self.killed = False
         self.buried = False
         self.ended: asyncio.Future[None] | None = None

@@ -75,7 +75,7 @@ class Host:
 
     def slow_down(self, factor: float) -> None:
         """Make both lines and all latencies slower by `factor`, against what they are by nature."""
-        now, ratio = self._medium.loop.time(), factor / self.slowness
+        now, ratio = self._medium.time(), factor / self.slowness
         self.slowness = factor
         for line, rate in zip((self.uplink, self.downlink), self.rates, strict=True):
             line.rate = None if rate is None else rate / factor
@@ -95,12 +95,12 @@ class Host:
             flow.in_turn = True
             self._queue.append(flow)
         if self._pump_at is None:
-            self._pump_at = self._medium.loop.time()
+            self._pump_at = self._medium.time()
             self._pump()
 
     def _pump(self) -> None:
         """Let the flows send a segment each, one after another, at the rate of the uplink."""
-        now = self._medium.loop.time() + _SOON_S
+        now = self._medium.time() + _SOON_S
         if self._pump_at is None or self._pump_at > now:
             return  # this timer is from before the rate changed; there is another
         queue, line = self._queue, self.uplink
@@ -264,7 +264,7 @@ class Flow:
 
     def _leave(self, data: bytes) -> None:
         src, dst, medium, nbytes = self.src, self.dst, self._medium, len(data)
-        arrival = now = medium.loop.time()
+        arrival = now = medium.time()
         self._unread += nbytes
         if src is not dst:
             delay_s = medium.delay_s(self.link, nbytes, max(src.slowness, dst.slowness))
@@ -292,13 +292,13 @@ class Flow:
 
     def signal(self, callback: Callable[[], None]) -> None:
         """Something other than bytes, called at the other side when it arrives, in its place among the bytes."""
-        self._fly(callback, self._medium.loop.time() + self._latency_s())
+        self._fly(callback, self._medium.time() + self._latency_s())
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
     def _arrive(self) -> None:
         """Something in flight is due, or was; if the path is closed it waits for `reopen`."""
-        now, dst, flying = self._medium.loop.time() + _SOON_S, self.dst, self._flying
+        now, dst, flying = self._medium.time() + _SOON_S, self.dst, self._flying
         if dst.awake and self.src.group == dst.group and self._held_until <= now:
             while flying and flying[0][0] <= now:
                 self._deliver(flying.popleft()[1])
@@ -312,7 +312,7 @@ class Flow:
 
     def reopen(self, *, at_once: bool) -> None:
         """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
-        now = self._medium.loop.time()
+        now = self._medium.time()
         late = bool(self._flying) and self._flying[0][0] < now
         if late or self._credit_held:
             until = now if at_once else now + self._latency_s()
@@ -329,7 +329,7 @@ class Flow:
 
     def stretch(self, ratio: float) -> None:
         """What is in flight takes longer by `ratio` from now on (below 1: is sooner there)."""
-        now = self._medium.loop.time()
+        now = self._medium.time()
         flying = [(now + (at - now) * ratio if at > now else at, item) for at, item in self._flying]
         self._flying = deque(flying)
         for at, _ in flying:
@@ -343,7 +343,7 @@ class Flow:
         self._owed += nbytes
         if self._owed * 4 >= self._medium.window_bytes:
             nbytes, self._owed = self._owed, 0
-            self._medium.at(self._medium.loop.time() + self._latency_s(), partial(self._credit, nbytes))
+            self._medium.at(self._medium.time() + self._latency_s(), partial(self._credit, nbytes))
 
     def _credit(self, nbytes: int) -> None:
         if not self.src.awake or self.src.group != self.dst.group:

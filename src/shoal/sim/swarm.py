@@ -31,7 +31,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.events import EventBus
 from shoal.identity import SEED_BYTES, Identity
 from shoal.peer import Address, PeerID
-from shoal.sim.loop import VirtualLoop
+from shoal.sim.loop import VirtualLoop, world_time
 from shoal.sim.network import SimNetwork
 from shoal.transport.memory import MemoryTransport
 
@@ -61,10 +61,10 @@ class SimClock:
         self._loop, self._offset_s = loop, epoch_s + skew_s
 
     def time(self) -> float:
-        return self._offset_s + self._loop.time()
+        return self._offset_s + world_time(self._loop)
 
     def monotonic(self) -> float:
-        return self._loop.time()
+        return world_time(self._loop)
 
 
 @dataclass(frozen=True, slots=True)

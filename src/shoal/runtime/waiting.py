@@ -1,0 +1,102 @@
+"""How threads wait for shoal's thread: interrupted they leave nothing locked, stopped they lose no time.
+
+**Interrupts.** Python runs a signal's handler in the main thread between any two calls, and what it raises comes out
+there. `threading.Condition` and all that is built on it (`Event`, `Thread.join`, `concurrent.futures.wait`) is Python
+code that may be left with its lock taken, or with a living thread marked as dead (cpython issue 90882). What waits here
+waits in `queue.SimpleQueue.get`, which is one call of C, as are `RLock`'s `__enter__` and `__exit__`.
+
+**Stops.** A process that is stopped (SIGSTOP, a laptop's lid) must not find all its deadlines passed when it goes on.
+So threads wait in slices, of which each counts once, however long it took; and the loop's clock (`RunningTime`) counts
+no turn of the loop as longer than `LONGEST_TURN_S`.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import selectors
+import time
+
+from shoal.clock import LONGEST_TURN_S
+
+__all__ = ["SLICE_S", "Gate", "RunningTime", "SafeCondition", "SlicingSelector"]
+
+SLICE_S = LONGEST_TURN_S / 2
+"""The loop, and threads that wait for it, look at the time at least so often."""
+
+
+class RunningTime:
+    """A clock that stands still while the loop does: seconds of `time.monotonic`, without those of stops.
+
+    Whether the process was stopped or something kept the loop busy: nothing could be heard or answered meanwhile, so
+    nobody's silence and no deadline counts that time. Read from any thread; `turn` is called by the loop.
+    """
+
+    def __init__(self) -> None:
+        now = time.monotonic()
+        self._turn = now, now
+        self.turns = 0
+
+    def now(self) -> float:
+        """Seconds."""
+        at, shown = self._turn
+        return shown + min(time.monotonic() - at, LONGEST_TURN_S)
+
+    def turn(self) -> None:
+        """The loop goes on now."""
+        self._turn = time.monotonic(), self.now()
+        self.turns += 1
+
+
+class SlicingSelector(selectors.DefaultSelector):
+    """The loop's selector, which returns after `SLICE_S` at the latest and tells the clock.
+
+    Args:
+        clock: of the loop.
+    """
+
+    def __init__(self, clock: RunningTime) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        """As every selector; with no events there may be another reason than the timeout."""
+        self._clock.turn()
+        found = super().select(SLICE_S if timeout is None else min(timeout, SLICE_S))
+        self._clock.turn()
+        return found
+
+
+class Gate:
+    """Is opened once; any number of threads wait for it."""
+
+    def __init__(self) -> None:
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.is_open = False
+
+    def open(self) -> None:
+        """Let all through, now and later."""
+        self.is_open = True
+        self._tokens.put(None)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it was opened within so many seconds."""
+        waited_s = 0.0
+        while not self.is_open and waited_s < timeout_s:
+            slice_s = min(SLICE_S, timeout_s - waited_s)
+            try:
+                self._tokens.get(timeout=slice_s)
+                self._tokens.put(None)  # for the next one; interrupted before that, the others look after a slice
+            except queue.Empty:
+                waited_s += slice_s
+        return self.is_open
+
+
+class SafeCondition(_thread.RLock):  # type: ignore[misc]  # typeshed says final; CPython does not
+    """The lock of a `concurrent.futures.Future` that the loop must settle, in the place of its `threading.Condition`.
+
+    An interrupted thread that kept that would stop the loop for ever. Nobody waits on this one: `Gate` is for that.
+    """
+
+    def notify_all(self) -> None:
+        """Nobody waits."""

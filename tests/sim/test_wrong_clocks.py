@@ -1,0 +1,141 @@
+"""Clocks that are wrong by hours, or by a day: a warning, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import pytest
+
+from shoal import sim
+from shoal.clock import SharedClock, SystemClock
+from shoal.events import EpochAdvanced, Event, SteppedAlone, Warned
+from tests.sim.optimizer_kit import Run, Trainer
+
+HOUR_S, DAY_S = 3600.0, 86_400.0
+
+
+class Swarm:
+    """Trainers with clocks of their own."""
+
+    def __init__(self, skews_s: list[float]) -> None:
+        self.skews_s = skews_s
+        self.run = Run(target=8 * len(skews_s))
+        self.warned: dict[str, list[str]] = {}
+        self.alone: list[str] = []
+        self.peers: dict[str, list[int]] = {}
+
+    async def start(self) -> None:
+        """Start them one after another."""
+        for number, skew_s in enumerate(self.skews_s):
+            await self.add(f"p{number}", skew_s)
+
+    async def add(self, name: str, skew_s: float) -> None:
+        """Start one more."""
+        warned = self.warned.setdefault(name, [])
+        peers = self.peers.setdefault(name, [])
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned):
+                warned.append(f"{event.where}: {event.message}")
+            elif isinstance(event, SteppedAlone):
+                self.alone.append(name)
+            elif isinstance(event, EpochAdvanced):
+                peers.append(event.peers)
+
+        await self.run.add(name, skew_s=skew_s, events=note)
+
+    async def train(self, epochs: int) -> None:
+        """All train so far."""
+
+        async def work(trainer: Trainer) -> None:
+            await trainer.train(4, duration_s=0.5, until=lambda: trainer.collaboration.epoch >= epochs)
+
+        swarm = self.run.swarm
+        await asyncio.gather(*(swarm.spawn(name, work(trainer)) for name, trainer in swarm.peers.items()))
+
+
+@pytest.mark.parametrize(
+    "skews_s",
+    [
+        [0.0, 2 * HOUR_S, 0.0],
+        [-2 * HOUR_S, 0.0, 0.0],
+        [DAY_S, 0.0, 0.0],
+        [DAY_S, -DAY_S, 0.0],
+        [0.0, -DAY_S],
+        [0.0, 5 * HOUR_S, 0.0, -DAY_S, 0.0, 0.0, DAY_S, -3 * HOUR_S],
+        [-DAY_S, DAY_S, 2 * HOUR_S, -7 * HOUR_S, 40.0, DAY_S / 2, -100.0, 9 * HOUR_S],
+    ],
+    ids=lambda skews: "/".join(f"{skew / HOUR_S:+.2g}h" for skew in skews),
+)
+def test_a_clock_that_is_hours_wrong_makes_no_silent_private_run(skews_s: list[float]) -> None:
+    """All train together from the first epoch, whoever is wrong; who joins with another clock is told by how much."""
+
+    async def main() -> None:
+        swarm = Swarm(skews_s)
+        await swarm.start()
+        began = asyncio.get_running_loop().time()
+        await swarm.train(6)
+        assert asyncio.get_running_loop().time() - began < 15.0
+        assert not swarm.alone
+        # The last one may be told of the others at its second epoch only.
+        for name, peers in swarm.peers.items():
+            assert peers.count(len(skews_s)) >= 5, (name, peers)
+        for number, skew_s in enumerate(skews_s):
+            off_s = skew_s - skews_s[0]
+            found = swarm.warned[f"p{number}"]
+            assert all(warning.startswith("clock: ") for warning in found), found
+            if abs(off_s) < 10.0:
+                assert not [warning for warning in found if "of this machine" in warning], found
+            else:
+                side = "ahead of" if off_s > 0 else "behind"
+                assert any(f"the clock of this machine is {abs(off_s):.0f} s {side}" in each for each in found), found
+        await swarm.run.close()
+
+    sim.run(main, seed=41)
+
+
+def test_a_newcomer_with_another_clock_finds_a_run_that_goes_on() -> None:
+    """It downloads the state, and takes part."""
+
+    async def main() -> None:
+        swarm = Swarm([0.0, 0.0])
+        await swarm.start()
+        await swarm.train(4)
+        await swarm.add("late", -5 * HOUR_S)
+        await swarm.train(9)
+        assert swarm.run.swarm.peer("late").downloads == 1
+        assert swarm.peers["late"].count(3) >= 3
+        assert not swarm.alone
+        await swarm.run.close()
+
+    sim.run(main, seed=42)
+
+
+def test_who_follows_whose_time() -> None:
+    """A newcomer the first that it hears, an old peer the median; a few liars move nobody, no absurd time counts."""
+    newcomer = SharedClock(SystemClock(), settled=False)
+    assert newcomer.told("a", DAY_S)
+    assert newcomer.ahead_s == DAY_S
+    assert not newcomer.told("b", DAY_S + 0.5)
+    assert not newcomer.told("liar", 0.0)
+    assert newcomer.ahead_s == DAY_S
+    for absurd in (math.inf, -1e300, math.nan, 51 * HOUR_S):
+        assert not newcomer.told("absurd", absurd)
+    old = SharedClock(SystemClock(), settled=True)
+    for number in range(SharedClock.VOTERS):
+        old.told(number, 0.01)
+    for number in range(1000):
+        assert not old.told(f"fresh {number}", -DAY_S)
+    assert old.ahead_s == 0.0
+    for number in range(SharedClock.VOTERS):
+        old.forget(number)
+    assert old.told("fresh 1", -DAY_S)  # all that it knew are gone: it is with those
+
+
+def test_two_that_differ_and_are_alone_agree_on_the_earlier_time() -> None:
+    """Each follows the same rule, so they do not change places."""
+    one, other = (SharedClock(SystemClock(), settled=True) for _ in range(2))
+    assert not one.told("other", 100.0)
+    assert other.told("one", -100.0)
+    assert (one.ahead_s, other.ahead_s) == (0.0, -100.0)

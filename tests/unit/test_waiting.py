@@ -1,0 +1,165 @@
+"""How threads wait for shoal's: they lose no time while the process is stopped, and keep nothing when interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shoal.clock import LONGEST_TURN_S
+from shoal.errors import LocalError
+from shoal.runtime import thread as thread_module
+from shoal.runtime import waiting
+from shoal.runtime.thread import LoopFuture, LoopThread
+from shoal.runtime.waiting import Gate, RunningTime
+
+LONG_S = 60.0
+
+
+def test_a_stop_is_one_long_turn_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 s within one turn count as half a second, whoever asks and however often; turns that are short count whole."""
+    now = [100.0]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    clock = RunningTime()
+    shown = clock.now()
+    for _ in range(10):
+        now[0] += 0.2
+        clock.turn()
+    assert clock.now() == pytest.approx(shown + 2.0)
+    now[0] += 70.0
+    for _ in range(3):
+        assert clock.now() == pytest.approx(shown + 2.0 + LONGEST_TURN_S)
+    clock.turn()
+    assert clock.now() == pytest.approx(shown + 2.0 + LONGEST_TURN_S)
+    now[0] += 0.1
+    assert clock.now() == pytest.approx(shown + 2.1 + LONGEST_TURN_S)
+
+
+async def nothing() -> None:
+    """Done at once."""
+
+
+async def never() -> None:
+    """Waits for what does not come."""
+    await asyncio.get_running_loop().create_future()
+
+
+def test_a_loop_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clock stands, and the thread's own slices go on; also where it does not hang, but its work does not end."""
+    thread = LoopThread("test")
+    monkeypatch.setattr(thread_module, "GRACE_S", 0.2)
+    free = threading.Event()
+    thread.call_soon(lambda: free.wait(LONG_S))
+    with pytest.raises(LocalError, match=r"no answer from shoal's own thread within 0\.3 s"):
+        thread.run(nothing(), 0.3)
+    free.set()
+    thread.run(nothing(), LONG_S)
+    with pytest.raises(LocalError, match="no answer"):
+        thread.run(never(), 0.3)
+    thread.stop(nothing, LONG_S)
+
+
+def test_a_gate_lets_all_through() -> None:
+    """Whoever waits, and whoever comes later."""
+    gate, passed = Gate(), []
+    threads = [threading.Thread(target=lambda: passed.append(gate.wait(LONG_S))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert not gate.wait(0.001)
+    gate.open()
+    for thread in threads:
+        thread.join(LONG_S)
+    assert passed == [True] * 3
+    assert gate.wait(0.0)
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at one moment in what a future does: where Python looks for signals.
+
+    That is when a function of Python begins or ends, and after one of C, but not before that.
+    """
+
+    files = frozenset({waiting.__file__, thread_module.__file__, concurrent.futures._base.__file__})
+
+    def __init__(self, moment: int) -> None:
+        self.moments, self._moment = 0, moment
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        yields = event == "return" and frame.f_code.co_flags & inspect.CO_GENERATOR
+        if frame.f_code.co_filename in self.files and not yields and event != "c_call":
+            self.moments += 1
+            if self.moments == self._moment:
+                raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], object]) -> None:
+        """Make the call, and interrupt it."""
+        before = sys.getprofile()
+        sys.setprofile(self)
+        try:
+            with contextlib.suppress(KeyboardInterrupt, concurrent.futures.TimeoutError):
+                call()
+        finally:
+            sys.setprofile(before)
+
+
+@pytest.mark.parametrize("what", ["result", "wait", "cancel", "done"])
+def test_an_interrupt_keeps_no_future_from_the_loop(what: str) -> None:
+    """Its base class would keep its condition, and the loop would wait for that for ever."""
+    thread = LoopThread("test")
+    kept: list[LoopFuture[None]] = []
+
+    def ask() -> None:
+        future: LoopFuture[None] = LoopFuture(thread)
+        kept.append(future)
+        call: Any = getattr(future, what)
+        call(*(0.001,) * (what in ("result", "wait")))
+
+    whole = Interrupt(0)
+    whole.during(ask)
+    assert whole.moments > 5
+    for moment in range(1, whole.moments + 1):
+        Interrupt(moment).during(ask)
+    free: list[bool] = []
+
+    def settle() -> None:
+        for future in kept:
+            free.append(future._condition.acquire(blocking=False))
+            if free[-1]:
+                future._condition.release()
+
+    thread.call_soon(settle)
+    thread.run(nothing(), LONG_S)
+    assert free == [True] * len(kept)
+    thread.stop(nothing, LONG_S)
+
+
+def test_an_interrupt_at_any_moment_leaves_a_thread_that_answers() -> None:
+    """`run` and `stop`: the next call is answered, and the last one ends the thread."""
+    thread = LoopThread("test")
+
+    def ask() -> None:
+        work = nothing()
+        try:
+            thread.run(work, LONG_S)
+        finally:
+            work.close()
+
+    whole = Interrupt(0)
+    whole.during(ask)
+    for moment in range(1, min(whole.moments, 200) + 1):
+        Interrupt(moment).during(ask)
+        thread.run(nothing(), LONG_S)
+    for moment in range(1, 60):
+        ending = LoopThread("ending")
+        Interrupt(moment).during(lambda thread=ending: thread.stop(nothing, LONG_S))  # type: ignore[misc]
+        ending.stop(nothing, LONG_S)
+        assert not ending._thread.is_alive()
+    thread.stop(nothing, LONG_S)

@@ -103,9 +103,11 @@ def test_sixteen_peers_tell_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_there_is_no_cliff_above_thirty_two_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_cliff_above_thirty_two_peers(
+    monkeypatch: pytest.MonkeyPatch, soak: Callable[[int, int], int]
+) -> None:
     """Above 32 others all news went through the DHT, and epochs ended a second late."""
-    few, many = measure(monkeypatch, 16, 0.02), measure(monkeypatch, 64, 0.02)
+    few, many = measure(monkeypatch, 16, 0.02), measure(monkeypatch, soak(64, 128), 0.02)
     assert many.overhead_s <= 1.2 * few.overhead_s
     assert many.told_s <= 20.0
 

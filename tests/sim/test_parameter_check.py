@@ -84,7 +84,10 @@ def test_one_weight_that_differs_is_found_and_mended_by_one_download(value: floa
 
 @pytest.mark.parametrize("names", [NAMES[:2], NAMES])
 def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> None:
-    """A hook on one peer only: the first, second, fourth check in a row, with what to look for."""
+    """A hook on one peer only: the first, second, fourth, eighth check in a row, with what to look for.
+
+    Each is mended by one download, and by a second one if the donor has stepped meanwhile.
+    """
 
     def hook(trainer: Trainer) -> None:
         def halve(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -98,7 +101,7 @@ def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> 
     async def main() -> None:
         run, said = await train(names, 41, nothing, hook)
         downloads = sum(run.swarm.peer(name).downloads for name in names)
-        assert 2 <= downloads <= 4
+        assert 2 <= downloads <= 8
         assert sum("the step itself differs here" in each for each in said) >= 1
 
     sim.run(main, seed=3)

@@ -139,3 +139,14 @@ def test_a_connection_that_is_closed_is_no_word() -> None:
     assert world.silent_after(peer(1)) is not None
     world.received[peer(1)] = 10
     assert world.rhythm.is_silent(peer(1), world.now)
+
+
+def test_a_verdict_that_nobody_has_looked_at_for_long_counts_no_more() -> None:
+    """Who was silent and is back may have had no reason to say so: it is asked anew, and has its second."""
+    world = World()
+    assert world.silent_after(peer(1)) is not None
+    world.now += MOST_S + LOOK_S
+    asked = world.asked[peer(1)]
+    assert not world.rhythm.is_silent(peer(1), world.now)
+    assert world.asked[peer(1)] == asked + 1
+    assert world.silent_after(peer(1)) is not None

@@ -39,7 +39,8 @@ _PER_HOST, _EVERY_S = 32.0, 2.0
 _MAX_HOSTS = 1024
 _LOOK_AGAIN_S = 60.0
 _TELL_S = 3.0
-_PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 18, 4, 1 << 22
+_PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
+"""The probe stays below what one host may send at once (`allowance`): beyond that it would measure the allowance."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ class Rhythm:
                 self.forget(next(iter(self._pulses)))
         if received != pulse.received:
             self._heard(peer, pulse, received, now)
+        elif pulse.silent and now - pulse.looked_at > self._most_s:
+            # Nobody has looked for so long that it may be back, and has had no reason to say so.
+            pulse.silent = False
+            self._silent.discard(peer)
+            pulse.asked, pulse.waited_s = self._ask(peer), 0.0
         elif pulse.asked:
             pulse.waited_s += min(now - pulse.looked_at, LOOK_S)
             if not pulse.silent and pulse.waited_s >= self._limit_s(pulse):

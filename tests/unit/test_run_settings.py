@@ -44,7 +44,7 @@ def settings(make: Make, scheduler: Callable[[torch.optim.Optimizer], Any] | Non
         (adamw(), adamw(betas=(0.9, 0.95)), "betas is (0.9, 0.999) here and (0.9, 0.95)"),
         (adamw(), adamw(eps=1e-6), "eps is 1e-08 here and 1e-06"),
         (adamw(), adamw(amsgrad=True), "amsgrad is False here and True"),
-        (adamw(), lambda parameters: torch.optim.RAdam(parameters, lr=0.01), "amsgrad is False here and not set"),
+        (adamw(), lambda parameters: torch.optim.RAdam(parameters, lr=0.01), "optimizer is AdamW here and RAdam"),
         (grouped(), grouped(lr=0.1), "parameter group 1 is lr 0.01 here and lr 0.1"),
         (grouped(), grouped(weight_decay=0.0), "parameter group 1 is lr 0.01 here and lr 0.01, weight_decay 0 at"),
         (adamw(), grouped(), "parameter group 0 is not set here and lr 0.01"),

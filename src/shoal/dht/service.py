@@ -12,10 +12,11 @@ from typing import Any
 
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key
-from shoal.dht.storage import RateLimiter, wire_bytes
+from shoal.dht.storage import wire_bytes
 from shoal.errors import ClosedError, PeerRefused
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
+from shoal.rpc.rate_limiter import RateLimiter
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPong, DhtStore, DhtStoreReply, Record
 
 __all__ = ["Service"]

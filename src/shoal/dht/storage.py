@@ -31,7 +31,6 @@ from shoal.wire import Record
 __all__ = [
     "PEER_ENTRY_BYTES",
     "RECORD_OVERHEAD_BYTES",
-    "RateLimiter",
     "RecordStore",
     "StorageLimits",
     "ValueWithExpiration",
@@ -393,43 +392,3 @@ def _add(counts: dict[K, int], name: K, size: int) -> None:
     counts[name] = counts.get(name, 0) + size
     if not counts[name]:
         del counts[name]
-
-
-# ---------------------------------------------------------------------------------------------------------------- rates
-
-
-class RateLimiter:
-    """A token bucket for each peer (sans-IO).
-
-    Args:
-        rate_per_s: what each peer may use in the long run.
-        burst: what it may use at once.
-        max_peers: for how many peers this is remembered; the one heard from longest ago is forgotten first.
-    """
-
-    def __init__(self, rate_per_s: float, burst: float, *, max_peers: int = 4096) -> None:
-        self._rate_per_s, self._burst, self._max_peers = rate_per_s, burst, max_peers
-        self._left: dict[PeerID, tuple[float, float]] = {}
-
-    def __len__(self) -> int:
-        return len(self._left)
-
-    def allows(self, peer: PeerID, cost: float, now: float) -> bool:
-        """Use `cost` tokens of this peer at this time (seconds on a clock that never goes back), if it has them."""
-        left = self._refill(peer, now)
-        allowed = cost <= left
-        self._put_back(peer, left - cost if allowed else left, now)
-        return allowed
-
-    def charge(self, peer: PeerID, cost: float, now: float) -> None:
-        """Take `cost` tokens for what was done already; the peer may owe some after it."""
-        self._put_back(peer, self._refill(peer, now) - cost, now)
-
-    def _refill(self, peer: PeerID, now: float) -> float:
-        left, at = self._left.pop(peer, (self._burst, now))
-        return min(self._burst, left + (now - at) * self._rate_per_s)
-
-    def _put_back(self, peer: PeerID, left: float, now: float) -> None:
-        self._left[peer] = (left, now)
-        if len(self._left) > self._max_peers:
-            self._left.pop(next(iter(self._left)))

@@ -27,6 +27,7 @@ from shoal.errors import ConfigError, PeerError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.endpoint import Endpoint
+from shoal.rpc.rate_limiter import RateLimiter
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
@@ -80,7 +81,7 @@ class Reachability:
         self._endpoint = endpoint
         self.verdict: Verdict | None = None
         self._dialing = 0
-        self._allowance: dict[str, tuple[float, float]] = {}
+        self._questions = RateLimiter(1.0 / _EVERY_S, _PER_HOST, max_askers=_MAX_HOSTS)
         self._looking: asyncio.Task[None] | None = None
         self._looked_at = float("-inf")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -96,7 +97,8 @@ class Reachability:
         own, host = self._endpoint.hosts_of(peer)
         if not _may_be_dialed(host) or host == own:
             raise PeerRefused("from here nobody can tell whether others reach you", peer)
-        if self._dialing >= _AT_ONCE or not self._allows(host):
+        now = asyncio.get_running_loop().time()
+        if self._dialing >= _AT_ONCE or not self._questions.allows(host, 1.0, now):
             raise PeerRefused("too many questions", peer, code="busy")
         self._dialing += 1
         try:
@@ -104,16 +106,6 @@ class Reachability:
         finally:
             self._dialing -= 1
         return DialedBack(reached, host)
-
-    def _allows(self, host: str) -> bool:
-        """A bucket for each host: whatever number of keys asks from there."""
-        now = asyncio.get_running_loop().time()
-        left, at = self._allowance.pop(host, (_PER_HOST, now))
-        left = min(_PER_HOST, left + (now - at) / _EVERY_S)
-        self._allowance[host] = (left - (left >= 1), now)
-        if len(self._allowance) > _MAX_HOSTS:
-            self._allowance.pop(next(iter(self._allowance)))
-        return left >= 1
 
     def _moved(self, peer: PeerID, request: Whereabouts) -> Noted:
         if request.contact.peer != peer:

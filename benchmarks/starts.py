@@ -9,115 +9,69 @@ Exit code 1 if anybody was left out. Imports are done before the start: what the
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import math
-import multiprocessing
 import statistics
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import write
-from benchmarks.contenders.start_peer import train
+from benchmarks.contenders.start_peer import READY_S, train
+from benchmarks.truth.peers import Peer, Peers
 
 FIRST_EPOCH = 3
-READY_S = 300.0
-
-
-# The children are forks of one process that has imported torch: 16 imports on two cores take longer than a start.
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.contenders.start_peer"])
-
-
-class Child:
-    """One trainer, and what it said."""
-
-    def __init__(self, settings: dict[str, Any]) -> None:
-        self._pipe, theirs = FORKS.Pipe()
-        self.process = FORKS.Process(target=train, args=(settings, theirs), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.said: list[dict[str, Any]] = []
-        self.ready = threading.Event()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, ConnectionResetError):
-            while True:
-                self.said.append(self._pipe.recv())
-                self.ready.set()
-
-    def wait_ready(self) -> list[str]:
-        """Its addresses."""
-        if not self.ready.wait(READY_S):
-            raise TimeoutError(f"a trainer was not ready within {READY_S:.0f} s")
-        return list(self.said[0]["ready"])
-
-    def tell(self) -> None:
-        """Make the optimizer, and train; told again: train no more, and say what it cost."""
-        with contextlib.suppress(BrokenPipeError):
-            self._pipe.send(None)
-
-    def end(self) -> None:
-        """Wait for its end."""
-        self.process.join(60.0)
-        self.process.kill()
-        self._reader.join(60.0)
-
-    def all_of(self, kind: str) -> list[dict[str, Any]]:
-        """What it said of this kind."""
-        return [said for said in self.said if kind in said]
+_HEAR_S = 1.0
+"""What peers say is taken in so often: a pipe holds little."""
 
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """One start, and what came of it."""
-    settings = {
-        "peers": [],
-        "target": args.target,
-        "batch": args.batch,
-        "batch_s": args.batch_s,
-        "numel": args.numel,
-    }
-    children = [Child(settings)]
-    try:
-        addresses = children[0].wait_ready()
-        children += [Child({**settings, "peers": addresses[:1]}) for _ in range(args.peers - 1)]
-        for child in children:
-            child.wait_ready()
-        for child in children:
-            child.tell()
-        time.sleep(args.seconds)
-    finally:
-        for child in children:
-            child.tell()
-        for child in children:
-            child.end()
+    settings = {"target": args.target, "batch": args.batch, "batch_s": args.batch_s, "numel": args.numel}
+    with Peers() as peers:
+        trainers = [peers.start(train, peers=[], **settings)]
+        entries = trainers[0].wait("ready", READY_S)[:1]
+        trainers += [peers.start(train, peers=entries, **settings) for _ in range(args.peers - 1)]
+        for trainer in trainers[1:]:
+            trainer.wait("ready", READY_S)
+        for trainer in trainers:
+            trainer.tell("go")
+        end = time.monotonic() + args.seconds
+        while (left_s := end - time.monotonic()) > 0:
+            time.sleep(min(_HEAR_S, left_s))
+            for trainer in trainers:
+                trainer.hear()
+        for trainer in trainers:
+            trainer.tell("end")
+        for trainer in trainers:
+            trainer.result(60.0)
     if args.log:
-        args.log.write_text("\n".join(json.dumps({"peer": i, **s}) for i, c in enumerate(children) for s in c.said))
-    return judge(children)
+        lines = ({"peer": i, name: value} for i, trainer in enumerate(trainers) for name, value in trainer.said)
+        args.log.write_text("\n".join(map(json.dumps, lines)))
+    return judge(trainers)
 
 
-def judge(children: list[Child]) -> dict[str, Any]:
+def judge(trainers: list[Peer]) -> dict[str, Any]:
     """Who took part in what."""
-    taken = [{said["epoch"]: said for said in child.all_of("epoch")} for child in children]
+
+    def all_of(kind: str) -> list[list[dict[str, Any]]]:
+        return [[value for name, value in trainer.said if name == kind] for trainer in trainers]
+
+    taken = [{said["epoch"]: said for said in each} for each in all_of("epoch")]
     last = max((max(epochs, default=0) for epochs in taken), default=0) - 1  # the very last ones may be under way
     counted = range(FIRST_EPOCH, last + 1)
     missed = [sum(epoch not in epochs for epoch in counted) for epochs in taken]
     in_a_row = []
-    for child in children:
+    for trainer in trainers:
         longest = row = 0
-        for said in child.said:
-            row = row + 1 if "downloaded" in said else 0 if "epoch" in said else row
+        for name, _ in trainer.said:
+            row = row + 1 if name == "downloaded" else 0 if name == "epoch" else row
             longest = max(longest, row)
         in_a_row.append(longest)
     begun = [min(said["at"] for epochs in taken for said in epochs.values() if said["epoch"] == n) for n in counted]
     gaps = [later - earlier for earlier, later in itertools.pairwise(begun)]
-    cpu = [said["cpu_s"] / said["wall_s"] for child in children for said in child.all_of("cpu_s")]
     return {
         "epochs": last,
         "first_s": begun[0] if begun else math.nan,
@@ -125,11 +79,11 @@ def judge(children: list[Child]) -> dict[str, Any]:
         "longest_s": max(gaps, default=math.nan),
         "missed": missed,
         "out": sum(bool(each) for each in missed),
-        "downloads": sum(len(child.all_of("downloaded")) for child in children),
+        "downloads": sum(map(len, all_of("downloaded"))),
         "in_a_row": max(in_a_row),
-        "alone": sum(said["peers"] == 1 for child in children for said in child.all_of("epoch")),
-        "core": statistics.median(cpu) if cpu else 0.0,
-        "warned": sorted({said["warned"] for child in children for said in child.all_of("warned")}),
+        "alone": sum(said["peers"] == 1 for each in all_of("epoch") for said in each),
+        "core": statistics.median(trainer.returned["cpu_s"] / trainer.returned["wall_s"] for trainer in trainers),
+        "warned": sorted({said["message"] for each in all_of("warned") for said in each}),
     }
 
 

@@ -44,9 +44,9 @@ class Line:
         with self._guard:
             self._pipe.send((what, value))
 
-    def heard(self, what: str) -> bool:
-        """Whether the replay has told this, now."""
-        return self._pipe.poll() and self._pipe.recv() == what
+    def heard(self, what: str, within_s: float = 0.0) -> bool:
+        """Whether the replay has told this, or tells it within so many seconds."""
+        return self._pipe.poll(within_s) and self._pipe.recv() == what
 
     def wait(self, what: str, limit_s: float = LIMIT_S) -> None:
         """Wait for a word of the replay."""
@@ -96,10 +96,14 @@ class Peer:
         self.returned = self.wait("returned", limit_s)
         return self.returned
 
-    def latest(self, what: str) -> Any:
-        """What it has said last of this name until now."""
+    def hear(self) -> None:
+        """Take in what it has said until now."""
         while self._pipe.poll():
             self.said.append(self._pipe.recv())
+
+    def latest(self, what: str) -> Any:
+        """What it has said last of this name until now."""
+        self.hear()
         return next(value for name, value in reversed(self.said) if name == what)
 
     def until_epoch(self, epoch: int, limit_s: float = LIMIT_S) -> None:

@@ -26,7 +26,7 @@ __all__ = ["Finding", "doctor", "look_at_machine", "look_at_network"]
 EXIT_UNWELL = 1
 
 _FEW_DESCRIPTORS, _LITTLE_MEMORY = 1024, 2 << 30
-_CLOCK_S, _BAD_CLOCK_S = 1.0, 10.0
+_CLOCK_S = 1.0
 _SLOW_BYTES_S = 1e6
 _ANSWER_S = 4.0
 
@@ -181,36 +181,38 @@ async def _way_there(core: PeerCore, address: Address) -> float | None:
 def _way_back(core: PeerCore) -> Finding:
     verdict = core.reachability.verdict
     port = core.endpoint.listens_at[0].port
-    if verdict is None or not verdict.known:
+    if verdict is None or not verdict.asked:
         return Finding("", "way back", "nobody on another machine could be asked to dial this one")
     hosts = ", ".join(sorted({host for _, host in (verdict.reached or verdict.failed)}))
-    asked = len(verdict.reached) + len(verdict.failed)
     if verdict.can_be_reached:
-        return Finding("ok", "way back", f"{len(verdict.reached)} of {asked} peers could dial this machine, at {hosts}")
+        return Finding(
+            "ok", "way back", f"{len(verdict.reached)} of {verdict.asked} peers could dial this machine, at {hosts}"
+        )
     return Finding(
         "so-so",
         "way back",
-        f"{len(verdict.failed)} of {asked} peers could not dial {hosts}, port {port}: a peer here only dials (client "
-        "mode), and needs one that can be reached. Open this port in the firewall, and forward it in the router "
-        "(--port tries a fixed one)",
+        f"{len(verdict.failed)} of {verdict.asked} peers could not dial {hosts}, port {port}: a peer here only dials "
+        "(client mode), and needs one that can be reached. Open this port in the firewall, and forward it in the "
+        "router (--port tries a fixed one)",
     )
 
 
 async def _clock(core: PeerCore) -> Finding:
     import asyncio
-    import statistics
+
+    from shoal.rpc.endpoint import CLOCKS_DIFFER_S
 
     peers = core.endpoint.peers
     for peer in peers:
         core.endpoint.ask(peer)
-    await asyncio.sleep(min(1.0, _ANSWER_S))
+    await asyncio.sleep(1.0)
     if not peers:
         return Finding("", "clock", "nobody to compare it with")
-    ahead_s = -statistics.median(core.endpoint.clock_offset_s(peer) for peer in peers)
+    ahead_s = core.endpoint.clock_ahead_s
     text = f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} that of the {len(peers)} connected"
     if abs(ahead_s) < _CLOCK_S:
         return Finding("ok", "clock", text)
-    return Finding("bad" if abs(ahead_s) > _BAD_CLOCK_S else "so-so", "clock", f"{text}: set it (NTP)")
+    return Finding("bad" if abs(ahead_s) > CLOCKS_DIFFER_S else "so-so", "clock", f"{text}: set it (NTP)")
 
 
 async def _speed(core: PeerCore) -> Finding:

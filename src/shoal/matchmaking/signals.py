@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 from shoal.peer import PeerID
+from shoal.rpc.rhythm import LOOK_S
 from shoal.wire import Contact
 
 __all__ = [
@@ -91,7 +92,7 @@ class Rules:
     leads: bool = True
     grace_s: float = 3.0
     follow_grace_s: float = 3.0
-    look_s: float = 0.25
+    look_s: float = LOOK_S
 
     @property
     def full_size(self) -> int:

@@ -7,7 +7,6 @@ meant to be: it says so once, `PATIENCE_S` after it was last in company, or with
 from __future__ import annotations
 
 import asyncio
-import statistics
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress
+from shoal.rpc.endpoint import CLOCKS_DIFFER_S
 from shoal.transport.sockets import is_loopback
 
 __all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
@@ -24,7 +24,6 @@ __all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
 PATIENCE_S = 20.0
 
 _LOOK_S = 2.0
-_CLOCK_S = 10.0
 _SHOWN = 4
 
 
@@ -67,7 +66,7 @@ class Circumstances:
         if self.invited_to and self.run_id not in self.invited_to:
             names = ", ".join(map(repr, sorted(self.invited_to)))
             found.append(f"its invite is for run {names}: train that one, or ask for another invite")
-        if abs(self.clock_ahead_s) > _CLOCK_S:
+        if abs(self.clock_ahead_s) > CLOCKS_DIFFER_S:
             how = "ahead of" if self.clock_ahead_s > 0 else "behind"
             found.append(f"the clock here is {abs(self.clock_ahead_s):.0f} s {how} those of the others: set it")
         if self.given_peers and not self.connected:
@@ -148,7 +147,6 @@ class Solitude:
 
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint
-        offsets = [endpoint.clock_offset_s(peer) for peer in endpoint.peers]
         listens_at = endpoint.listens_at
         return Circumstances(
             run_id=self._run_id,
@@ -158,7 +156,7 @@ class Solitude:
             connected=bool(endpoint.peers),
             client=core.client_mode,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,
-            clock_ahead_s=-statistics.median(offsets) if offsets else 0.0,
+            clock_ahead_s=endpoint.clock_ahead_s,
             invited_to=core.invited_to,
             mismatch=self._known.mismatch,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import statistics
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -57,7 +58,7 @@ _OPEN_TIMEOUT_S = 10.0
 _MAX_LINKS = 4
 """With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
 
-_CLOCKS_DIFFER_S = 10.0
+CLOCKS_DIFFER_S = 10.0
 """From here on a clock that is wrong is worth a warning."""
 
 _LEAST_CALLS_S = 10.0
@@ -152,6 +153,12 @@ class Endpoint:
         """How far the wall clock that the peer goes by is ahead of our machine's; 0.0 if unknown, or if it may be."""
         link = self._open.link(peer)
         return link.clock_offset_s if link is not None else 0.0
+
+    @property
+    def clock_ahead_s(self) -> float:
+        """How far our machine's clock is ahead of those that the connected peers go by, in the middle; 0.0 for none."""
+        offsets_s = [self.clock_offset_s(peer) for peer in self.peers]
+        return -statistics.median(offsets_s) if offsets_s else 0.0
 
     def ask(self, peer: PeerID) -> None:
         """Ask a connected peer for a sign of life, which tells its clock, too; never waits."""
@@ -449,9 +456,9 @@ class Endpoint:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
         before_s = self._clock.ahead_s
         changed = self._clock.told(link.peer_id, link.clock_offset_s)
-        if changed and abs(self._clock.ahead_s - before_s) > _CLOCKS_DIFFER_S:
+        if changed and abs(self._clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
             off_s, peer = self._clock.ahead_s, link.peer_id.short()
-            if abs(off_s) <= _CLOCKS_DIFFER_S:
+            if abs(off_s) <= CLOCKS_DIFFER_S:
                 message = "shoal goes by this machine's clock again, which the other peers agree with"
             else:
                 message = (
@@ -459,7 +466,7 @@ class Endpoint:
                     f"the network (as {peer} tells it), which shoal goes by: set the one that is wrong"
                 )
             self.env.events.emit(Warned(where="clock", message=message))
-        elif abs(self._clock.ahead_s - link.clock_offset_s) > _CLOCKS_DIFFER_S and not self._clock_told:
+        elif abs(self._clock.ahead_s - link.clock_offset_s) > CLOCKS_DIFFER_S and not self._clock_told:
             self._clock_told = True
             how, off_s = (
                 ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)

@@ -57,14 +57,14 @@ class Verdict:
     failed: tuple[tuple[PeerID, str], ...]
 
     @property
-    def known(self) -> bool:
-        """Whether anybody has tried."""
-        return bool(self.reached or self.failed)
+    def asked(self) -> int:
+        """How many have tried."""
+        return len(self.reached) + len(self.failed)
 
     @property
     def can_be_reached(self) -> bool:
         """Whether to announce an address: nobody has tried, or most came through."""
-        return len(self.reached) > len(self.failed) or not self.known
+        return len(self.reached) > len(self.failed) or not self.asked
 
 
 class Reachability:
@@ -82,9 +82,9 @@ class Reachability:
         self.verdict: Verdict | None = None
         self._dialing = 0
         self._questions = RateLimiter(1.0 / _EVERY_S, _PER_HOST, max_askers=_MAX_HOSTS)
-        self._looking: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[Any] | None = None
         self._looked_at = float("-inf")
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         endpoint.serve(DialBack, self._dial_back)
         endpoint.serve(Whereabouts, self._moved)
         endpoint.serve(NoWayIn, self._told_no_way)
@@ -169,12 +169,11 @@ class Reachability:
 
     def _unreachable(self, verdict: Verdict) -> str:
         listens_at = self._endpoint.listens_at[0]
-        asked = len(verdict.reached) + len(verdict.failed)
         tried = ", ".join(sorted({f"{host}:{listens_at.port}" for _, host in verdict.failed}))
         return (
-            f"{len(verdict.failed)} of {asked} peers that were asked could not connect to this one at {tried}: it goes "
-            "on as a client, which only dials. It averages only with peers that can be reached. To be reached, open "
-            "or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
+            f"{len(verdict.failed)} of {verdict.asked} peers that were asked could not connect to this one at {tried}: "
+            "it goes on as a client, which only dials. It averages only with peers that can be reached. To be reached, "
+            "open or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
             "announce_maddrs; client_mode=False announces the address without asking first, client_mode=True is quiet"
         )
 
@@ -211,13 +210,10 @@ class Reachability:
         busy = self._looking is not None and not self._looking.done()
         if announced & set(request.addresses) and not busy and now >= self._looked_at + _LOOK_AGAIN_S:
             self._looked_at = now
-            self._looking = self._spawn(self._look_again())
+            self._looking = self._spawn(self.find_out())
         return Noted()
 
-    async def _look_again(self) -> None:
-        await self.find_out()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -101,7 +101,7 @@ class Rhythm:
         return pulse.silent
 
     def silent(self, now: float) -> frozenset[PeerID]:
-        """Who was found to be silent, and has said nothing since. Asks nobody."""
+        """Who was found to be silent, and has said nothing since; looks at each of them."""
         return frozenset(peer for peer in list(self._silent) if self.is_silent(peer, now))
 
     def forget(self, peer: PeerID) -> None:

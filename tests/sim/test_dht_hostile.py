@@ -103,6 +103,14 @@ async def evil(swarm: Swarm[Any], name: str, victims: Sequence[Node], find: Find
     return made
 
 
+async def surround(swarm: Swarm[Any], victims: Sequence[Node], count: int, *, among: int) -> list[str]:
+    """Start evil peers under the names, of so many, that are nearest to the key "key"; returns these."""
+    names = sorted((f"evil{number}" for number in range(among)), key=lambda name: distance(swarm, name))[:count]
+    for name in names:
+        await evil(swarm, name, victims)
+    return names
+
+
 # ----------------------------------------------------------------------------------------------- records that are sent
 
 
@@ -348,9 +356,7 @@ def test_one_honest_holder_is_enough_for_an_exchange() -> None:
     async def main() -> None:
         swarm = new_swarm()
         nodes = await grow(swarm, 3)
-        names = sorted((f"evil{number}" for number in range(200)), key=lambda name: distance(swarm, name))[:9]
-        for name in names:
-            await evil(swarm, name, nodes)
+        names = await surround(swarm, nodes, 9, among=200)
         order = nearest(nodes, "key")
         assert max(distance(swarm, name) for name in names) < distance(swarm, order[0].name)
         for number, each in enumerate(order[1:]):
@@ -368,9 +374,7 @@ def test_eclipse_of_a_newcomer() -> None:
     async def main() -> None:
         swarm = new_swarm()
         nodes = await grow(swarm, 4)
-        names = sorted((f"evil{number}" for number in range(400)), key=lambda name: distance(swarm, name))[:14]
-        for name in names:
-            await evil(swarm, name, nodes)
+        await surround(swarm, nodes, 14, among=400)
         writer = nearest(nodes, "key")[-1]
         subkey = writer.dht.peer_id.raw
         for _ in range(2):

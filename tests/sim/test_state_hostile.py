@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -254,6 +254,16 @@ async def _a_byte_a_second(stream: Stream[Chunk, MoreChunks], chunks: list[int],
         await sleep(1.0)
 
 
+async def duration_beside(swarm: Swarm[Node], better: Sequence[Node]) -> float:
+    """How long "new" takes to have the state of a good donor, beside those that withhold a better one."""
+    good = await swarm.start_peer("good", node(Box([torch.ones(2 * MIB, dtype=torch.uint8)], epoch=5)))
+    await swarm.start_peer("new", node())
+    donors = [Donor(each.endpoint.contact, 9.0, 9) for each in better] + [Donor(good.endpoint.contact, 5.0, 5)]
+    state = await fetch(swarm, "new", donors, timeout_s=600.0)
+    assert (state.epoch, state.donors) == (5, (good.peer,))
+    return state.duration_s
+
+
 def test_a_donor_of_a_byte_a_second_is_left_for_another_one() -> None:
     """Also for one of a worse state. Alone it is given up long before the deadline."""
 
@@ -264,12 +274,7 @@ def test_a_donor_of_a_byte_a_second_is_left_for_another_one() -> None:
             await swarm.start_peer(f"drip{i}", node(Box(tensors, epoch=9), kind=sends(_a_byte_a_second)))
             for i in range(3)
         ]
-        good = await swarm.start_peer("good", node(Box([torch.ones(2 * MIB, dtype=torch.uint8)], epoch=5)))
-        await swarm.start_peer("new", node())
-        donors = [Donor(drip.endpoint.contact, 9.0, 9) for drip in drips] + [Donor(good.endpoint.contact, 5.0, 5)]
-        state = await fetch(swarm, "new", donors, timeout_s=600.0)
-        assert (state.epoch, state.donors) == (5, (good.peer,))
-        assert state.duration_s < 30, state.duration_s
+        assert await duration_beside(swarm, drips) < 30
         began = asyncio.get_running_loop().time()
         with pytest.raises(StateUnavailable, match="fast enough"):
             await fetch(swarm, "new", donors_of(drips[0]), timeout_s=600.0)
@@ -288,12 +293,7 @@ def test_busy_donors_of_a_better_state_keep_nobody_from_a_good_one() -> None:
         for each in busy:
             assert each.donor is not None
             each.donor._busy = lambda peer: True  # type: ignore[method-assign]
-        good = await swarm.start_peer("good", node(Box([torch.ones(2 * MIB, dtype=torch.uint8)], epoch=5)))
-        await swarm.start_peer("new", node())
-        donors = [Donor(each.endpoint.contact, 9.0, 9) for each in busy] + [Donor(good.endpoint.contact, 5.0, 5)]
-        state = await fetch(swarm, "new", donors, timeout_s=600.0)
-        assert (state.epoch, state.donors) == (5, (good.peer,))
-        assert state.duration_s < 10, state.duration_s
+        assert await duration_beside(swarm, busy) < 10
 
     run(main)
 

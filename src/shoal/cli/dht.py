@@ -143,10 +143,9 @@ def maddr_of(host: str, port: int) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write the whole file or nothing: whoever waits for it never reads half an invite."""
-    part = path.with_name(path.name + ".part")
+    from shoal.runtime.files import replace_file
+
     try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        replace_file(path, text.encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"--invite-file {path}: {error.strerror or error}") from error

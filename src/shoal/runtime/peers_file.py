@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.core import PeerCore
 from shoal.errors import ConfigError
 from shoal.peer import Address, PeerID
+from shoal.runtime.files import replace_file
 
 __all__ = ["PeersFile"]
 
@@ -77,6 +78,4 @@ class PeersFile:
             self._kept = addresses
 
     def _replace(self, addresses: tuple[Address, ...]) -> None:
-        part = self._path.with_name(self._path.name + ".part")
-        part.write_text("".join(f"{address}\n" for address in addresses), encoding="utf-8")
-        part.replace(self._path)
+        replace_file(self._path, "".join(f"{address}\n" for address in addresses).encode())

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import lru_cache
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, NoReturn, TypeVar, cast, get_args
 
 import msgspec
@@ -110,11 +111,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_one_at_a_time = Lock()
 
 
 def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:
     if (decoder := _decoders.get(kind)) is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook)
+        # msgspec looks at a type when it is first read; two threads that do so at once crash the process (0.22).
+        with _one_at_a_time:
+            decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook)
     return decoder
 
 

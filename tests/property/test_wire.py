@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
+import subprocess
+import sys
 from typing import Any, Union
 
 import msgspec
@@ -394,3 +396,34 @@ def test_peer_ids_of_any_length_are_checked(raw: bytes) -> None:
         assert message is None
         with pytest.raises(ConfigError):
             PeerID(raw)
+
+
+_TWO_THREADS = """
+import sys, threading, msgspec
+from shoal import wire
+
+def fresh():
+    inner = [msgspec.defstruct(f"Inner{i}", [(f"f{j}", int) for j in range(5)], array_like=True) for i in range(12)]
+    return msgspec.defstruct("Outer", [(f"f{i}", each) for i, each in enumerate(inner)], array_like=True)
+
+def read():
+    for kind in kinds:
+        together.wait()
+        wire.decode(data, kind)
+
+sys.setswitchinterval(1e-6)
+kinds, data = [fresh() for _ in range(100)], msgspec.msgpack.encode([[1] * 5] * 12)
+together = threading.Barrier(2)
+threads = [threading.Thread(target=read) for _ in range(2)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+"""
+
+
+def test_two_threads_that_read_a_type_for_the_first_time_crash_the_process() -> None:
+    """A type is looked at when it is first read: two peers of one process did so at once (a segmentation fault)."""
+    command = [sys.executable, "-c", _TWO_THREADS]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr

@@ -70,11 +70,12 @@ def dht(
 
 
 def _explain(peer: DHT, host: str, *, announced: bool) -> None:
+    from shoal.transport.sockets import is_loopback
+
     address = peer.get_visible_maddrs()[0]
     click.echo(f"peer {peer.peer_id.short()} at {address.host} port {address.port}; Ctrl+C leaves", err=True)
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(host).is_loopback and not announced:
-            click.echo("only this machine can connect: --host 0.0.0.0 lets others in", err=True)
+    if is_loopback(host) and not announced:
+        click.echo("only this machine can connect: --host 0.0.0.0 lets others in", err=True)
     click.echo("others join by this invite:", err=True)
 
 

@@ -286,9 +286,6 @@ class CallLink:
         busy = self._owner.has_streams(self.peer_id)
         period_s = limits.beat_s if busy else limits.idle_beat_s
         limit_s = limits.silence_s if busy else 3 * limits.idle_beat_s
-        if now - self._next_tick > period_s:
-            # We ourselves were stopped: that says nothing about the others.
-            self._last_heard, self._asked_at = now, None
         if (received := self._owner.bytes_received(self.peer_id)) > self._received:
             # Its answer may be waiting behind what it sends: on a line that is full, for many seconds.
             self._last_heard, self._asked_at = now, None

@@ -290,6 +290,13 @@ class Failure(Message, frozen=True):
     text: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
+class Note(Message, frozen=True):
+    """Says something that needs no answer. `method` is the tag of the message in `body`."""
+
+    method: str
+    body: msgspec.Raw
+
+
 class Beat(Message, frozen=True):
     """Asks for a sign of life, and for the network's time. `time` is the clock of the sender's machine, seconds."""
 

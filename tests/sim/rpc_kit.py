@@ -23,7 +23,7 @@ from shoal.transport import sockets
 from shoal.transport.base import Acceptor, Connection, Transport
 from shoal.transport.memory import MemoryTransport
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Beat, Call, Contact, Hello, Message, Opening, OpenStream, Request, decode, encode
+from shoal.wire import Beat, Call, Contact, Hello, Message, Note, Opening, OpenStream, Request, decode, encode
 
 E = TypeVar("E", bound=Event)
 
@@ -303,6 +303,11 @@ class ByHand:
 def call_frame(number: int, method: str, body: bytes, *, timeout_s: float = 5.0) -> bytes:
     """A call, whatever is in it."""
     return pack(Kind.CALL, Call(number, method, timeout_s, msgspec.Raw(body)))
+
+
+def note_frame(method: str, body: bytes) -> bytes:
+    """A note, whatever is in it."""
+    return pack(Kind.CALL, Note(method, msgspec.Raw(body)))
 
 
 def open_frame(method: str, body: bytes) -> bytes:

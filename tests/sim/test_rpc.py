@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused, PeerUnreachable
@@ -15,6 +16,7 @@ from shoal.rpc import Limits
 from shoal.rpc.framing import Kind, pack
 from shoal.wire import Bye, Contact, Failure, Reply, encode
 from tests.sim.rpc_kit import (
+    QUICK,
     ByHand,
     Down,
     Net,
@@ -32,6 +34,7 @@ from tests.sim.rpc_kit import (
     echo,
     ends,
     identity_of,
+    note_frame,
     on_sim,
     on_tcp,
     open_frame,
@@ -278,6 +281,90 @@ def test_handlers_have_scopes_and_can_be_taken_back(run: Run) -> None:
         end_two()
 
     run(scenario)
+
+
+@everywhere
+def test_notes_arrive_in_order_and_get_no_answer(run: Run) -> None:
+    """They reach whom there is a link with, in one write to each; nobody is dialed for a note."""
+
+    async def scenario(net: Net) -> None:
+        a, b, c = await net.peer("a"), await net.peer("b"), await net.peer("c")
+        heard, last = list[tuple[PeerID, str]](), asyncio.Event()
+
+        def take(peer: PeerID, note: Say) -> None:
+            heard.append((peer, note.text))
+            if note.text == "last":
+                last.set()
+
+        end = b.endpoint.take_notes(Say, take, scope="1")
+        b.endpoint.serve(Say, echo)
+        a.endpoint.learn(b.contact)
+        assert a.endpoint.tell([b.peer_id, c.peer_id], Say("too early", where="1")) == []
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        for text in ("one", "two"):
+            assert a.endpoint.tell([b.peer_id, c.peer_id], Say(text, where="1")) == [b.peer_id]
+        assert a.endpoint.tell([b.peer_id], Say("to nobody", where="2")) == [b.peer_id]
+        assert a.endpoint.tell([b.peer_id], Shout()) == [b.peer_id]
+        a.endpoint.tell([b.peer_id], Say("last", where="1"))
+        await last.wait()
+        assert heard == [(a.peer_id, text) for text in ("one", "two", "last")]
+        end()
+        a.endpoint.tell([b.peer_id], Say("late", where="1"))
+        assert (await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)).text == "x"
+        assert len(heard) == 3
+        assert not b.seen(PeerDropped)
+
+    run(scenario)
+
+
+@everywhere
+def test_a_bad_note_costs_the_peer_its_link(run: Run) -> None:
+    """It cannot be told what was wrong, as with a call. A fault of the handler itself costs nobody anything."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b")
+
+        def take(peer: PeerID, note: Say) -> None:
+            if note.text == "fault":
+                raise RuntimeError("a fault of ours")
+            raise PeerRefused("nobody says that", peer)
+
+        b.endpoint.take_notes(Say, take)
+        b.endpoint.serve(Say, echo)
+        hand = ByHand(net.transport("h"), b.contact)
+        bad = [b"\xc0", encode(Shout()), encode(Up(1)), encode(Say("refused"))]
+        for body in bad:
+            link = await hand.link()
+            await link.write(note_frame("Say", body))
+            assert await ends(link)
+        assert [(event.peer, event.where) for event in b.seen(PeerDropped)] == [(hand.transport.peer_id, "rpc")] * 4
+        assert not b.seen(Warned)
+        link = await hand.link()
+        await link.write(note_frame("Say", encode(Say("fault"))) + call_frame(1, "Say", encode(Say("x"))))
+        assert (await receive(link, Reply)).id == 1
+        assert [event.where for event in b.seen(Warned)] == ["note Say"]
+        await hand.close()
+
+    run(scenario)
+
+
+def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
+    """Notes fall under the same allowance as calls."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=10.0))
+        taken, loop = list[float](), asyncio.get_running_loop()
+        b.endpoint.take_notes(Say, lambda peer, note: taken.append(loop.time()))
+        b.endpoint.serve(Say, echo)
+        hand = ByHand(net.transport("h"), b.contact)
+        link = await hand.link()
+        await link.write(note_frame("Say", encode(Say("x"))) * 200 + call_frame(1, "Say", encode(Say("x"))))
+        await receive(link, Reply)
+        assert len(taken) == 200
+        assert 10.0 < taken[-1] - taken[0] < 20.0
+        await hand.close()
+
+    on_sim(scenario)
 
 
 @everywhere

@@ -1,7 +1,7 @@
 """The endpoint: every call and every stream of this peer goes through it.
 
-- One call link per peer carries small calls either way, whoever dialed. A peer that only dials (client mode) is reached
-  over the link that it made.
+- One call link per peer carries small calls and notes either way, whoever dialed. A peer that only dials (client mode)
+  is reached over the link that it made.
 - Each stream has a connection of its own, taken from a small pool, so bulk data never delays a call. Before a stream is
   opened there is a call link, whose heartbeat tells when a silent peer is gone; then all its streams are aborted.
 - What a peer sends is decoded into the declared type before a handler sees it. What is not decodable, too long or too
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import statistics
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from shoal.wire import (
     Contact,
     Hello,
     Message,
+    Note,
     Opening,
     OpenStream,
     Request,
@@ -198,6 +199,21 @@ class Endpoint:
         """
         return self._services.add_call(request, scope, handler)
 
+    def take_notes(
+        self, kind: type[Message], handler: Callable[[PeerID, Any], None], *, scope: str = ""
+    ) -> Callable[[], None]:
+        """Call `handler(peer, message)` for each note of this type (and `scope`); it never waits.
+
+        A `PeerError` that it raises costs the peer its link; anything else is logged.
+
+        Returns:
+            A function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already; without a scope, the last handler counts.
+        """
+        return self._services.add_note(kind, scope, handler)
+
     def serve_stream(
         self, opening: type[Opening[Up, Down]], handler: Callable[..., Awaitable[None]], *, scope: str = ""
     ) -> Callable[[], None]:
@@ -339,6 +355,24 @@ class Endpoint:
             link.connection.abort()
             raise PeerProtocolError(f"undecodable reply to {method}: {error}", peer) from error
 
+    def tell(self, peers: Iterable[PeerID], message: Message) -> list[PeerID]:
+        """Send a note, which gets no answer, to the peers that there is a link with; never waits and never dials.
+
+        Returns:
+            The peers that it was sent to.
+
+        Raises:
+            LocalError: the message is too long.
+        """
+        note, told = Note(tag_of(type(message)), msgspec.Raw(encode(message))), []
+        frame = pack(Kind.CALL, note, limits=self.limits)
+        for peer in peers:
+            if (link := self._open.link(peer)) is not None:
+                with suppress(PeerUnreachable):  # it does not read
+                    link.tell(frame)
+                    told.append(peer)
+        return told
+
     async def open(self, to: Contact | PeerID, opening: Opening[Up, Down], *, timeout_s: float) -> Stream[Up, Down]:
         """Open a stream. The other side may still refuse it: that shows at the first `recv`.
 
@@ -424,6 +458,10 @@ class Endpoint:
     def serve_call(self, link: CallLink, call: Call) -> None:
         """Serve an incoming call (for `CallLink`)."""
         self._services.serve_call(link, call)
+
+    def take_note(self, link: CallLink, note: Note) -> None:
+        """Take an incoming note (for `CallLink`)."""
+        self._services.take_note(link.peer_id, note)
 
     def spent(self, link: CallLink, nbytes: int) -> float:
         """A message of a peer came; how long its link is not to be read (for `CallLink`)."""

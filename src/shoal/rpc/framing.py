@@ -73,7 +73,7 @@ class Kind(enum.IntEnum):
     HELLO = 1
     """`Hello`; first frame of a call link."""
     CALL = 2
-    """`Call`, `Reply`, `Failure`, `Beat`, `BeatReply` or `Bye`, on a call link."""
+    """`Call`, `Reply`, `Failure`, `Note`, `Beat`, `BeatReply` or `Bye`, on a call link."""
     OPEN = 3
     """`OpenStream`; first frame of a stream."""
     DATA = 4

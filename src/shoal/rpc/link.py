@@ -1,4 +1,4 @@
-"""A call link: one connection that carries calls, replies and heartbeats, either way.
+"""A call link: one connection that carries calls, replies, notes and heartbeats, either way.
 
 Small frames that are ready at the same time leave in one write. A link notices its own end (the transport says so) and
 the other side's silence (heartbeat), and fails every call that still waits on it.
@@ -19,7 +19,7 @@ from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout,
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.transport.base import Connection
-from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Reply, decode, encode
+from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 
 __all__ = ["CallLink", "LinkRetired"]
 
@@ -32,7 +32,7 @@ _HANDLED_AT_ONCE = 32
 _ASK_TIME_S = 60.0
 """Clocks are compared at least so often."""
 
-_CallMessage: TypeAlias = Call | Reply | Failure | Beat | BeatReply | Bye
+_CallMessage: TypeAlias = Call | Reply | Failure | Note | Beat | BeatReply | Bye
 
 
 class LinkRetired(PeerUnreachable):
@@ -61,6 +61,10 @@ class LinkOwner(Protocol):
 
     def serve_call(self, link: CallLink, call: Call) -> None:
         """An incoming call."""
+        ...
+
+    def take_note(self, link: CallLink, note: Note) -> None:
+        """An incoming note; raises `PeerProtocolError` if it is a bad one."""
         ...
 
     def spent(self, link: CallLink, nbytes: int) -> float:
@@ -178,6 +182,17 @@ class CallLink:
         if (waiting := self._waiting.get(number)) and not waiting.done():
             waiting.set_exception(PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id))
 
+    def tell(self, frame: bytes) -> None:
+        """Queue the frame of a note.
+
+        Raises:
+            PeerUnreachable: the link is closed, or the peer does not read.
+        """
+        if self.closed:
+            raise PeerUnreachable("the link is closed", self.peer_id)
+        self._last_used = self._loop.time()
+        self._queue(frame)
+
     def post(self, message: _CallMessage) -> None:
         """Queue a small message; never waits.
 
@@ -185,7 +200,9 @@ class CallLink:
             PeerUnreachable: too much is queued already; the peer does not read.
             LocalError: the message is too long.
         """
-        frame = pack(Kind.CALL, message, limits=self._limits)
+        self._queue(pack(Kind.CALL, message, limits=self._limits))
+
+    def _queue(self, frame: bytes) -> None:
         if self._outbox_bytes + len(frame) > self._limits.outbox_bytes:
             raise PeerUnreachable("the peer does not read: too many small messages wait", self.peer_id)
         self._outbox.append(frame)
@@ -241,6 +258,9 @@ class CallLink:
                 self._last_used = self._last_heard
                 if self._said_bye is None:  # after an idle Bye the caller dials again
                     self._owner.serve_call(self, message)
+            case Note():
+                self._last_used = self._last_heard
+                self._owner.take_note(self, message)
             case Reply(id=number, body=body):
                 if (waiting := self._waiting.get(number)) and not waiting.done():
                     waiting.set_result(body)

@@ -1,7 +1,8 @@
-"""What is served here: handlers of calls and streams, and what is told to a peer when one of them cannot answer.
+"""What is served here: handlers of calls, notes and streams, and what is told to a peer when one of them cannot answer.
 
 What a peer sends is decoded into the declared type before a handler sees it. A handler's `PeerError` is told to the
-peer; any other exception of it is a bug here: logged, told as "internal", and the cost of one call or stream.
+peer; any other exception of it is a bug here: logged, told as "internal", and the cost of one call or stream. Of a note
+nothing is told: a peer that sends a bad one is dropped.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from shoal.rpc.framing import Frame, Kind, Limits
 from shoal.rpc.link import CallLink, reply_frame
 from shoal.rpc.stream import Stream
 from shoal.transport.base import Connection
-from shoal.wire import Call, Failure, Message, OpenStream, Reply, decode, stream_types
+from shoal.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, stream_types
 
-__all__ = ["CallHandler", "Services", "StreamHandler", "tag_of"]
+__all__ = ["CallHandler", "NoteHandler", "Services", "StreamHandler", "tag_of"]
 
 CallHandler = Callable[[PeerID, Any], Any]
 """Returns the reply, or a coroutine that does."""
+
+NoteHandler = Callable[[PeerID, Any], None]
 
 StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
 
@@ -68,6 +71,7 @@ class Services:
     ) -> None:
         self._open, self._limits, self._spawn, self._warn = connections, limits, spawn, warn
         self._calls: dict[str, _Served[CallHandler]] = {}
+        self._notes: dict[str, _Served[NoteHandler]] = {}
         self._streams: dict[str, _Served[StreamHandler]] = {}
 
     def add_call(self, request: type[Any], scope: str, handler: CallHandler) -> Callable[[], None]:
@@ -77,6 +81,14 @@ class Services:
             ConfigError: this scope is served already.
         """
         return _register(self._calls, request, scope, handler)
+
+    def add_note(self, kind: type[Any], scope: str, handler: NoteHandler) -> Callable[[], None]:
+        """Take notes of this type and scope; returns a function that ends it.
+
+        Raises:
+            ConfigError: this scope is served already.
+        """
+        return _register(self._notes, kind, scope, handler)
 
     def add_stream(self, opening: type[Any], scope: str, handler: StreamHandler) -> Callable[[], None]:
         """Serve streams of this type and scope; returns a function that ends it.
@@ -184,6 +196,25 @@ class Services:
                 _post(link, reply_frame(call.id, answer))
         except Exception as error:  # noqa: BLE001 (the fault of one call)
             _post(link, self._failure(call, error))
+
+    def take_note(self, peer: PeerID, note: Note) -> None:
+        """Take an incoming note; one that nobody takes is passed over: the peer cannot know it.
+
+        Raises:
+            PeerProtocolError: it is not decodable, or its handler says that it breaks a rule.
+        """
+        if (served := self._notes.get(note.method)) is None:
+            return
+        try:
+            message = decode(note.body, served.kind)
+            if (handler := served.handlers.get(message.scope)) is not None:
+                handler(peer, message)
+        except msgspec.MsgspecError as error:
+            raise PeerProtocolError(f"undecodable {note.method}: {error}", peer) from error
+        except PeerError as error:
+            raise PeerProtocolError(f"{note.method}: {error.message}", peer) from error
+        except Exception as error:  # noqa: BLE001 (the fault of one note)
+            self._warn(f"note {note.method}", error)
 
     async def _wait_for_answer(self, link: CallLink, call: Call, answer: Coroutine[Any, Any, Any]) -> None:
         # Not a number, or below 0, is 0.

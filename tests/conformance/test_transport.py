@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import sys
 import tracemalloc
 from collections.abc import AsyncIterator
 
@@ -218,6 +219,25 @@ def test_a_writer_whose_reader_does_not_read_stops(transport: TransportFactory) 
             for _ in range(64):
                 assert await read(far, MIB) == bytes(MIB)
             await writer
+
+    transport.run(scenario)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no other system tells what TCP has acknowledged")
+def test_what_the_other_machine_has_taken_is_told_read_there_or_not(transport: TransportFactory) -> None:
+    """All that was answered, at least; of what nobody reads, as much as fits on its way."""
+
+    async def scenario(pair: TransportPair) -> None:
+        near, far = await pair.connect()
+        began = near.bytes_acked
+        await round_trips(near, far, 10)
+        assert near.bytes_acked >= began + 9 * 100
+        full, unread = await pair.connect()
+        async with running(await start_writer(pair, full, 64)):
+            assert 0 < full.bytes_acked < QUEUE_BYTES
+            assert unread.bytes_acked < 10_000
+        full.abort()
+        assert full.bytes_acked >= 0
 
     transport.run(scenario)
 

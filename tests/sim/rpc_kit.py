@@ -192,9 +192,9 @@ class SimNet(Net):
         swarm: for faults, and to run things on hosts.
     """
 
-    def __init__(self, *, bandwidth_bytes_s: float | None = None) -> None:
+    def __init__(self, **network: Any) -> None:
         super().__init__()
-        self.swarm: Swarm[Peer] = Swarm(network=SimNetwork(1, bandwidth_bytes_s=bandwidth_bytes_s))
+        self.swarm: Swarm[Peer] = Swarm(network=SimNetwork(1, **network))
 
     async def peer(self, name: str, *, limits: Limits = QUICK, client_mode: bool = False) -> Peer:
         async def factory(host: sim.SimHost) -> Peer:
@@ -232,11 +232,11 @@ def identity_of(name: str) -> Identity:
 Scenario = Callable[[Net], Coroutine[Any, Any, None]]
 
 
-def on_sim(scenario: Callable[[SimNet], Coroutine[Any, Any, None]], *, bandwidth_bytes_s: float | None = None) -> None:
-    """Run on virtual time."""
+def on_sim(scenario: Callable[[SimNet], Coroutine[Any, Any, None]], **network: Any) -> None:
+    """Run on virtual time; options are those of `SimNetwork`."""
 
     async def main() -> None:
-        net = SimNet(bandwidth_bytes_s=bandwidth_bytes_s)
+        net = SimNet(**network)
         await scenario(net)
         await net.close()
 

@@ -470,6 +470,55 @@ def test_a_stalled_host_neither_sends_nor_receives_nor_computes() -> None:
     simulate(main)
 
 
+def test_the_machine_of_a_process_that_stands_still_acknowledges_what_comes() -> None:
+    """Up to its window, and one latency later; not across a partition, nor when the machine is gone."""
+
+    async def main() -> None:
+        net = await make_net("a", "b", latency_s=0.1, window_bytes=5_000)
+        here, _ = await net.pipe("a", "b")
+        net.network.stall("b")
+        for _ in range(10):
+            await here.write(bytes(1_000))
+        assert here.bytes_acked == 0
+        await sim.sleep(0.15)
+        assert here.bytes_acked == 0
+        await sim.sleep(0.1)
+        assert here.bytes_acked == 5_000
+        net.network.unstall("b")
+        await sim.sleep(0.15)
+        assert here.bytes_acked == 5_000
+        for vanishes in (False, True):
+            there, _ = await net.pipe("a", "b")
+            if vanishes:
+                net.network.vanish("b")
+            else:
+                net.network.partition([["a"]])
+            await there.write(bytes(1_000))
+            await sim.sleep(1.0)
+            assert there.bytes_acked == 0
+            net.network.heal()
+
+    simulate(main)
+
+
+def test_on_a_line_with_one_queue_small_messages_wait_behind_bulk() -> None:
+    """With fair queueing they go ahead of it."""
+
+    async def main(*, fair: bool) -> float:
+        net = await make_net("a", "b", bandwidth_bytes_s=100_000.0, latency_s=0.01, fair=fair)
+        bulk, _ = await net.pipe("a", "b")
+        here, there = await net.pipe("a", "b")
+        await bulk.write(bytes(60_000))
+        await sim.sleep(0.1)
+        began = now()
+        await here.write(bytes(100))
+        await read(there, 100)
+        return now() - began
+
+    assert sim.run(lambda: main(fair=True)) < 0.05
+    assert sim.run(lambda: main(fair=False)) > 0.4
+
+
 def test_a_stall_ends_by_unstall_and_a_longer_one_wins() -> None:
     """Overlapping stalls end with the last."""
 

@@ -23,8 +23,14 @@ class World:
 
     def __init__(self, *, there_is_a_way: bool = True) -> None:
         self.now, self.received, self.asked, self.found = 100.0, Counter[PeerID](), Counter[PeerID](), list[PeerID]()
-        self.way = there_is_a_way
-        self.rhythm = Rhythm(self._ask, lambda who: self.received[who], self.found.append, most_s=MOST_S)
+        self.way, self.acked_a_second, self.acked = there_is_a_way, 0.0, 0.0
+        self.rhythm = Rhythm(
+            self._ask,
+            lambda who: self.received[who],
+            lambda _: int(self.acked + self.acked_a_second * self.now),
+            self.found.append,
+            most_s=MOST_S,
+        )
 
     def _ask(self, who: PeerID) -> bool:
         self.asked[who] += self.way
@@ -150,3 +156,35 @@ def test_a_verdict_that_nobody_has_looked_at_for_long_counts_no_more() -> None:
     assert not world.rhythm.is_silent(peer(1), world.now)
     assert world.asked[peer(1)] == asked + 1
     assert world.silent_after(peer(1)) is not None
+
+
+def test_while_its_line_is_busy_a_peer_has_more_time_and_never_more_than_the_fixed_limit() -> None:
+    """Its answer waits behind what others send it, which its machine goes on to acknowledge."""
+    world = World()
+    world.acked_a_second = 100_000.0
+    took_s = world.silent_after(peer(1))
+    assert took_s is not None
+    assert MOST_S <= took_s <= MOST_S + 2 * LOOK_S
+
+
+def test_a_machine_whose_process_stands_still_takes_what_comes_for_a_moment() -> None:
+    """Its buffers fill at once: that is a quarter of a second. Reports, for which there is room, are too little."""
+    world = World()
+    world.acked_a_second = 1_000.0
+    world.rhythm.is_silent(peer(1), world.now)
+    world.acked += 6e6
+    took_s = world.silent_after(peer(1))
+    assert took_s is not None
+    assert LEAST_S <= took_s <= LEAST_S + 2 * LOOK_S
+
+
+def test_several_who_wait_for_a_peer_see_its_line_busy_as_one_does() -> None:
+    """Between looks that follow each other at once next to nothing is acknowledged."""
+    world = World()
+    world.acked_a_second = 100_000.0
+    world.rhythm.is_silent(peer(1), world.now)
+    for _ in range(int((MOST_S - 1.0) / LOOK_S)):
+        world.now += LOOK_S
+        for _ in range(3):
+            world.now += 0.001
+            assert not world.rhythm.is_silent(peer(1), world.now)

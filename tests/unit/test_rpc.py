@@ -27,7 +27,7 @@ class Playback:
         self.data, self.written = bytearray(data), bytearray()
         self.asked: list[int] = []
         self.closed = False
-        self.bytes_received = 0
+        self.bytes_received = self.bytes_acked = 0
         self.local_host = self.remote_host = ""
 
     @property

@@ -108,6 +108,12 @@ class Connections:
         # Idle ones too: else what came on them before would seem to come when a stream takes them.
         return sum(each.bytes_received for each in {*links, *state.streams, *state.accepted, *state.idle})
 
+    def bytes_acked(self, peer: PeerID) -> int:
+        """What a peer's machine has taken of what went to it on connections for streams."""
+        if (state := self.peers.get(peer)) is None:
+            return 0
+        return sum(each.bytes_acked for each in {*state.streams, *state.accepted, *state.idle})
+
     def watch(self, peer: PeerID) -> None:
         """A stream with this peer began or ended: its links look after it more or less closely."""
         if (state := self.peers.get(peer)) is not None:

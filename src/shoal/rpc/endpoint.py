@@ -98,6 +98,7 @@ class Endpoint:
         self._rhythm = Rhythm(
             self._ask,
             self._open.bytes_received,
+            self._open.bytes_acked,
             lambda peer: self.env.events.emit(PeerSilent(peer=peer)),
             most_s=self.limits.silence_s,
         )

@@ -6,6 +6,10 @@ has said nothing for a moment is asked for a sign of life; any byte from it is o
 and those of the others. Then nobody waits for it, and with its first byte it counts again: it is neither
 disconnected nor forgotten.
 
+An answer may have to wait behind what we and others send that peer. So the time begins anew whenever its machine has
+acknowledged some more of what goes there on streams. That goes on until `most_s` at the latest, and does not bring a
+silent peer back: the system of a process that stands still takes what comes, too, until its buffers are full.
+
 The time in which a peer is silent is counted in looks: what keeps this process from looking (a frozen machine, a
 training step that holds the interpreter) also keeps it from hearing, and says nothing about others. This is what
 Lifeguard's local health is for (Dadgar et al. 2018); the limit that follows the answers is an accrual detector's
@@ -33,6 +37,9 @@ _QUIET_S = 0.5
 _SLACK = 2.0
 """How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
 
+_TAKEN_BYTES = 2048
+"""A machine that takes as much within the limit has a busy line; the reports of a round are less."""
+
 _OWN_ANSWERS, _ALL_ANSWERS, _OUTLIERS = 8, 256, 2
 _MAX_PEERS = 4096
 
@@ -40,12 +47,13 @@ _MAX_PEERS = 4096
 class _Pulse:
     """What is known of one peer."""
 
-    __slots__ = ("answers", "asked", "heard_at", "looked_at", "received", "silent", "waited_s")
+    __slots__ = ("acked", "answers", "asked", "heard_at", "looked_at", "quiet_s", "received", "silent", "waited_s")
 
     def __init__(self, received: int) -> None:
         self.received, self.heard_at, self.looked_at = received, float("-inf"), float("-inf")
         self.asked = self.silent = False
-        self.waited_s = 0.0
+        self.acked = 0
+        self.waited_s = self.quiet_s = 0.0  # since it was asked, and since its machine took something, if that is later
         self.answers: deque[float] = deque(maxlen=_OWN_ANSWERS)
 
 
@@ -55,6 +63,7 @@ class Rhythm:
     Args:
         ask: asks a peer for a sign of life; False if there is no way to.
         received: how many bytes have come from a peer over what is open with it now.
+        acked: how many bytes of streams a peer's machine has acknowledged, over what is open with it now.
         found: told of each peer that is found to be silent.
         most_s: nobody is waited for longer than this.
     """
@@ -63,11 +72,12 @@ class Rhythm:
         self,
         ask: Callable[[PeerID], bool],
         received: Callable[[PeerID], int],
+        acked: Callable[[PeerID], int],
         found: Callable[[PeerID], None],
         *,
         most_s: float,
     ) -> None:
-        self._ask, self._received, self._found, self._most_s = ask, received, found, most_s
+        self._ask, self._received, self._acked, self._found, self._most_s = ask, received, acked, found, most_s
         self._pulses: dict[PeerID, _Pulse] = {}
         self._answers: deque[float] = deque(maxlen=_ALL_ANSWERS)
         self._silent: set[PeerID] = set()
@@ -86,17 +96,11 @@ class Rhythm:
             # Nobody has looked for so long that it may be back, and has had no reason to say so.
             pulse.silent = False
             self._silent.discard(peer)
-            pulse.asked, pulse.waited_s = self._ask(peer), 0.0
+            self._begin(peer, pulse)
         elif pulse.asked:
-            pulse.waited_s += min(now - pulse.looked_at, LOOK_S)
-            if not pulse.silent and pulse.waited_s >= self._limit_s(pulse):
-                pulse.silent = True
-                self._silent.add(peer)
-                self._found(peer)
-            elif pulse.waited_s >= 2 * self._most_s:
-                pulse.asked, pulse.waited_s = self._ask(peer), self._most_s  # there may be a way now
+            self._wait(peer, pulse, min(now - pulse.looked_at, LOOK_S))
         elif now - pulse.heard_at >= _QUIET_S:
-            pulse.asked, pulse.waited_s = self._ask(peer), 0.0
+            self._begin(peer, pulse)
         pulse.looked_at = now
         return pulse.silent
 
@@ -108,6 +112,27 @@ class Rhythm:
         """All connections with this peer are gone: what comes next is another matter."""
         self._pulses.pop(peer, None)
         self._silent.discard(peer)
+
+    def _begin(self, peer: PeerID, pulse: _Pulse, waited_s: float = 0.0) -> None:
+        pulse.asked, pulse.acked = self._ask(peer), self._acked(peer)
+        pulse.waited_s = pulse.quiet_s = waited_s
+
+    def _wait(self, peer: PeerID, pulse: _Pulse, step_s: float) -> None:
+        """It was asked, and has said nothing since."""
+        pulse.waited_s += step_s
+        pulse.quiet_s += step_s
+        if pulse.silent:
+            if pulse.waited_s >= 2 * self._most_s:
+                self._begin(peer, pulse, self._most_s)  # there may be a way now
+            return
+        acked = self._acked(peer)
+        if acked >= pulse.acked + _TAKEN_BYTES:
+            pulse.acked, pulse.quiet_s = acked, 0.0
+        pulse.acked = min(pulse.acked, acked)  # less than before: a connection was closed
+        if pulse.quiet_s >= self._limit_s(pulse) or pulse.waited_s >= self._most_s:
+            pulse.silent = True
+            self._silent.add(peer)
+            self._found(peer)
 
     def _heard(self, peer: PeerID, pulse: _Pulse, received: int, now: float) -> None:
         if received > pulse.received and pulse.asked:

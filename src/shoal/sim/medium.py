@@ -77,12 +77,15 @@ class Station(Protocol):
 
 
 class Medium:
-    """What all flows of a network share: the loop, chance, the window and the trace."""
+    """What all flows of a network share: the loop, chance, the window, which messages are small, and the trace."""
 
-    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "window_bytes")
+    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "small_bytes", "window_bytes")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, log: bool) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, fair: bool, log: bool
+    ) -> None:
         self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
+        self.small_bytes = SMALL_BYTES if fair else 0
         self.deliveries = self.delivered_bytes = 0
         self.log: list[Delivery] | None = [] if log else None
         self._digest = hashlib.blake2b(digest_size=16)
@@ -137,11 +140,14 @@ class Line:
         self.rate = rate
         self.busy_until = self.small_until = 0.0
 
-    def occupy(self, start: float, nbytes: int) -> float:
-        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through."""
+    def occupy(self, start: float, nbytes: int, *, ahead: bool) -> float:
+        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through.
+
+        What goes `ahead` waits only for its like.
+        """
         taken_s = nbytes / self.rate if self.rate is not None else 0.0
         self.busy_until = max(self.busy_until, start) + taken_s
-        if nbytes > SMALL_BYTES:
+        if not ahead:
             return self.busy_until
         self.small_until = max(self.small_until, start) + taken_s
         return self.small_until

@@ -5,7 +5,7 @@ What is modelled, per direction of a pipe (a `Flow`):
 - A write leaves the host when its uplink is free, flies for the link's latency, and arrives when the downlink has had
   time for it. Segments of several pipes take turns on the uplink; on the downlink they come in the order in which they
   were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of bulk, as fair queueing does for
-  sparse flows; they still use up their share of the line.
+  sparse flows; they still use up their share of the line. Unless the network is not `fair`.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, which is what makes a writer wait. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from functools import partial
 
 from shoal.errors import PeerError
-from shoal.sim.medium import SMALL_BYTES, Line, Link, Medium
+from shoal.sim.medium import Line, Link, Medium
 from shoal.sim.owner import Owner
 from shoal.transport.base import HIGH_WATER_BYTES, PipeAcceptor, PipeUser
 
@@ -142,6 +142,11 @@ class PipeEnd:
         """Bytes that have not left this host."""
         return self.out.queued_bytes if self.open else 0
 
+    @property
+    def acked_bytes(self) -> int:
+        """Bytes that the other machine has, read or not, as far as word of it is back."""
+        return self.out.acked_bytes() if self.open else 0
+
     def send(self, data: bytes) -> None:
         """Send; see `Pipe`. On a pipe that has ended the bytes go nowhere."""
         if self.open and not self.finishing:
@@ -183,6 +188,8 @@ class Flow:
     """One direction of a pipe."""
 
     __slots__ = (
+        "_acked",
+        "_acks",
         "_credit_held",
         "_end_sent",
         "_flying",
@@ -216,6 +223,8 @@ class Flow:
         self._owed = 0  # bytes read there for which no credit was sent
         self._credit_held = 0
         self._end_sent = False
+        self._acks: deque[tuple[float, int]] = deque()  # when word of what arrived is back, and of how much
+        self._acked = 0
 
     # ------------------------------------------------------------------------------------------------------- leaving
 
@@ -226,9 +235,12 @@ class Flow:
     def _unlimited(self) -> bool:
         return self.src.uplink.rate is None or self.src is self.dst
 
+    def _is_small(self, nbytes: int) -> bool:
+        return nbytes <= self._medium.small_bytes
+
     def send(self, data: bytes) -> None:
         """Let the bytes leave now if they can, else queue them."""
-        if not self._queue and (len(data) <= SMALL_BYTES or self._unlimited()) and self._may_leave():
+        if not self._queue and (self._is_small(len(data)) or self._unlimited()) and self._may_leave():
             self._leave(data)
             return
         self._queue.append(data)
@@ -265,18 +277,19 @@ class Flow:
     def _leave(self, data: bytes) -> None:
         src, dst, medium, nbytes = self.src, self.dst, self._medium, len(data)
         arrival = now = medium.time()
+        ahead = self._is_small(nbytes)
         self._unread += nbytes
         if src is not dst:
             delay_s = medium.delay_s(self.link, nbytes, max(src.slowness, dst.slowness))
             arrival += delay_s
             if src.uplink.rate is not None:
-                arrival = src.uplink.occupy(now, nbytes) + delay_s
+                arrival = src.uplink.occupy(now, nbytes, ahead=ahead) + delay_s
             if dst.downlink.rate is not None:
                 # The first byte is there one latency after it left: both lines are busy with it at the same time.
-                arrival = max(arrival, dst.downlink.occupy(now + delay_s, nbytes))
+                arrival = max(arrival, dst.downlink.occupy(now + delay_s, nbytes, ahead=ahead))
             if self.link.bandwidth_bytes_s is not None:
                 self._line.rate = self.link.bandwidth_bytes_s
-                arrival = max(arrival, self._line.occupy(now + delay_s, nbytes))
+                arrival = max(arrival, self._line.occupy(now + delay_s, nbytes, ahead=ahead))
         self._fly(data, arrival)
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
@@ -308,6 +321,8 @@ class Flow:
             item()
         elif self.receiver.open:
             self._medium.delivered(self.src, self.dst, item)
+            self._acks.append((self._medium.time() + self._ack_s(), len(item)))
+            self._note_acks()
             self.receiver.user.data_received(item)
 
     def reopen(self, *, at_once: bool) -> None:
@@ -335,6 +350,23 @@ class Flow:
         for at, _ in flying:
             if at > now:
                 self._medium.at(at, self._arrive)
+
+    def acked_bytes(self) -> int:
+        """What the other machine has taken, also for a process that stands still, as far as word of it is back."""
+        self._note_acks()
+        if not self.dst.up or self.src.group != self.dst.group:
+            return self._acked
+        since = self._medium.time() - self._ack_s()
+        return self._acked + sum(len(each) for at, each in self._flying if at <= since and isinstance(each, bytes))
+
+    def _ack_s(self) -> float:
+        """How long word takes back that something has come: without jitter, as it is asked for but rarely."""
+        return 0.0 if self.src is self.dst else self.link.latency_s * max(self.src.slowness, self.dst.slowness)
+
+    def _note_acks(self) -> None:
+        now, acks = self._medium.time(), self._acks
+        while acks and acks[0][0] <= now:
+            self._acked += acks.popleft()[1]
 
     # ---------------------------------------------------------------------------------------------- credit and the end
 

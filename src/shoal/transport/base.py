@@ -72,6 +72,14 @@ class Connection(Protocol):
         ...
 
     @property
+    def bytes_acked(self) -> int:
+        """Bytes that the other machine has acknowledged, read there or not, and what they were wrapped in.
+
+        Its process may stand still: the system takes what comes until its buffers are full. 0 where nobody can tell.
+        """
+        ...
+
+    @property
     def closed(self) -> bool:
         """True once no more bytes can be written."""
         ...
@@ -164,6 +172,11 @@ class Pipe(Protocol):
     @property
     def queued_bytes(self) -> int:
         """Bytes handed to `send` that have not left this host."""
+        ...
+
+    @property
+    def acked_bytes(self) -> int:
+        """Bytes that have come to the other host, also while its process stands still, and of which word is back."""
         ...
 
     def send(self, data: bytes) -> None:

@@ -35,6 +35,7 @@ from shoal.transport.base import Buffer
 from shoal.transport.clear import ClearLayer
 from shoal.transport.layers import BUNCH_BYTES, BrokenLayer, Layer, Scratch
 from shoal.transport.sealed import SealedLayer
+from shoal.transport.sockets import acked_bytes
 from shoal.transport.tls import TlsLayer
 
 __all__ = ["CLOSE_S", "TcpConnection"]
@@ -123,6 +124,10 @@ class TcpConnection(asyncio.BufferedProtocol):
     def bytes_received(self) -> int:
         # With what waits for the rest of its record: on a slow line that takes long, and is no silence.
         return self._bytes_received + self._layer.pending
+
+    @property
+    def bytes_acked(self) -> int:
+        return acked_bytes(self._transport.get_extra_info("socket")) if self._transport is not None else 0
 
     @property
     def closed(self) -> bool:

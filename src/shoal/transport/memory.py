@@ -87,6 +87,10 @@ class MemoryConnection:
         return self._received + (self._filled if self._target is not None else 0)
 
     @property
+    def bytes_acked(self) -> int:
+        return self._pipe.acked_bytes if self._pipe is not None else 0
+
+    @property
     def closed(self) -> bool:
         return self._closing or self._lost is not None
 

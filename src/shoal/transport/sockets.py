@@ -13,12 +13,14 @@ import ipaddress
 import os
 import socket
 import struct
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 __all__ = [
     "accept",
+    "acked_bytes",
     "all_interfaces",
     "is_loopback",
     "new_socket",
@@ -108,6 +110,20 @@ def tune(sock: socket.socket) -> None:
     if hasattr(socket, "TCP_CONGESTION"):
         with contextlib.suppress(OSError):  # not built in, or not allowed: the system's choice stays
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+
+
+_ACKED = struct.Struct("=120xQ")
+"""`tcpi_bytes_acked` of Linux's `struct tcp_info` (since 4.1)."""
+
+
+def acked_bytes(sock: socket.socket) -> int:
+    """Bytes that the other system has acknowledged; 0 where this one does not tell, and of a socket that is closed."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        return int(_ACKED.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ACKED.size))[0])
+    except (OSError, struct.error):
+        return 0
 
 
 _ANY = {"0.0.0.0": (socket.AF_INET, "192.0.2.1"), "::": (socket.AF_INET6, "2001:db8::1")}

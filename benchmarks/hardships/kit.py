@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks.truth.kit import Job, Report, joined
-from benchmarks.truth.peers import Failed, Peer, Peers
+from benchmarks.truth.kit import Job, Report, joined, train
+from benchmarks.truth.peers import Failed, Line, Peer, Peers
 from shoal.clock import Env
 from shoal.errors import PeerError
 from shoal.identity import Identity
@@ -26,8 +28,10 @@ __all__ = [
     "RUN",
     "Stranger",
     "address_of",
+    "at_home",
     "beside",
     "elsewhere",
+    "enter",
     "jobs",
     "left",
     "own_core",
@@ -42,6 +46,7 @@ RUN = "truth"
 
 _ATTACKER = "127.0.0.2"
 FOR_EVER = 10**6
+_CLONE_NEWNET = 0x40000000
 
 
 def jobs(count: int, **changes: Any) -> list[Job]:
@@ -64,17 +69,22 @@ def address_of(peer: Peer) -> Address:
 
 
 def pace(peer: Peer, seconds: float) -> float:
-    """Epochs a second that a peer makes from now on, over so long."""
+    """Epochs a second that a peer trains from now on, over so long; those that a download skips do not count."""
     return paces([peer], seconds)[0]
 
 
 def paces(those: Sequence[Peer], seconds: float) -> list[float]:
     """The same of several at once."""
-    began, before = time.monotonic(), [each.latest("epoch")[0] for each in those]
+    began, before = time.monotonic(), [_epochs(each) for each in those]
     while (left_s := began + seconds - time.monotonic()) > 0:
         time.sleep(min(1.0, left_s))
-        after = [each.latest("epoch")[0] for each in those]  # what they say must not fill the pipe
+        after = [_epochs(each) for each in those]  # what they say must not fill the pipe
     return [(b - a) / (time.monotonic() - began) for a, b in zip(before, after, strict=True)]
+
+
+def _epochs(peer: Peer) -> int:
+    peer.hear()
+    return sum(name == "epoch" for name, _ in peer.said)
 
 
 def left(those: Sequence[Peer]) -> list[Report]:
@@ -144,6 +154,20 @@ async def beside(work: Awaitable[None], measured: Callable[[], Any]) -> Any:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError, PeerError, Failed):
             await task
+
+
+def enter(namespace: str) -> None:
+    """Be in this network namespace from now on: this thread, and those that it starts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(namespace).open("rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns failed")
+
+
+def at_home(line: Line, job: Job, namespace: str) -> Report:
+    """Train in this network namespace."""
+    enter(namespace)
+    return train(line, job)
 
 
 def own_core(number: int) -> None:

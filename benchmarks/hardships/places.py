@@ -4,57 +4,69 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
-from benchmarks.hardships.kit import address_of, jobs, left, pace, swarm
+from benchmarks.hardships.kit import address_of, at_home, enter, jobs, left, pace, swarm
 from benchmarks.truth.kit import Report, Verdict, apart, changed, train
 from benchmarks.truth.peers import Line, Peers
+from tests.integration.routers import Routers, why_not
 
 __all__ = ["REPLAYS"]
 
-_NOWHERE = "/ip4/192.0.2.1/tcp/4000"
-"""Of the addresses for documentation: nobody is there."""
+_ALL = "/ip4/0.0.0.0/tcp/0"
 
 
 def unreachable() -> Verdict:
-    """One of four announces an address that nobody reaches: the others train on at their pace."""
-    with Peers() as peers:
-        those = swarm(peers, jobs(3, target=320))
+    """One of four says that it listens where its router lets nobody in: the others train on at their pace."""
+    if reason := why_not():
+        return Verdict(held=False, measured=reason)
+    with Routers(1) as net, Peers() as peers:
+        public = jobs(3, target=320, dht={"host_maddrs": _ALL})
+        those = swarm(peers, public, partial(at_home, namespace=net.path(None)))
         calm = pace(those[0], 8.0)
-        entry = str(address_of(those[0]))
-        job = changed(jobs(1)[0], index=9, entries=(entry,), target=320, dht={"announce_maddrs": _NOWHERE})
-        odd = peers.start(train, job=job)
-        odd.wait("address")
-        time.sleep(10.0)
-        after = pace(those[0], 15.0)
+        dht = {"host_maddrs": "/ip4/0.0.0.0/tcp/4000", "announce_maddrs": "/ip4/203.0.113.2/tcp/4000"}
+        job = changed(jobs(1)[0], index=9, entries=(str(address_of(those[0])),), target=320)
+        odd = peers.start(at_home, job=changed(job, dht=dht | {"client_mode": False}), namespace=net.path(0))
+        odd.until_steps(1)
+        after = pace(those[0], 25.0)
         reports = left([*those, odd])
-    told = len(reports[3].warnings)
-    measured = f"{calm:.1f} epochs a second, then {after:.1f}; {told} warnings there"
-    return Verdict(held=after > 0.8 * calm and told >= 1, measured=measured)
+    told, shared = reports[3].warned("client"), sum(count == 4 for count in reports[0].steps.values())
+    measured = f"{calm:.1f} epochs a second, then {after:.1f}, {shared} of them with all four; {told} warnings there"
+    return Verdict(held=after > 0.8 * calm and shared > 10 and told >= 1, measured=measured)
 
 
-def only_a_way_in(line: Line) -> None:
+def only_a_way_in(line: Line, namespace: str) -> None:
     """A DHT that trains nothing."""
     import shoal
 
-    with shoal.DHT(start=True) as dht:
+    enter(namespace)
+    with shoal.DHT(host_maddrs=_ALL, start=True) as dht:
         line.say("address", str(dht.get_visible_maddrs()[0]))
         line.wait("leave")
 
 
 def two_nats() -> Verdict:
-    """Two peers that nobody can dial, with only a DHT between: both say within 30 s why they train alone."""
-    with Peers() as peers:
-        entry = peers.start(only_a_way_in).wait("address")
+    """Two peers behind routers, with only a DHT between: both say within 30 s why they are alone."""
+    if reason := why_not():
+        return Verdict(held=False, measured=reason)
+    with Routers(2) as net, Peers() as peers:
+        entry = peers.start(only_a_way_in, namespace=net.path(None)).wait("address")
         two = [
-            peers.start(train, job=changed(job, entries=(entry,), dht={"client_mode": True}))
-            for job in jobs(2, target=80)
+            peers.start(
+                at_home,
+                job=changed(job, entries=(entry,), target=80, dht={"host_maddrs": _ALL}),
+                namespace=net.path(job.index),
+            )
+            for job in jobs(2)
         ]
         for each in two:
             each.wait("epoch")
         time.sleep(30.0)
         reports = left(two)
-    told = [report.warned("reach", "reached", "dial", "dialed", "client", "clients") for report in reports]
-    return Verdict(held=all(told), measured=f"warnings about it: {told[0]} and {told[1]}")
+    clients = [report.warned("goes on as a client") for report in reports]
+    told = [report.warned("training alone") for report in reports]
+    measured = f"{clients} warnings that it only dials, {told} that and why it trains alone"
+    return Verdict(held=all(clients) and all(told), measured=measured)
 
 
 def killed_downloads() -> Verdict:

@@ -225,7 +225,7 @@ def train(line: Line, job: Job) -> Report:
     logging.getLogger("shoal").addHandler(Warnings(trainee.report.warnings))
     with shoal.DHT(job.entries, start=True, **job.dht) as dht:
         dht.events.subscribe(trainee.note)
-        line.say("address", str(dht.get_visible_maddrs()[0]))
+        line.say("address", next(map(str, dht.get_visible_maddrs()), ""))  # a client has none
         trainee.swarm = swarm = join(trainee, dht)
         swarm.announce_end(job.epochs)
         job.begin(trainee)

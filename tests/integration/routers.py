@@ -43,7 +43,14 @@ class Routers:
 
     def command(self, home: int | None) -> tuple[str, ...]:
         """What a command must begin with to run at this home; None: on the public machine."""
-        return ("ip", "netns", "exec", self._name("public" if home is None else f"home{home}"))
+        return ("ip", "netns", "exec", self._of(home))
+
+    def path(self, home: int | None) -> str:
+        """The file of this home's namespace, for `setns`; None: of the public machine's."""
+        return f"/var/run/netns/{self._of(home)}"
+
+    def _of(self, home: int | None) -> str:
+        return self._name("public" if home is None else f"home{home}")
 
     def _name(self, what: str) -> str:
         return f"{self._prefix}-{what}"

@@ -20,6 +20,7 @@ def miss(attendance: Attendance, now: float) -> list[tuple[PeerID, int]]:
 def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
     """Once may be chance. The others have their rounds without it, and try again now and then."""
     attendance, now = Attendance(15.0), 100.0
+    attendance.formed(ALL, 0.0)
     assert miss(attendance, now) == []
     now += 15.0
     for missed, pause_s in [(2, 60.0), (3, 120.0), (4, 240.0), (5, 480.0), (6, 960.0), (7, 960.0), (8, 960.0)]:
@@ -33,6 +34,7 @@ def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
 def test_who_comes_again_is_waited_for_again() -> None:
     """Also when it came to a round in which nobody waited for it."""
     attendance = Attendance(15.0)
+    attendance.formed(ALL, -30.0)
     miss(attendance, 0.0)
     miss(attendance, 15.0)
     assert attendance.awaited(ALL, 16.0) == PRESENT
@@ -43,6 +45,7 @@ def test_who_comes_again_is_waited_for_again() -> None:
 def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None:
     """Those who were awaited count, not those who are there when the round is over."""
     attendance = Attendance(15.0)
+    attendance.formed(ALL, -30.0)
     for now in (0.0, 1.0, 2.0):
         assert attendance.awaited(PRESENT, now) == PRESENT
         assert attendance.formed(PRESENT, now) == []
@@ -52,6 +55,7 @@ def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None
 def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None:
     """Its leader had not heard of it; after two such chances it was not waited for, and never in time again."""
     attendance, now = Attendance(15.0), 100.0
+    attendance.formed(ALL, 0.0)
     for _ in range(10):
         attendance.search()
         assert attendance.awaited(ALL, now) == ALL
@@ -74,3 +78,21 @@ def test_who_comes_under_new_names_is_one_absent_peer() -> None:
     assert waits == 3
     assert attendance.absent(strangers, 285.0) == frozenset(strangers)
     assert attendance.absent(PRESENT, 285.0) == frozenset()
+
+
+def test_claims_under_ever_new_keys_cost_two_whole_windows() -> None:
+    """Two waits of 15 s, while all the others were there. Strangers have a third of that, from the first of them on."""
+    attendance = Attendance(15.0)
+    attendance.formed(PRESENT, 0.0)
+    waited_s, now = 0.0, 100.0
+    for number in range(10, 300, 10):  # a round every 5 s
+        attendance.search()
+        for step in range(30):
+            stranger = PeerID(bytes([(number + step) % 256]) * 32)  # another key each half second
+            if stranger not in attendance.awaited(PRESENT | {stranger}, now):
+                break
+            waited_s, now = waited_s + 0.5, now + 0.5
+        attendance.formed(PRESENT, now)
+        now += 5.0
+    assert waited_s <= 25.0
+    assert HERE in attendance.awaited(PRESENT, now + 14.0)

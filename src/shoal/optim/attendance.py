@@ -5,10 +5,11 @@ round would wait a whole window for it. Who missed two rounds in a row is waited
 round long, and for twice as long after each further one. It is in a round again as soon as it comes to one.
 
 Keys are free: peers that have been in none of our rounds are one here, with one count of the rounds that one of them
-missed. So who says under ever new keys that it is coming is waited for as rarely as one that keeps its name.
+missed. So who says under ever new keys that it is coming is waited for as rarely as one that keeps its name; and never
+for longer than a third of a window in one search, from the first of them on.
 
-It missed a round only if that waited for it, half a window at least. A group may form at once without somebody whom we
-expect: its leader has not heard yet that it is here. It comes to the next one, if that waits for it.
+It missed a round only if that waited for it, half of that time at least. A group may form at once without somebody whom
+we expect: its leader has not heard yet that it is here. It comes to the next one, if that waits for it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from shoal.peer import PeerID
 __all__ = ["Attendance"]
 
 _FORGIVEN = 1
+_STRANGERS_PART = 3
+"""A window is for slow peers. A newcomer that lives needs a few round trips: it was told of the round as it began."""
 _LONGEST_WINDOWS = 64
 _MAX_REMEMBERED = 1024
 
@@ -33,19 +36,31 @@ class Attendance:
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._awaited: dict[PeerID, float] = {}
+        self._awaited: Collection[PeerID] = ()
+        self._since: dict[PeerID | None, float] = {}
         self._missed: dict[PeerID | None, tuple[int, float]] = {}  # None: whoever has been in no round
         self._came: dict[PeerID, None] = {}  # who has been in a round, the last ones at the end
 
     def search(self) -> None:
         """A search for a group begins."""
-        self._awaited = {}
+        self._awaited, self._since = (), {}
 
     def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
         """Who of these the group is to wait for (`now`: local time, seconds). Called often."""
-        coming = expected - self.absent(expected, now)
-        self._awaited = {peer: self._awaited.get(peer, now) for peer in coming}
-        return coming
+        self._awaited = expected - self.absent(expected, now)
+        names = {None, *map(self._name, self._awaited)}
+        self._since = {name: since for name, since in self._since.items() if name in names}
+        return frozenset(
+            peer
+            for peer in self._awaited
+            if now <= self._since.setdefault(name := self._name(peer), now) + self._patience_s(name)
+        )
+
+    def _patience_s(self, name: PeerID | None) -> float:
+        return self._window_s / (_STRANGERS_PART if name is None else 1)
+
+    def _waited_for(self, name: PeerID | None, now: float) -> bool:
+        return now >= self._since[name] + self._patience_s(name) / 2
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """Who of these is waited for no more."""
@@ -58,12 +73,11 @@ class Attendance:
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
         """A round was made by these. Returns who is waited for no more, and how many rounds in a row it has missed."""
+        late = [peer for peer in sorted(set(self._awaited) - set(members)) if self._waited_for(self._name(peer), now)]
         for peer in members:
             self._missed.pop(peer, None)
             self._came.pop(peer, None)
             self._came[peer] = None
-        late = sorted(self._awaited.keys() - set(members))
-        late = [peer for peer in late if now >= self._awaited[peer] + self._window_s / 2]
         given_up = []
         for name, peer in {self._name(peer): peer for peer in late}.items():
             missed = self._missed.pop(name, (0, now))[0] + 1
@@ -75,5 +89,5 @@ class Attendance:
             del self._missed[next(iter(self._missed))]
         while len(self._came) > _MAX_REMEMBERED:
             del self._came[next(iter(self._came))]
-        self._awaited = {}
+        self.search()
         return given_up

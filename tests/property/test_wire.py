@@ -37,6 +37,7 @@ MESSAGES: list[wire.Message] = [
     wire.Failure(0, "busy", "too many"),
     wire.Beat(1.7e9),
     wire.BeatReply(1.7e9, 1.7e9),
+    wire.Note("DhtPing", msgspec.Raw(wire.encode(wire.DhtPing()))),
     wire.Bye(leaving=True),
     wire.Noted(),
     wire.DialedBack(True, "10.1.2.3"),

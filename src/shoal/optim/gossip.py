@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -40,9 +40,8 @@ _SILENCE_S = 1.0
 _SEEK_S = 5.0
 """Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
 
-_ASKED_AT_FIRST, _FIRST_ANSWER_S, _STALE_S = 64, 1.5, 5.0
-"""Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long. Peers
-renew theirs every two seconds."""
+_ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
+"""Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
@@ -210,9 +209,9 @@ class ProgressGossip:
             self._on_news()
             await asyncio.sleep(self._publish_period_s / 2)
 
-    async def _look(self) -> list[PeerID]:
-        """Read what the peers of the run have written; who they are."""
-        peers = []
+    async def _look(self) -> dict[PeerID, float]:
+        """Read what the peers of the run have written; when, by their own clocks, those did who have not left."""
+        written = {}
         with suppress(ShoalError):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
@@ -221,29 +220,35 @@ class ProgressGossip:
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer.raw == subkey:
                         self._hear(progress, direct=False)
-                        if progress.contact.addresses and not progress.left:
-                            peers.append(progress.contact.peer)
-        return peers
+                        if not progress.left:
+                            written[progress.contact.peer] = progress.time
+        return written
 
-    async def _ask_who_lives(self, peers: Sequence[PeerID]) -> None:
+    async def _ask_who_lives(self, written: Mapping[PeerID, float]) -> None:
         """Tell those who have written that we are here, as their run may be over.
 
-        A peer that cannot be dialed does not count until it renews what it has written; nor does one that gives no
-        answer and has not done so for a while.
+        Who gives no answer does not count until it renews what it has written. Nor do those that cannot be dialed,
+        where nobody at all is there: live ones dial us as soon as they read that we are here.
         """
-        chosen = [peer for peer in peers if peer != self._core.peer_id]
-        self._core.env.rng.shuffle(chosen)
-        for peer in chosen[:_ASKED_AT_FIRST]:
+        loop, endpoint = asyncio.get_running_loop(), self._core.endpoint
+        until = loop.time() + _FIRST_ANSWER_S
+        writers = [peer for peer in written if peer != self._core.peer_id]
+        to_ask = [peer for peer in writers if endpoint.reachable(peer)]
+        self._core.env.rng.shuffle(to_ask)
+        for peer in to_ask[:_ASKED_AT_FIRST]:
             if peer not in self._telling:
                 self._begin_telling(peer)
-        asked = [task for peer, task in self._telling.items() if peer in chosen]
-        if asked:
+        if asked := {self._telling[peer] for peer in to_ask if peer in self._telling}:
             await asyncio.wait(asked, timeout=_FIRST_ANSWER_S)
-        stale = self._core.env.clock.time() - _STALE_S
-        for peer in chosen[:_ASKED_AT_FIRST]:
-            if not self._core.endpoint.connected(peer):
-                refused = peer in self._deaf and peer not in self._telling
-                self._known.silent(peer, said_before=math.inf if refused else stale)
+        quiet = to_ask[:_ASKED_AT_FIRST]
+        unsure = any(peer in self._telling or peer not in self._deaf for peer in writers)
+        if unsure and not any(map(endpoint.connected, writers)):
+            await asyncio.sleep(until - loop.time())
+            await self._look()
+            quiet = writers
+        for peer in quiet:
+            if not endpoint.connected(peer):
+                self._known.silent(peer, said_before=math.nextafter(written[peer], math.inf))
 
     async def seek(self) -> None:
         """Look for the others now, whom nobody knows here: after a start, a sleep, or the loss of all links."""

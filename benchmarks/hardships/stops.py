@@ -42,6 +42,7 @@ def interrupted(line: Line, job: Job) -> Report:
 
     trainee, interrupts = Trainee(job, line), 0
     logging.getLogger("shoal").addHandler(Warnings(trainee.report.warnings))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it for what runs in the background
     with shoal.DHT(job.entries, start=True) as dht:
         dht.events.subscribe(trainee.note)
         line.say("address", str(dht.get_visible_maddrs()[0]))

@@ -67,10 +67,11 @@ class SystemClock:
 class SharedClock:
     """The wall clock that the peers of a network have in common: each one's own, put right by what the others tell.
 
-    Who joins a network takes over its time. Later the median of what the peers tell that have been connected longest,
-    and of the own time, is followed when it is more than `TOLERANCE_S` away: one peer that lies, or a few, move nobody,
-    and fresh ones do not count beside `VOTERS` older ones. Of two halves the earlier one wins, on both sides. A time
-    that is more than `FURTHEST_S` away is nobody's.
+    Who joins a network takes over its time. Later the median of what is told by the `VOTERS` hosts that have been
+    connected longest, and of the own time, is followed when it is more than `TOLERANCE_S` away. A host has one vote,
+    the median of its peers, whatever the number of their keys: a few hosts that lie move nobody, and fresh ones do not
+    count beside older ones. Of an even number the lower middle one counts: two that differ agree. A time that is more
+    than `FURTHEST_S` away is nobody's.
 
     Args:
         own: the clock of this machine.
@@ -87,7 +88,7 @@ class SharedClock:
     def __init__(self, own: Clock, *, settled: bool) -> None:
         self.own, self.settled = own, settled
         self.ahead_s = 0.0
-        self._told: dict[Hashable, float] = {}
+        self._told: dict[Hashable, tuple[str, float]] = {}
 
     def time(self) -> float:
         return self.own.time() + self.ahead_s
@@ -95,16 +96,19 @@ class SharedClock:
     def monotonic(self) -> float:
         return self.own.monotonic()
 
-    def told(self, peer: Hashable, ahead_s: float) -> bool:
-        """A peer tells the network's time: so far ahead of our own clock. Returns whether ours has changed by that."""
+    def told(self, peer: Hashable, host: str, ahead_s: float) -> bool:
+        """A peer of a host tells the network's time, so far ahead of our own clock. True if ours changes by that."""
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
-        self._told[peer] = ahead_s
-        votes = list(self._told.values())[: self.VOTERS]
+        self._told[peer] = host, ahead_s
+        by_host: dict[str, list[float]] = {}
+        for each, told_s in self._told.values():
+            by_host.setdefault(each, []).append(told_s)
+        votes = list(map(_middle, by_host.values()))[: self.VOTERS]
         if self.settled:
             votes.append(self.ahead_s)
         self.settled = True
-        median_s = sorted(votes)[(len(votes) - 1) // 2]
+        median_s = _middle(votes)
         if abs(median_s - self.ahead_s) <= self.TOLERANCE_S:
             return False
         self.ahead_s = median_s
@@ -113,6 +117,10 @@ class SharedClock:
     def forget(self, peer: Hashable) -> None:
         """It is connected no more."""
         self._told.pop(peer, None)
+
+
+def _middle(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
 
 
 def own_clock(clock: Clock) -> Clock:

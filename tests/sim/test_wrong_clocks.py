@@ -115,27 +115,38 @@ def test_a_newcomer_with_another_clock_finds_a_run_that_goes_on() -> None:
 def test_who_follows_whose_time() -> None:
     """A newcomer the first that it hears, an old peer the median; a few liars move nobody, no absurd time counts."""
     newcomer = SharedClock(SystemClock(), settled=False)
-    assert newcomer.told("a", DAY_S)
+    assert newcomer.told("a", "host a", DAY_S)
     assert newcomer.ahead_s == DAY_S
-    assert not newcomer.told("b", DAY_S + 0.5)
-    assert not newcomer.told("liar", 0.0)
+    assert not newcomer.told("b", "host b", DAY_S + 0.5)
+    assert not newcomer.told("liar", "host c", 0.0)
     assert newcomer.ahead_s == DAY_S
     for absurd in (math.inf, -1e300, math.nan, 51 * HOUR_S):
-        assert not newcomer.told("absurd", absurd)
+        assert not newcomer.told("absurd", "host d", absurd)
     old = SharedClock(SystemClock(), settled=True)
     for number in range(SharedClock.VOTERS):
-        old.told(number, 0.01)
+        old.told(number, f"old host {number}", 0.01)
     for number in range(1000):
-        assert not old.told(f"fresh {number}", -DAY_S)
+        assert not old.told(f"fresh {number}", f"host {number}", -DAY_S)
     assert old.ahead_s == 0.0
     for number in range(SharedClock.VOTERS):
         old.forget(number)
-    assert old.told("fresh 1", -DAY_S)  # all that it knew are gone: it is with those
+    assert old.told("fresh 1", "host 1", -DAY_S)  # all that it knew are gone: it is with those
+
+
+def test_free_keys_of_one_host_move_the_clock_of_an_old_peer() -> None:
+    """The votes were of keys: in a network of few peers one host with a dozen keys set everybody's time."""
+    old = SharedClock(SystemClock(), settled=True)
+    for number in range(2):
+        old.told(number, f"old host {number}", 0.01)
+    for number in range(30):
+        assert not old.told(f"fresh {number}", "liar", -DAY_S)
+    assert old.ahead_s == 0.0
+    assert not old.told("liar's neighbour", "liar", 0.0)
 
 
 def test_two_that_differ_and_are_alone_agree_on_the_earlier_time() -> None:
     """Each follows the same rule, so they do not change places."""
     one, other = (SharedClock(SystemClock(), settled=True) for _ in range(2))
-    assert not one.told("other", 100.0)
-    assert other.told("one", -100.0)
+    assert not one.told("other", "host", 100.0)
+    assert other.told("one", "host", -100.0)
     assert (one.ahead_s, other.ahead_s) == (0.0, -100.0)

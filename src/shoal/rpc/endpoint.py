@@ -494,7 +494,7 @@ class Endpoint:
     def clock_told(self, link: CallLink) -> None:
         """A link has measured what the peer's clock shows (for `CallLink`)."""
         before_s = self._clock.ahead_s
-        changed = self._clock.told(link.peer_id, link.clock_offset_s)
+        changed = self._clock.told(link.peer_id, link.connection.remote_host, link.clock_offset_s)
         if changed and abs(self._clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
             off_s, peer = self._clock.ahead_s, link.peer_id.short()
             if abs(off_s) <= CLOCKS_DIFFER_S:

@@ -57,7 +57,8 @@ class SwarmView:
 
     Attributes:
         peers: everybody who is alive, this peer included.
-        together: those at this peer's state, and those on their way there; this peer included.
+        together: those at this peer's state, and those on their way there; this peer included. Those for which the run
+            ends at this state only if it does so for this peer.
         coming: those of `together` who are on their way.
         samples: accumulated at this peer's state, by all who are there and can be believed: see `SwarmProgress.view`.
         rate: samples per second of all who are there.
@@ -300,7 +301,9 @@ class SwarmProgress:
         own_key = _key(mine)
         others = {peer: self._said_last(peer, now) for peer in self._known if peer not in silent}
         # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
-        offering = [mine, *(progress for progress in others.values() if self._offers(progress, now))]
+        last = mine.end_epoch if mine.end_epoch is not None and _at_end(mine) else math.inf
+        others_offer = (each for each in others.values() if each.epoch <= last and self._offers(each, now))
+        offering = [mine, *others_offer]
         offered = {_key(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {_key(progress) for progress in offering[1:]}
@@ -312,7 +315,11 @@ class SwarmProgress:
         vouched = best != own_key
         if not vouched:
             best = max(offered)
-        together = {peer: progress for peer, progress in others.items() if progress.digest == mine.digest}
+        together = {
+            peer: progress
+            for peer, progress in others.items()
+            if progress.digest == mine.digest and (_at_end(mine) or not _at_end(progress))
+        }
         coming = frozenset(
             peer
             for peer in awaited
@@ -334,6 +341,11 @@ class SwarmProgress:
             ),
             vouched=vouched,
         )
+
+
+def _at_end(progress: Progress) -> bool:
+    """Whether the run is over for this peer: it is in no round any more."""
+    return progress.end_epoch is not None and progress.end_epoch <= progress.epoch
 
 
 def _believed(mine: Progress, others: Iterable[Progress], contributors: Collection[PeerID]) -> int:

@@ -630,7 +630,7 @@ class Progress(Message, frozen=True):
 
     `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
-    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that was announced. With
+    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that is settled. With
     `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,
     the digest of its own, and that of those which they were found equal to, to rounding where arithmetic differs.
     `alone`: it is connected with nobody else of the run, or took its last step alone, and is not meant to.

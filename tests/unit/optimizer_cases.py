@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.optim.committed import Committed
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
@@ -61,7 +62,7 @@ def step(training: TrainingState, number: int, without: Sequence[int] = ()) -> N
 def offered(donor: TrainingState) -> tuple[Manifest, list[torch.Tensor]]:
     """What a newcomer has when it has downloaded the state: through the encoding of the manifest, with new tensors."""
     name = StateName(donor.epoch, b"d" * 32, donor.epoch)
-    shared = share(donor, name, None)
+    shared = share(donor, name, Committed())
     specs = describe(shared.tensors, shared.codecs)
     total = sum(spec.encoded_bytes for spec in specs)
     size = chunk_size(total)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from shoal.optim.agreement import Contributor
 from shoal.optim.committed import Committed
 from shoal.optim.run_end import RunEnd
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
+from shoal.wire import encode
 
 ME, OTHER = PeerID(b"1" * 32), PeerID(b"2" * 32)
 
@@ -26,88 +30,111 @@ def view(*, together: bool, behind: bool = False, alone: bool = False, coming: b
 
 def announce(end: RunEnd, epoch: int) -> None:
     """This peer says so, and nobody else is there."""
-    end.say(epoch)
-    end.settle(0, {}, Committed())
-
-
-def settled(
-    epoch: int, said: int | None, words: dict[PeerID, int | None], *rounds: dict[PeerID, int], given: int | None = None
-) -> int | None:
-    """Where the run ends for a peer that has been in these rounds, said this, and hears these words."""
-    end, committed = RunEnd(ME, 10.0), Committed()
-    for each in rounds:
-        committed.add(each)
-    end.say(said)
-    end.given(given)
-    end.settle(epoch, words, committed)
-    return end.epoch
+    end.say(epoch, 0)
+    end.settle(0, Committed(), {})
 
 
 ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (3, 4, 5))
-EQUAL = {ME: 10, ANN: 10, BEN: 10, CAT: 10}
+ALL = (ME, ANN, BEN, CAT)
+Words = dict[PeerID, int | None]
+
+
+def steps(*words: Words, first: int = 4, samples: dict[PeerID, int] | None = None) -> Committed:
+    """Steps from this epoch on, in each of which these have said that."""
+    committed = Committed()
+    for epoch, word in enumerate(words, first):
+        made = [Contributor(peer, (samples or {}).get(peer, 10), end) for peer, end in sorted(word.items())]
+        committed = committed.after(made, epoch)
+    return committed
+
+
+def settled(epoch: int, committed: Committed, said: int | None = None, words: Words | None = None) -> int | None:
+    """Where the run ends for a peer at this state, that says this and hears these words."""
+    end = RunEnd(ME, 10.0)
+    end.say(said, epoch)
+    end.settle(epoch, committed, words or {})
+    return end.epoch
 
 
 def test_one_message_ends_no_run() -> None:
     """Not of a stranger with any number of keys, not of one contributor, not where it says a wrong number."""
-    strangers: dict[PeerID, int | None] = {PeerID(bytes([number]) * 32): 1 for number in range(10, 200)}
-    assert settled(5, None, strangers | {ANN: None}, EQUAL) is None
-    assert settled(0, None, strangers, EQUAL) is None
-    assert settled(5, 100, strangers | {ANN: 100, BEN: 100, CAT: 6}, EQUAL) == 100
-    assert settled(5, None, {ANN: 6}, EQUAL) is None
-    assert settled(5, None, {ANN: 6}, EQUAL | {ANN: 10**12}) is None, "it says that it has most samples"
-    assert settled(5, 100, strangers) == 100, "a newcomer knows no contributor: its own word"
-    assert settled(0, None, strangers) is None, "a run that has not begun"
+    strangers: Words = {PeerID(bytes([number]) * 32): 6 for number in range(10, 200)}
+    silent: Words = dict.fromkeys(ALL)
+    assert settled(5, steps(silent), None, strangers) is None
+    assert settled(5, steps(silent | {CAT: 6})) is None
+    assert settled(5, steps({ME: 100, ANN: 100, BEN: 100, CAT: 6}), 100, strangers) == 100
+    assert settled(5, steps(silent | {ANN: 6}, samples={ANN: 10**12})) is None, "it says that it has most samples"
+    assert settled(5, Committed(), 100, strangers) == 100, "a peer that knows no contributor: its own word"
+    assert settled(0, Committed(), None, strangers) is None, "a run that has not begun"
 
 
 def test_a_run_ends_at_the_median_of_what_its_contributors_say() -> None:
-    """Weighted by what they did in the last rounds; silence says never; half is not enough."""
-    assert settled(5, 100, {ANN: 50, BEN: 70, CAT: 200}, EQUAL) == 100
-    assert settled(5, 100, {ANN: 50, BEN: None, CAT: None}, EQUAL) is None
-    assert settled(5, 10, {ANN: 20}, {ME: 10, ANN: 10}) == 20
-    assert settled(5, 10, {ANN: 20, BEN: None}, {ME: 300, ANN: 10, BEN: 300}) == 20
-    assert settled(5, 10, {}, {ME: 10}) == 10, "alone"
-    assert settled(5, 10, {ANN: None}, *({ANN: 10, ME: 10} for _ in range(20))) is None
+    """Weighted by what they did in the last steps; silence says never; half is not enough."""
+    assert settled(5, steps({ME: 100, ANN: 50, BEN: 70, CAT: 200})) == 100
+    assert settled(5, steps({ME: 100, ANN: 50, BEN: None, CAT: None})) is None
+    assert settled(5, steps({ME: 10, ANN: 20})) == 20
+    assert settled(5, steps({ME: 10, ANN: 20, BEN: None}, samples={ME: 300, BEN: 300})) == 20
+    assert settled(5, steps({ME: None}), 10) == 10, "alone: its own word, at once"
+    assert settled(5, steps({ANN: 7}), 10) == 7, "another one alone: it was in none of the steps"
+
+
+def test_two_peers_at_one_state_differ_about_the_end() -> None:
+    """The one that was stopped has caught up by a download, and weighed by what it had seen itself: it waited for ever.
+
+    What counts belongs to the state: what each hears from the others, and when, changes nothing.
+    """
+    committed = steps({ANN: None}, {ANN: None}, {ANN: 20, ME: 22})
+    newcomer = Committed.read(committed.export())
+    assert settled(7, committed, 20, {ANN: 22}) == settled(7, newcomer, 22, {ANN: 21}) == 20
+    assert newcomer.samples == committed.samples
 
 
 def test_who_is_gone_has_still_said_what_it_said() -> None:
     """While its samples count: who is last at the end is not alone with its word."""
-    end, committed = RunEnd(ME, 10.0), Committed()
-    committed.add(EQUAL)
-    end.settle(5, {ANN: 9, BEN: 9, CAT: 9}, committed)
-    end.settle(9, {}, committed)
-    assert end.reached(9)
+    assert settled(9, steps(dict.fromkeys(ALL, 9))) == 9
+    assert settled(9, steps(dict.fromkeys(ALL, 9), {ME: 9, ANN: None})) == 9
+    others: Words = {ME: None, ANN: None}
+    assert settled(30, steps(dict.fromkeys(ALL, 40), *[others] * 10)) is None
 
 
 def test_a_word_can_be_lifted() -> None:
-    """Also one that settled it."""
-    end, committed = RunEnd(ME, 10.0), Committed()
-    committed.add(EQUAL)
-    end.settle(5, {ANN: 9, BEN: 9, CAT: 9}, committed)
-    assert end.epoch == 9
-    end.settle(6, {ANN: 9, BEN: None, CAT: 20}, committed)
-    assert end.epoch is None
-    assert end.say(20)
-    assert not end.say(20)
-    end.settle(6, {}, committed)
+    """Also one that settled it, before the end; at the end a peer can go on."""
+    nine: Words = dict.fromkeys(ALL, 9)
+    assert settled(5, steps(nine)) == 9
+    assert settled(6, steps(nine, {ME: None, ANN: 9, BEN: None, CAT: 20})) is None
+    end = RunEnd(ME, 10.0)
+    end.say(9, 5)
+    end.settle(9, steps(nine), {})
+    assert end.reached(9)
+    end.say(20, 9)
+    end.settle(9, steps(nine), {})
     assert end.epoch == 20
-    assert end.say(None)
-    end.settle(6, {}, committed)
+    end.say(None, 9)
+    end.settle(9, steps(nine), {})
     assert end.epoch is None
+    end.settle(10, steps(nine, {ME: None}, first=8), {})
+    assert end.reached(10), "the others went home"
 
 
 def test_an_end_in_the_past_is_none() -> None:
-    """Of others. A program that is started again beyond its own end has nothing to do."""
-    assert settled(10, None, {ANN: 9, BEN: 9, CAT: 9}, EQUAL) is None
-    assert settled(9, None, {ANN: 9, BEN: 9, CAT: 9}, EQUAL) == 9
-    assert settled(12, 10, {}) == 10
+    """When it is said. A program that is started again beyond its own end has nothing to do."""
+    assert settled(11, steps(dict.fromkeys(ALL, 9), first=10)) is None
+    assert settled(10, steps(dict.fromkeys(ALL, 9), first=9)) == 9, "said right before the step beyond"
+    assert settled(12, Committed(), 10) == 10
+    early: Words = {ME: 6, ANN: 8}
+    assert settled(8, steps(*[early] * 4)) == 8, "one that wanted it over before wants it over now"
 
 
-def test_a_newcomer_takes_the_end_from_its_donor() -> None:
-    """It has been in no round, and may come to the end by the download alone. Or by steps: then most say so."""
-    assert settled(9, None, {}, given=9) == 9
-    assert settled(9, None, {}, given=8) is None
-    assert settled(9, None, {ANN: 9, BEN: 9, CAT: None}) == 9
-    assert settled(9, None, {ANN: 9, BEN: None}) is None
+def test_a_peer_that_knows_no_steps_goes_by_what_most_others_say() -> None:
+    """It has come to its state by a checkpoint."""
+    assert settled(9, Committed(), None, {ANN: 9, BEN: 9, CAT: None}) == 9
+    assert settled(9, Committed(), None, {ANN: 9, BEN: None}) is None
+
+
+@pytest.mark.parametrize("exported", [None, 7, b"", b"\xc1", encode([[["short", 1, 2]]]), encode([[]] * 11)])
+def test_steps_that_cannot_be_read_are_none(exported: object) -> None:
+    """They come from a donor."""
+    assert Committed.read(exported) == Committed()
 
 
 def test_without_an_end_nobody_is_through() -> None:

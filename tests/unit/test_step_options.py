@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.optim.agreement import Said, agree
+from shoal.optim.agreement import Agreement, Contributor, Said, agree
 from shoal.optim.options import Difference, Options, agreed, apply, differences, misfit, options_of
 from shoal.peer import PeerID
-from shoal.wire import decode_plain, encode
+from shoal.wire import decode, decode_plain, encode
 
 
 def groups(*options: dict[str, Any]) -> list[dict[str, Any]]:
@@ -74,10 +74,10 @@ def test_most_members_decide_and_the_lowest_peer_where_as_many_have_others() -> 
     """The same for all members, whatever the order in which they stand; and the same in the next round."""
     one, other = (options_of(groups({"lr": lr})) for lr in (0.1, 0.3))
     gathered = {peer(3): told(one), peer(2): told(other), peer(1): told(one)}
-    assert agree(gathered).options == one
+    assert agree(gathered, ()).options == one
     tie = {peer(2): told(one), peer(1): told(other)}
-    assert agree(tie).options == agree(dict(reversed(tie.items()))).options == other
-    assert agree(tie).digest != agree(gathered).digest
+    assert agree(tie, ()).options == agree(dict(reversed(tie.items())), ()).options == other
+    assert agree(tie, ()).digest != agree(gathered, ()).digest
 
 
 def test_options_keep_their_form() -> None:
@@ -117,8 +117,8 @@ def test_options_keep_their_form() -> None:
 def test_what_is_not_options_does_not_count(bad: Any) -> None:
     """From the network anything may come."""
     good = options_of(groups({"lr": 0.1}))
-    assert agree({peer(1): bad, peer(2): told(good)}).options == good
-    assert agree({peer(1): bad}).options is None
+    assert agree({peer(1): bad, peer(2): told(good)}, ()).options == good
+    assert agree({peer(1): bad}, ()).options is None
 
 
 def test_options_that_cannot_be_taken_over_are_named() -> None:
@@ -145,7 +145,20 @@ def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes
     """Who has none counts as zero if another one has one."""
     options = options_of(groups({"lr": 0.1}))
     gathered = {peer(i): decode_plain(encode(Said(options, mask))) for i, mask in enumerate(masks)}
-    assert agree(gathered).absent == absent
+    assert agree(gathered, ()).absent == absent
+
+
+def test_who_made_a_step_is_part_of_it() -> None:
+    """In one order for all members, one sample at least, and only those whose values are in the average."""
+    options = options_of(groups({"lr": 0.1}))
+    words = {peer(2): Said(options, samples=7, end=9), peer(1): Said(options), peer(3): Said(options, samples=5)}
+    gathered: dict[PeerID, Any] = {who: decode_plain(encode(said)) for who, said in words.items()}
+    gathered[peer(4)] = "nonsense"
+    made = agree(gathered, [peer(1), peer(2), peer(4)])
+    assert made.contributors == [Contributor(peer(1), 1), Contributor(peer(2), 7, 9)]
+    assert decode(encode(made), Agreement) == made
+    assert made.digest != agree(gathered, [peer(1)]).digest
+    assert made.digest == agree(dict(reversed(gathered.items())), [peer(2), peer(1)]).digest
 
 
 def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:
@@ -154,8 +167,8 @@ def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:
     mine = groups({"lr": 0.1})
     mine[0]["lr"] = float("nan")
     bad = options_of(mine)
-    assert agree({peer(1): told(bad), peer(2): told(bad), peer(3): told(good)}).options == good
-    assert agree({peer(1): told(bad)}).options is None
+    assert agree({peer(1): told(bad), peer(2): told(bad), peer(3): told(good)}, ()).options == good
+    assert agree({peer(1): told(bad)}, ()).options is None
     assert [each.name for each in differences(bad, good)] == ["lr"]
     apply(mine, good)
     assert mine[0]["lr"] == 0.1

@@ -12,6 +12,7 @@ import torch
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.committed import Committed
 from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.options import options_of
 from shoal.optim.shared_state import share, why_not_ours
@@ -425,7 +426,7 @@ def test_a_state_is_offered_without_loss() -> None:
     accumulate(training, [parameter], 1.0, 1)
     training.use_own_mean()
     training.step()
-    assert share(training, StateName.genesis(b""), None).codecs is None
+    assert share(training, StateName.genesis(b""), Committed()).codecs is None
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What the members of a gradient round tell each other when they join, and what follows for the step of all of them.
 
 Every member gets what every other one said, with the group. So each concludes the same from it, alone: with which
-options the step is taken, and which parameters nobody had a gradient of. Pure functions.
+options the step is taken, which parameters nobody had a gradient of, and who contributed what to it. Pure functions.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import msgspec
 from shoal.optim.check import Check
 from shoal.optim.options import Options, agreed
 from shoal.peer import PeerID
-from shoal.wire import Samples
+from shoal.wire import Epoch, Samples, encode
 
-__all__ = ["Agreement", "Said", "agree", "checks_of", "samples_of"]
+__all__ = ["Agreement", "Contributor", "Said", "agree", "checks_of"]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -29,12 +29,31 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
             the last step has given it a gradient. Shorter if the rest has.
         check: what the parameters are, if it is time to say so.
         samples: that it has when it begins to look for a group.
+        end: where the run ends as far as it is concerned; None for nowhere.
     """
 
     options: Options
     absent: Annotated[bytes, msgspec.Meta(max_length=16384)] = b""
     check: Check | None = None
     samples: Samples = 0
+    end: Epoch | None = None
+
+
+class Contributor(msgspec.Struct, frozen=True, array_like=True):
+    """What one of those who made a step has said.
+
+    Attributes:
+        peer: its id.
+        samples: that it had.
+        end: where the run ends as far as it is concerned; None for nowhere.
+    """
+
+    peer: PeerID
+    samples: Samples
+    end: Epoch | None = None
+
+
+Contributors = Annotated[list[Contributor], msgspec.Meta(max_length=256)]
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
@@ -43,10 +62,12 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         options: by all members; None if nobody has said any.
         mask: of the trained parameters that no member had a gradient of, as in `Said`.
+        contributors: to the step, in the order of their ids.
     """
 
     options: Options | None
     mask: Annotated[bytes, msgspec.Meta(max_length=16384)]
+    contributors: Contributors
 
     @property
     def absent(self) -> frozenset[int]:
@@ -55,32 +76,33 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def digest(self) -> bytes:
-        """SHA-256 of both; part of the name of the state after the step."""
+        """SHA-256 of all that; part of the name of the state after the step."""
         own = self.options.digest if self.options is not None else b""
-        return hashlib.sha256(own + self.mask).digest()
+        return hashlib.sha256(own + self.mask + encode(self.contributors)).digest()
 
 
-def agree(gathered: Mapping[PeerID, Any]) -> Agreement:
+def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> Agreement:
     """What follows from what the members said: the same for all of them.
 
     Args:
         gathered: plain values by member, as `StepResult.gathered`. One that is not as it should be does not count.
+        contributors: the members whose values are in the average.
     """
-    said = [_read(gathered[peer]) for peer in sorted(gathered)]
-    options = agreed([each.options for each in said if each is not None])
-    return Agreement(options, _in_all([each.absent if each is not None else b"" for each in said]))
+    said = {peer: _read(gathered[peer]) for peer in sorted(gathered)}
+    options = agreed([each.options for each in said.values() if each is not None])
+    absent = _in_all([each.absent if each is not None else b"" for each in said.values()])
+    made = [
+        Contributor(peer, max(1, each.samples), each.end)
+        for peer, each in said.items()
+        if each is not None and peer in contributors
+    ]
+    return Agreement(options, absent, made)
 
 
 def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:
     """What the members have said that their parameters are."""
     said = ((peer, _read(plain)) for peer, plain in gathered.items())
     return {peer: each.check for peer, each in said if each is not None and each.check is not None}
-
-
-def samples_of(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> dict[PeerID, int]:
-    """How many samples the contributors have said that they have; at least one, as they have contributed."""
-    said = ((peer, _read(gathered[peer])) for peer in contributors if peer in gathered)
-    return {peer: max(1, each.samples) for peer, each in said if each is not None}
 
 
 # msgspec looks at a type when it is first read; two peers in one process that do so at once crash it (0.22).

@@ -17,6 +17,7 @@ from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager
 from shoal.core import PeerCore
+from shoal.optim.committed import Committed
 from shoal.optim.following import Following
 from shoal.optim.options import misfit, options_of
 from shoal.optim.state_name import StateName
@@ -92,8 +93,8 @@ class CatchUp:
         if self._following is not None:
             await self._following.first()
 
-    async def next(self, state: StateName) -> Update | None:
-        """What leads on from this state, once it is here; None if nobody tells of it."""
+    async def next(self, state: StateName, committed: Committed) -> Update | None:
+        """What leads on from this state, which these steps led to, once it is here; None if nobody tells of it."""
         if self._following is None:
             return None
         self._following.forget(state)
@@ -101,14 +102,19 @@ class CatchUp:
         if step is None:
             return None
         agreement, name = agreement_of(step.header), name_after(step.header)
-        if agreement is not None and agreement.options is not None:
+        if agreement is not None:
+            committed = committed.after(agreement.contributors, state.epoch)
             mine = options_of(self._training.optimizer.param_groups)
-            if (why := misfit(mine, agreement.options)) is not None:
+            if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"
                 return None
-        samples = name.samples - state.samples
         return Update(
-            apply=partial(self._take, step), name=name, peers=0, samples=samples, is_step=bool(step.header.agreement)
+            apply=partial(self._take, step),
+            name=name,
+            committed=committed,
+            peers=0,
+            samples=name.samples - state.samples,
+            is_step=agreement is not None,
         )
 
     def _take(self, step: Step) -> None:

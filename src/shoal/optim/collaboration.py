@@ -26,7 +26,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -39,7 +39,7 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import Agreement, Said, agree, checks_of, samples_of
+from shoal.optim.agreement import Agreement, Contributor, Said, agree, checks_of
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
@@ -56,7 +56,7 @@ from shoal.optim.rate import RateMeter
 from shoal.optim.rounds import Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import CollaborationSettings
-from shoal.optim.shared_state import end_of, name_of, share, why_not_ours
+from shoal.optim.shared_state import committed_of, name_of, share, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
@@ -238,7 +238,7 @@ class Collaboration:
             rate=self.speed.rate,
             time=self._time_to_tell(),
             settings=dict(self.settings.fingerprint),
-            end_epoch=self._end.said,
+            end_epoch=self._end.epoch,
             left=self._closed,
             check=self._checks.last,
             alone=self._solitude.told,
@@ -261,7 +261,7 @@ class Collaboration:
         self.others_samples = view.samples - self.training.samples
         self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
-        self._end.settle(self.epoch, self._known.ends, self._committed)
+        self._end.settle(self.epoch, self._committed, self._known.ends)
         if self._end.look(self.epoch, claimed if claimed.vouched else view, now):
             self._move(self.phase)
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
@@ -269,7 +269,7 @@ class Collaboration:
 
     def _claimed(self) -> SwarmView:
         """As the others say, also where we go on with a state that is not the best one."""
-        now = self._now()
+        now, self._known.contributors = self._now(), self._committed.samples
         return self._known.view(
             self.mine(),
             now,
@@ -287,9 +287,8 @@ class Collaboration:
 
     def announce_end(self, epoch: int | None) -> None:
         """Tell everybody where the run ends as far as this peer is concerned; None lifts that. See `run_end`."""
-        if self._end.say(epoch):
-            self._gossip.renamed()
-            self.accumulated()
+        self._end.say(epoch, self.epoch)
+        self.accumulated()
 
     def accumulated(self) -> None:
         """The trainer has accumulated, or stepped: look again."""
@@ -347,7 +346,8 @@ class Collaboration:
     def _may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         further = self._known.further(self.epoch)
-        self._notices.without(further if self.epoch > 0 and not view.behind else {}, self.epoch)
+        on_its_own = self.epoch > 0 and not view.behind and not self.at_end
+        self._notices.without(further if on_its_own else {}, self.epoch)
         if self.epoch > 0:
             return False
         now = self._now()
@@ -398,7 +398,8 @@ class Collaboration:
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training
-        return Said(options_of(training.optimizer.param_groups), training.absent(), check, training.samples)
+        options = options_of(training.optimizer.param_groups)
+        return Said(options, training.absent(), check, training.samples, self._end.said)
 
     async def _check(self, name: StateName) -> Check | None:
         """What our parameters are at this state, if it is time to say so."""
@@ -446,10 +447,9 @@ class Collaboration:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
-        self._made(samples_of(result.gathered, result.outcome.contributors))
+        agreement = agree(result.gathered, result.outcome.contributors)
         if not await self._judge_parameters(result, self.state):
             return
-        agreement = agree(result.gathered)
         if agreement.options is None:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
         if (why := misfit(said.options, agreement.options)) is not None:
@@ -462,13 +462,8 @@ class Collaboration:
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.state, [member.contact.peer for member in result.outcome.members]
         self._companions.share(members, name.key, result.duration_s)
-        self._ready(step, name.after_round(result, agreement.digest), len(members))
+        self._ready(step, name.after_round(result, agreement.digest), len(members), agreement)
         await self._steps.add_round(name, result, self._gradients.vector, agreement)
-
-    def _made(self, samples: Mapping[PeerID, int]) -> None:
-        """A step was made of so many samples of each contributor."""
-        self._committed.add(samples)
-        self._known.contributors = self._committed.samples
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
         if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
@@ -496,18 +491,28 @@ class Collaboration:
             self.training.use_own_mean()
             chance = self.core.env.rng.randbytes(16)
             said = self._said()
-            agreement = Agreement(said.options, said.absent)
+            agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
             self.contribution.counted(samples)
-            self._made({self.core.peer_id: samples})
             await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
         self._shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
-        self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1)
+        self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement)
 
-    def _ready(self, apply: Callable[[], None], name: StateName, peers: int, *, is_step: bool = True) -> None:
-        samples = name.samples - self.state.samples
-        self._update = Update(apply=apply, name=name, peers=peers, samples=samples, is_step=is_step)
+    def _ready(
+        self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
+    ) -> None:
+        committed = self._committed
+        if agreement is not None:
+            committed = committed.after(agreement.contributors, self.epoch)
+        self._update = Update(
+            apply=apply,
+            name=name,
+            committed=committed,
+            peers=peers,
+            samples=name.samples - self.state.samples,
+            is_step=agreement is not None,
+        )
         self._move(Phase.STEPPING)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
@@ -566,9 +571,9 @@ class Collaboration:
         finally:
             # Attributes alone: no interrupt comes in between.
             if training.whole:
-                self.state, update.taken = update.name, True
+                self.state, self._committed, update.taken = update.name, update.committed, True
             elif training.epoch != epoch or not update.is_step:
-                self.state, update.taken = interrupted, True
+                self.state, self._committed, update.taken = interrupted, update.committed, True
 
     async def stepped(self) -> None:
         """After `step`: tell everybody (trainer). Without effect if that was done already."""
@@ -592,13 +597,15 @@ class Collaboration:
             saved: the name that it was saved under; None if it has none.
             unchanged: what is there now is what was saved: it has its name.
         """
-        training = self.training
+        training, before = self.training, self.state
         if saved is not None and unchanged:
             self.state = saved
         elif saved is None and self.epoch == 0:
             self.state = StateName.genesis(training.fingerprint(), training.steps_before())
         else:
             self.state = (saved or self.state).after_loading(training.fingerprint())
+        if self.state != before:
+            self._committed = Committed()
         training.discard()
 
     async def tell_loaded(self) -> None:
@@ -662,7 +669,7 @@ class Collaboration:
             apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
-            self._ready(apply, name.after_averaging(result), len(members), is_step=False)
+            self._ready(apply, name.after_averaging(result), len(members))
             await self._steps.add_round(name, result, self._states.vector)
 
     async def _between_rounds(self, timeout_s: float) -> bool:
@@ -682,7 +689,7 @@ class Collaboration:
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _share(self) -> SharedState:
-        return share(self.training, self.state, self._end.epoch)
+        return share(self.training, self.state, self._committed)
 
     async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
@@ -738,7 +745,7 @@ class Collaboration:
         steps = 0
         while self._claimed().behind and self._now() < deadline:
             before = self.state
-            if (update := await self._catch_up.next(before)) is None:
+            if (update := await self._catch_up.next(before, self._committed)) is None:
                 break
             await self._fetching.parked()
             if self.state != before:
@@ -797,8 +804,7 @@ class Collaboration:
 
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)
-            self.state, self._took_over = name, True
-            self._end.given(end_of(state.metadata))
+            self.state, self._committed, self._took_over = name, committed_of(state.metadata), True
             self._mend_from = frozenset()
             self._update, self._average_due = None, False
             self._shared = True

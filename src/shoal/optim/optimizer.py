@@ -247,7 +247,8 @@ class Optimizer(torch.optim.Optimizer):
         """Say where the run ends as far as this peer is concerned: call it on every peer.
 
         The run ends at this epoch when peers that made more than half of the samples of the last rounds say that it
-        ends there, or before. So no single peer ends it; a peer that is alone does.
+        ends there, or before. So no single peer ends it; a peer that is alone does. The others hear it with the next
+        round: say it one epoch before at the latest. A peer that is at the end goes on if it says a later one.
 
         Args:
             epoch: the last one; None lifts what was announced before.

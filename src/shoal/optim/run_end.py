@@ -1,12 +1,15 @@
 """Where a run ends, and when a peer that got there may leave.
 
 No single word ends a run. Each peer says where it ends as far as it is concerned, or says nothing, and may change its
-mind. The run ends at the median of what the contributors to the last rounds say, weighted by their samples (see
-`committed`); one that says nothing says "never". So it ends where more than half of the work is done by peers that want
-no more. A run does not end in its past: an end that others announce below the epoch is none.
+mind. It says so when it joins a round. The run ends at the median of what the contributors to the last steps said,
+weighted by their samples (see `committed`); one that says nothing says "never". So it ends where more than half of the
+work is done by peers that want no more. A run does not end in its past: an end that was over when it was said is none.
 
-Who has been in no round yet does not know the contributors. It ends where the donor of its state said that the run
-ends, else where more than half of all whom it knows say so.
+All who are at one state know the same words and the same weights, so the run ends for all of them or for none. A peer
+that is at the end may say a later one, or none: then it goes on.
+
+A peer at a state of which it knows no steps goes by its own word, and so does one that has made all of them alone.
+Without a word of its own it goes by what more than half of all whom it knows say.
 
 Who is first at the end holds what the others still need: the last round may have failed for one of them, which would
 then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
@@ -39,41 +42,33 @@ class RunEnd:
         self.said: int | None = None
         self.epoch: int | None = None
         self._me = me
-        self._heard: dict[PeerID, int | None] = {}  # of the contributors, also of those that are gone
-        self._given: int | None = None
         self._patience_s = patience_s
+        self._goes_on_at: int | None = None
         self._since: float | None = None
         self._over_at: int | None = None
 
-    def say(self, epoch: int | None) -> bool:
-        """As far as this peer is concerned the run ends there, None for nowhere. True if it was news."""
-        news, self.said = epoch != self.said, epoch
-        return news
+    def say(self, end: int | None, epoch: int) -> None:
+        """As far as this peer, at this epoch, is concerned the run ends there; None for nowhere."""
+        was_over = self.reached(epoch) or self._goes_on_at == epoch
+        self.said = end
+        self._goes_on_at = epoch if was_over and (end is None or end > epoch) else None
 
-    def given(self, epoch: int | None) -> None:
-        """The donor of our state says that the run ends there."""
-        self._given = epoch
-
-    def settle(self, epoch: int, words: Mapping[PeerID, int | None], committed: Committed) -> None:
+    def settle(self, epoch: int, committed: Committed, words: Mapping[PeerID, int | None]) -> None:
         """Find out where the run ends.
 
         Args:
             epoch: of this peer.
-            words: what the others say who are alive.
-            committed: what each contributor has done.
+            committed: the steps that led to its state.
+            words: where the run ends for others who are alive, as they say now.
         """
-        weights = committed.samples
-        self._heard = {peer: word for peer, word in self._heard.items() if peer in weights}
-        self._heard.update((peer, word) for peer, word in words.items() if peer in weights)
-        if weights:
-            said = {peer: self._heard.get(peer) for peer in weights if peer != self._me}
-            self.epoch = _median(epoch, said, self.said, weights, self._me)
-        elif self.said is not None:
+        if self._goes_on_at == epoch:
             self.epoch = self.said
-        elif self._given is not None and self._given >= epoch > 0:
-            self.epoch = self._given
+        elif not committed.samples.keys() <= {self._me}:
+            self.epoch = _median(committed.ends, committed.samples)
+        elif self.said is not None or committed.samples or epoch == 0:
+            self.epoch = self.said
         else:
-            self.epoch = _median(epoch, words, None, dict.fromkeys(words, 1), self._me) if epoch > 0 else None
+            self.epoch = _median(words, dict.fromkeys(words, 1))
 
     def reached(self, epoch: int) -> bool:
         """Whether nothing is trained beyond this epoch."""
@@ -95,22 +90,17 @@ class RunEnd:
         elif self._since is None:
             self._since = now
         all_here = len(view.together - view.coming) == len(view.peers)
-        waited = self._since is not None and now - self._since >= self._patience_s
-        self._over_at = epoch if self._since is not None and not view.behind and (all_here or waited) else None
+        enough = before or all_here or (self._since is not None and now - self._since >= self._patience_s)
+        self._over_at = epoch if self._since is not None and not view.behind and enough else None
         return self.over(epoch) and not before
 
 
-def _median(
-    epoch: int, said: Mapping[PeerID, int | None], mine: int | None, weights: Mapping[PeerID, int], me: PeerID
-) -> int | None:
+def _median(ends: Mapping[PeerID, int | None], weights: Mapping[PeerID, int]) -> int | None:
     """The earliest epoch of which more than half say that the run ends there, or before; None if there is none."""
-    half = sum(weights.values()) / 2
-    words = [(word, weights[peer]) for peer, word in said.items() if word is not None and word >= epoch]
-    if mine is not None:
-        words.append((mine, weights.get(me, 0)))
+    said = sorted((end, weights.get(peer, 0)) for peer, end in ends.items() if end is not None)
     ended = 0
-    for word, weight in sorted(words):
+    for end, weight in said:
         ended += weight
-        if ended > half:
-            return word
+        if 2 * ended > sum(weights.values()):
+            return end
     return None

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.committed import Committed
 from shoal.optim.misfits import Misfits
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
 from shoal.progress import StateKey
 from shoal.state import Manifest, SharedState
-from shoal.wire import MAX_EPOCH
 
-__all__ = ["end_of", "name_of", "share", "why_not_ours"]
+__all__ = ["committed_of", "name_of", "share", "why_not_ours"]
 
 
-def share(training: TrainingState, name: StateName, end_epoch: int | None) -> SharedState:
+def share(training: TrainingState, name: StateName, committed: Committed) -> SharedState:
     """What a donor gives, with the tensors by reference: hold their lock while it is read.
 
     No codec: the newcomer goes on under this name, which says that it holds the same bits.
@@ -25,7 +25,7 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None) -> Sh
     Args:
         training: parameters, optimizer, schedule.
         name: of the state that they are.
-        end_epoch: where the run ends, if that is settled.
+        committed: the last steps that led to it.
 
     Raises:
         ConfigError: the parameters are not those to train with.
@@ -34,7 +34,7 @@ def share(training: TrainingState, name: StateName, end_epoch: int | None) -> Sh
         raise ConfigError("the optimizer is in eval mode by its own eval(): call eval() of the shoal.Optimizer instead")
     values, tensors = training.export()
     return SharedState(
-        metadata={"state": list(name), "end_epoch": end_epoch, "training": values},
+        metadata={"state": list(name), "steps": committed.export(), "training": values},
         tensors=tensors,
         epoch=name.epoch,
         may_be_infinite=_extra(training),
@@ -56,10 +56,9 @@ def name_of(metadata: Any) -> StateName:
     return name
 
 
-def end_of(metadata: Any) -> int | None:
-    """Where the donor of a state says that the run ends."""
-    end = metadata.get("end_epoch")
-    return end if isinstance(end, int) and 0 <= end <= MAX_EPOCH else None
+def committed_of(metadata: Any) -> Committed:
+    """The last steps that led to a state, as its donor says."""
+    return Committed.read(metadata.get("steps"))
 
 
 def why_not_ours(

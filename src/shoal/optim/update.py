@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal.optim.committed import Committed
 from shoal.optim.state_name import StateName
 
 __all__ = ["Update"]
@@ -17,6 +18,7 @@ class Update:
     Attributes:
         apply: changes the parameters; called under their lock.
         name: of the state afterwards.
+        committed: the last steps that led to it.
         peers: that take it.
         samples: that go into the state by it.
         is_step: whether it is the swarm's step.
@@ -25,6 +27,7 @@ class Update:
 
     apply: Callable[[], None]
     name: StateName
+    committed: Committed
     peers: int
     samples: int
     is_step: bool = True

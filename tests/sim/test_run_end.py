@@ -1,0 +1,97 @@
+"""The end of a run whose peers do not say the same about it: all of them end, with equal weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from shoal import sim
+from tests.sim.optimizer_kit import Run, Trainer
+
+NAMES = ["p0", "p1"]
+
+
+async def train(run: Run, names: list[str], size: int = 4, *, to: int | None = None) -> None:
+    """Batches of 0.2 s until the run ends, or this epoch."""
+
+    def over(trainer: Trainer) -> bool:
+        return to is not None and trainer.collaboration.epoch >= to
+
+    async def work(name: str) -> None:
+        trainer = run.swarm.peer(name)
+        await trainer.train(size, duration_s=0.2, until=lambda: over(trainer))
+
+    async with asyncio.timeout(120.0):
+        await asyncio.gather(*(run.swarm.run_on(name, work, name) for name in names))
+
+
+@pytest.mark.parametrize("further", [{"p0": 4, "p1": 6}, {"p0": 6, "p1": 4}, {"p0": 1, "p1": 5}])
+def test_a_peer_that_downloads_waits_for_ever_at_the_end(further: Mapping[str, int]) -> None:
+    """Two peers announce different ends. One has made most steps, the other came late: they ended at other epochs.
+
+    Then the first one was gone from the rounds, and the second one waited for it in each.
+    """
+
+    async def main() -> None:
+        run = Run(target=16)
+        first = await run.add("p0")
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.2, until=lambda: first.collaboration.epoch >= 8)
+        await run.add("p1", seed=1)
+        both = asyncio.get_running_loop().create_task(train(run, NAMES))
+        await sim.sleep(3.0)
+        for name, epochs in further.items():
+            trainer = run.swarm.peer(name).collaboration
+            trainer.announce_end(trainer.epoch + epochs)
+        await both
+        assert run.agree(NAMES)
+        assert run.swarm.peer("p1").alone == 0
+        await run.close()
+
+    sim.run(main, seed=5)
+
+
+def test_a_run_goes_on_after_its_end() -> None:
+    """A later end is announced by one peer after the other: the first one does not wait for those that are through."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        for name in NAMES:
+            await run.add(name)
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        await train(run, NAMES)
+        assert run.agree(NAMES)
+        first, second = (run.swarm.peer(name).collaboration for name in NAMES)
+        assert first.epoch == second.epoch == 3
+        first.announce_end(8)
+        await train(run, ["p0"], to=5)
+        assert (first.epoch, second.epoch, second.finished) == (5, 3, True)
+        second.announce_end(8)
+        await train(run, NAMES)
+        assert run.agree(NAMES)
+        assert first.epoch == 8
+        await run.close()
+
+    sim.run(main, seed=6)
+
+
+def test_a_peer_at_its_end_follows_nobody_beyond() -> None:
+    """Others go on: what they have is no better end, and it may leave."""
+
+    async def main() -> None:
+        run = Run(target=16)
+        for name in NAMES:
+            await run.add(name)
+        await sim.sleep(3.0)
+        run.announce_end(3)
+        await train(run, NAMES)
+        first, second = (run.swarm.peer(name).collaboration for name in NAMES)
+        first.announce_end(None)
+        await train(run, ["p0"], to=6)
+        assert second.finished
+        assert run.swarm.peer("p1").downloads == 0
+        await run.close()
+
+    sim.run(main, seed=7)

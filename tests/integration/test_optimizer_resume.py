@@ -192,3 +192,27 @@ def test_a_tensor_that_was_replaced_in_the_model_is_told(dht: shoal.DHT) -> None
     with pytest.raises(shoal.errors.ConfigError, match=r"parameter 0\.weight of the model was replaced"):
         swarm.step()
     swarm.shutdown()
+
+
+def test_why_a_better_state_is_not_taken_over_is_told_once(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told after each download that did not fit."""
+
+    def misfit(values: Any, tensors: Any) -> None:
+        raise shoal.errors.StateUnavailable("the state does not fit here")
+
+    models, told = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)], list[str]()
+    options: dict[str, Any] = {"run_id": "misfit", "target_batch_size": TARGET, "batch_size_per_step": TARGET}
+    options |= {"optimizer": partial(torch.optim.AdamW, lr=0.1), "load_state_timeout": 1.0}
+    with (
+        shoal.Optimizer(dht=dht, params=models[0].parameters(), **options) as donor,
+        shoal.DHT(initial_peers=dht.get_visible_maddrs(), start=True) as other,
+    ):
+        train(donor, models[0], 2)
+        other.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+        with shoal.Optimizer(dht=other, params=models[1].parameters(), **options) as newcomer:
+            monkeypatch.setattr(newcomer._training, "prepare", misfit)
+            for _ in range(6):
+                models[1](torch.ones(4, 3)).square().mean().backward()
+                newcomer.step()
+                newcomer.zero_grad()
+            assert sum("the state does not fit here" in each for each in told) == 1, told

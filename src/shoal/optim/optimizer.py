@@ -91,6 +91,8 @@ class Optimizer(torch.optim.Optimizer):
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named.
     """
 
+    _not_taken = ""  # why no better state was taken over, as it was told last
+
     def __init__(  # noqa: PLR0913 (all by name; the names that users of hivemind know)
         self,
         *,
@@ -376,7 +378,9 @@ class Optimizer(torch.optim.Optimizer):
                 self._run(self._collaboration.download(timeout_s, patient=False), timeout_s)
             except StateUnavailable as error:
                 self._collaboration.check_beginning()
-                self._warn(str(error))
+                if str(error) != self._not_taken:
+                    self._not_taken = str(error)
+                    self._warn(str(error))
 
     def load_state_from_peers(self, timeout: float | None = None) -> bool:
         """Download the swarm's state if it is better than this peer's.

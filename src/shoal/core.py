@@ -103,6 +103,7 @@ class PeerCore:
             if asks and (await core.reachability.find_out()).can_be_reached:
                 await node.look_around()
             core.tell_joined()
+            core.reachability.watch(node.look_around, core.tell_joined)
         except BaseException:
             if node is not None:
                 await node.close()

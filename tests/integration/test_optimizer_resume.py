@@ -25,14 +25,14 @@ def dht() -> Iterator[shoal.DHT]:
         yield started
 
 
-def begin(dht: shoal.DHT, model: torch.nn.Module, run_id: str) -> tuple[shoal.Optimizer, Any]:
+def begin(dht: shoal.DHT, model: torch.nn.Module, run_id: str, target: int = TARGET) -> tuple[shoal.Optimizer, Any]:
     """A run with a schedule."""
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5)
     swarm = shoal.Optimizer(
         dht=dht,
         run_id=run_id,
-        target_batch_size=TARGET,
+        target_batch_size=target,
         batch_size_per_step=TARGET,
         optimizer=inner,
         scheduler=schedule,
@@ -46,6 +46,18 @@ def train(swarm: shoal.Optimizer, model: torch.nn.Linear, epoch: int) -> None:
         swarm.zero_grad()
         model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
         swarm.step()
+
+
+def test_a_config_error_about_settings_appears_at_the_first_step_not_in_the_constructor(dht: shoal.DHT) -> None:
+    """It comes where the mistake is; the DHT is as good as before."""
+    first, _ = begin(dht, torch.nn.Linear(3, 2), "run")
+    with shoal.DHT([dht.invite()], start=True) as there:
+        model = torch.nn.Linear(3, 2)
+        with pytest.raises(shoal.errors.ConfigError, match="target_batch_size is 8 here and 4 at another peer"):
+            begin(there, model, "run", 2 * TARGET)
+        again, _ = begin(there, model, "run")
+        again.shutdown()
+    first.shutdown()
 
 
 @pytest.mark.parametrize("own_schedule", ["not loaded", "before", "after"])

@@ -182,6 +182,57 @@ def test_a_frozen_peer_is_not_taken_for_one_that_nobody_can_reach() -> None:
     sim.run(main)
 
 
+def test_a_client_for_want_of_reachability_stays_one_until_it_is_started_again() -> None:
+    """Its router is mended after a quarter of an hour: it finds out by itself, and all know where it listens."""
+
+    async def main() -> None:
+        cores = Cores()
+        open_ones = [await cores.add(f"p{number}") for number in range(3)]
+        network = cores.swarm.network
+        network.wall(HIDDEN)
+        hidden = await cores.add(HIDDEN)
+        await sim.sleep(900.0)
+        assert hidden.client_mode
+        assert len(cores.warned[HIDDEN]) == 1
+        network.open_wall(HIDDEN)
+        await sim.sleep(1800.0)
+        assert not hidden.client_mode
+        for core in open_ones:
+            assert core.endpoint.contact_of(hidden.peer_id) == hidden.endpoint.contact
+            assert hidden.peer_id in core.node._neighbours.table
+        assert len(cores.warned[HIDDEN]) == 1
+
+    sim.run(main)
+
+
+def test_a_client_asks_ever_more_rarely() -> None:
+    """Eight times in five hours; and silence is no answer: nobody is there to ask at the end."""
+
+    async def main() -> None:
+        cores = Cores()
+        for number in range(2):
+            await cores.add(f"p{number}")
+        cores.swarm.network.wall(HIDDEN)
+        hidden = await cores.add(HIDDEN)
+        asked = 0
+        ask = hidden.reachability._ask
+
+        async def counted(peer: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            return await ask(peer)
+
+        hidden.reachability._ask = counted  # type: ignore[method-assign]
+        await sim.sleep(5 * 3600.0)
+        assert 10 <= asked <= 18  # two each time
+        for number in range(2):
+            cores.swarm.crash(f"p{number}")
+        await sim.sleep(2 * 3600.0)
+        assert hidden.client_mode
+
+    sim.run(main)
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 def test_an_address_that_nobody_reaches_costs_one_slow_round(refuses: bool) -> None:
     """Four averagers, one of them announces where nobody gets in: from the second round on they are quick again."""

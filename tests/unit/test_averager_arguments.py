@@ -19,7 +19,7 @@ from shoal.averager import AveragerSettings, StepPlan, choose_timeouts
 from shoal.averager.timeouts import TIMEOUTS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
-from shoal.runtime.arguments import choose_codecs
+from shoal.runtime.arguments import choose_codecs, client_argument
 from shoal.runtime.control import StepControl
 from shoal.wire import decode_plain
 
@@ -209,3 +209,12 @@ def test_a_time_that_is_none_is_refused(when: Any) -> None:
     """As above."""
     with pytest.raises(ConfigError, match="scheduled_time must be a time in seconds"):
         StepPlan(scheduled_time=when)
+
+
+def test_a_peer_that_nobody_reaches_now_makes_averagers_that_are_clients_for_ever() -> None:
+    """What is made meanwhile takes part as soon as the way is open; only who asked for a client has one for ever."""
+    assert client_argument(None, only_dials=True, is_client=True)
+    assert not client_argument(None, only_dials=False, is_client=True)
+    assert client_argument(True, only_dials=False, is_client=False)
+    with pytest.raises(ConfigError, match="client_mode=False"):
+        client_argument(False, only_dials=False, is_client=True)

@@ -174,6 +174,23 @@ class Collaboration:
             task.add_done_callback(self._task_done)
             self._tasks.append(task)
 
+    async def check_settings(self, timeout_s: float) -> None:
+        """Wait until it is known how the others train, at most so long. What is known later is told at the next step.
+
+        Raises:
+            ConfigError: others train this run with other settings, and nobody with ours.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._gossip.looked.wait()
+        if (misfit := self._misfit()) is not None:
+            raise misfit
+
+    def _misfit(self) -> ConfigError | None:
+        if self._known.mismatch is None or self.view().peers != (self.core.peer_id,):
+            return None
+        return ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+
     def _task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -303,8 +320,8 @@ class Collaboration:
 
     async def _drive(self) -> None:
         await self._gossip.looked.wait()
-        if self._known.mismatch is not None and self.view().peers == (self.core.peer_id,):
-            self.failure = ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
+        if (misfit := self._misfit()) is not None:
+            self.failure = misfit
             self._move(self.phase)
             return
         while True:

@@ -11,6 +11,7 @@ import torch
 
 from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
 from shoal.compression import CompressionBase, NoCompression
+from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned, print_log
 from shoal.optim.collaboration import Collaboration, Phase
@@ -31,6 +32,8 @@ __all__ = ["Optimizer"]
 T = TypeVar("T")
 
 _AVERAGING_TIMEOUT_S = 60.0
+_OTHERS_S = 3.0
+"""To find out, when the optimizer is made, what settings others of the run have."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -88,7 +91,8 @@ class Optimizer(torch.optim.Optimizer):
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
 
     Raises:
-        ConfigError: an argument is wrong, or the run is trained with other settings; it is named.
+        ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If nobody who lives
+            has told its settings within 3 s, `step` raises that.
     """
 
     _not_taken = ""  # why no better state was taken over, as it was told last
@@ -170,7 +174,8 @@ class Optimizer(torch.optim.Optimizer):
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
-                bandwidth=bandwidth, client_mode=client_argument(client_mode, dht_is_client=dht.client_mode)
+                bandwidth=bandwidth,
+                client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode),
             ),
             **timeouts,
         )
@@ -195,24 +200,12 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._closed = self._left = self._told_end = False
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
-        core = dht.core()
-
-        async def begin() -> Collaboration:
-            collaboration = Collaboration(
-                core,
-                self._training,
-                settings,
-                lock=self._lock,
-                compression=grad_compression,
-                state_compression=state_averaging_compression,
-            )
-            await collaboration.start()
-            return collaboration
-
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
-        self._collaboration = self._run(begin(), 60.0)
+        self._collaboration = self._run(
+            self._begin(dht.core(), settings, grad_compression, state_averaging_compression), 60.0
+        )
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
         if self._model is not None and self._model.unshared_statistics:
             names = self._model.unshared_statistics
@@ -220,6 +213,29 @@ class Optimizer(torch.optim.Optimizer):
                 f"{len(names)} running statistics of normalization ({names[0]}, ...) are each peer's own: give them as "
                 "extra_tensors to share them"
             )
+
+    async def _begin(
+        self,
+        core: PeerCore,
+        settings: CollaborationSettings,
+        compression: CompressionBase | None,
+        state_compression: CompressionBase | None,
+    ) -> Collaboration:
+        collaboration = Collaboration(
+            core,
+            self._training,
+            settings,
+            lock=self._lock,
+            compression=compression,
+            state_compression=state_compression,
+        )
+        try:
+            await collaboration.start()
+            await collaboration.check_settings(_OTHERS_S)
+        except BaseException:
+            await collaboration.close()
+            raise
+        return collaboration
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)

@@ -7,7 +7,7 @@ dials its own machine or a link-local address; it dials a host `_PER_HOST` times
 
 **The verdict.** Up to `_ASKED` peers on different hosts are asked. More yes than no: others reach us. Else this peer
 becomes a client: it goes on without announcing an address, so that nobody waits for it. Without an answer it announces
-where it listens, as before.
+where it listens, as before. A client asks again after `_AGAIN_S`, ever more rarely: somebody may have opened the way.
 
 **Who finds out that a live peer cannot be dialed** (`rpc.ways`) tells it so (`NoWayIn`). That alone changes nothing, as
 anybody can say it: the peer asks again, whom it chooses itself, at most every `_LOOK_AGAIN_S`.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,7 @@ _AT_ONCE = 8
 _PER_HOST, _EVERY_S = 32.0, 2.0
 _MAX_HOSTS = 1024
 _LOOK_AGAIN_S = 60.0
+_AGAIN_S, _LONGEST_PAUSE_S = 300.0, 3600.0
 _TELL_S = 3.0
 _PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
 """The probe stays below what one host may send at once (`allowance`): beyond that it would measure the allowance."""
@@ -116,22 +117,50 @@ class Reachability:
     # ------------------------------------------------------------------------------------------------------- for us
 
     async def find_out(self) -> Verdict:
-        """Ask the peers that we are connected with whether they can dial us; announce what comes of it to them."""
+        """Ask the peers that we are connected with whether they can dial us; announce what comes of it to them.
+
+        Only the first time silence is an answer: that nobody says no.
+        """
         answers = await asyncio.gather(*(self._ask(peer) for peer in self._whom_to_ask()))
         tried = [answer for answer in answers if answer is not None]
+        if not tried and self.verdict is not None:
+            return self.verdict
+        told, before = self.verdict is not None and not self.verdict.can_be_reached, self._endpoint.contact
         verdict = self.verdict = Verdict(
             tuple((peer, host) for peer, host, reached in tried if reached),
             tuple((peer, host) for peer, host, reached in tried if not reached),
         )
-        before = self._endpoint.contact
         if verdict.can_be_reached:
             self._endpoint.announce(*self._seen_at(verdict))
         else:
             self._endpoint.withhold()
-            self._endpoint.env.events.emit(Warned(where="reachability", message=self._unreachable(verdict)))
+            if not told:
+                self._endpoint.env.events.emit(Warned(where="reachability", message=self._unreachable(verdict)))
         if self._endpoint.contact != before:
             await asyncio.gather(*map(self._tell, self._endpoint.peers))
         return verdict
+
+    def watch(self, look_around: Callable[[], Awaitable[None]], on_opened: Callable[[], None]) -> None:
+        """Ask again now and then while others cannot dial us.
+
+        Args:
+            look_around: connects with neighbours, and makes us known to them.
+            on_opened: called when others can.
+        """
+        self._spawn(self._watch(look_around, on_opened))
+
+    async def _watch(self, look_around: Callable[[], Awaitable[None]], on_opened: Callable[[], None]) -> None:
+        pause_s = _AGAIN_S
+        while True:
+            await asyncio.sleep(pause_s * self._endpoint.env.rng.uniform(0.8, 1.0))
+            if self.verdict is None or self.verdict.can_be_reached:
+                pause_s = _AGAIN_S
+                continue
+            await look_around()  # idle links are closed: there must be somebody to ask
+            if (await self.find_out()).can_be_reached:
+                await look_around()
+                on_opened()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _whom_to_ask(self) -> list[PeerID]:
         """Peers on different hosts, none of them ours."""

@@ -73,16 +73,21 @@ def _role(tensor: torch.Tensor) -> TensorRole:
     return TensorRole.PARAMETER if isinstance(tensor, torch.nn.Parameter) else TensorRole.UNSPECIFIED
 
 
-def client_argument(client_mode: bool | None, *, dht_is_client: bool) -> bool:
-    """Whether a part of a peer only dials: as the peer itself unless given.
+def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bool) -> bool:
+    """Whether a part of a peer never listens: as the peer itself unless given.
+
+    Args:
+        client_mode: as given.
+        only_dials: whether the peer never listens. One that was found to be out of reach may be reached again.
+        is_client: whether nobody can dial the peer now.
 
     Raises:
         ConfigError: it is to be dialed, and the peer cannot be.
     """
     if client_mode is None:
-        return dht_is_client
-    if dht_is_client and not client_mode:
-        raise ConfigError("client_mode=False needs a dht that can be dialed, and this one has client_mode=True")
+        return only_dials
+    if is_client and not client_mode:
+        raise ConfigError("client_mode=False needs a dht that can be dialed, and this one is in client mode")
     return client_mode
 
 

@@ -120,7 +120,7 @@ class DecentralizedAverager(SharesState):
             raise ConfigError("averaging_expiration and min_matchmaking_time are two names of one thing: give only one")
         check_tensors(averaged_tensors)
         self.dht, self.prefix = dht, prefix
-        self.client_mode = client_argument(client_mode, dht_is_client=dht.client_mode)
+        self._only_dials = client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode)
         other_name = {} if min_matchmaking_time is None else {"averaging_expiration": "min_matchmaking_time"}
         timeouts = {
             "averaging_expiration": first(averaging_expiration, min_matchmaking_time),
@@ -138,7 +138,7 @@ class DecentralizedAverager(SharesState):
             bandwidth=bandwidth,
             min_vector_size=min_vector_size,
             auxiliary=auxiliary,
-            client_mode=self.client_mode,
+            client_mode=self._only_dials or (auxiliary and dht.client_mode),
             group_bits=initial_group_bits,
             declare_state_period_s=declare_state_period,
             fresh_state_s=_FRESH_S,
@@ -149,7 +149,7 @@ class DecentralizedAverager(SharesState):
             raise ConfigError(
                 "allow_state_sharing=True needs a peer that can be dialed, and this one is in client mode: leave it out"
             )
-        shares = not (self.client_mode or auxiliary)
+        shares = not (self._only_dials or auxiliary)
         self._shares_at_start = shares if allow_state_sharing is None else bool(allow_state_sharing)
         self._priority_at_start = 0.0
         self._codecs = choose_codecs(averaged_tensors, codec_argument("compression", compression), tensor_infos)
@@ -252,6 +252,11 @@ class DecentralizedAverager(SharesState):
     def peer_id(self) -> PeerID:
         """This peer."""
         return self.dht.peer_id
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether it only dials, as told, or as nobody can dial this peer now."""
+        return self._only_dials or (self.dht.is_alive() and self.dht.client_mode)
 
     @property
     def mode(self) -> AveragingMode:

@@ -48,8 +48,8 @@ class DHT:
             those, too. Give the others an `identity_path` and a fixed port, so that their addresses stay. Where nothing
             else is given and nobody in the file answers, a new network is begun, with a warning.
         client_mode: True: never listen, only dial. False: listen, and announce where. None: find out: the first peers
-            that are met are asked to dial this one; if they cannot, it announces no address and only dials, and says
-            so in a warning. Initial peers on this machine are not asked.
+            that are met are asked to dial this one; if they cannot, it announces no address and only dials, says so
+            in a warning, and asks again every few minutes, ever more rarely. Peers on this machine are not asked.
         encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
             which nobody else can listen or meddle; identities are proved all the same.
         record_validators: further rules for records, beside signatures.
@@ -261,9 +261,14 @@ class DHT:
 
     @property
     def client_mode(self) -> bool:
-        """Whether this peer only dials. Where that is to be found out, waits until the network is joined."""
+        """Whether this peer only dials now. Where that is to be found out, waits until the network is joined."""
         if self._client_mode is None and self._running is not None:
             return self.core().client_mode
+        return bool(self._client_mode)
+
+    @property
+    def only_dials(self) -> bool:
+        """Whether it was made with `client_mode=True`: then it never listens, else it may be reached later."""
         return bool(self._client_mode)
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002

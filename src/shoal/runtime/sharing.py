@@ -31,13 +31,16 @@ class SharesState:
     """The part of `DecentralizedAverager` that is about state."""
 
     dht: DHT
-    client_mode: bool
     _shares_at_start: bool
     _priority_at_start: float
     _held: HeldTensors
     _averager: Averager | None
     _state_compression: CompressionBase
     _tensor_infos: Sequence[CompressionInfo] | None
+
+    @property
+    def client_mode(self) -> bool:
+        raise NotImplementedError
 
     def _core(self) -> Averager:
         raise NotImplementedError

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_optimizer
 import torch
 
 from shoal.allreduce.vector import Vector, describe
@@ -432,7 +434,9 @@ def test_a_state_is_offered_without_loss() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (torch.optim.LBFGS, "is an LBFGS, which computes the loss several times"),
+        (torch.optim.LBFGS, "is of type LBFGS, which computes the loss within its step"),
+        (partial(pytorch_optimizer.SAM, base_optimizer=torch.optim.SGD), "is of type SAM, .* of SAM and its like, the"),
+        (pytorch_optimizer.AliG, "is of type AliG, which computes the loss within its step"),
         (torch.optim.SparseAdam, "is a SparseAdam, which takes sparse gradients only"),
     ],
 )

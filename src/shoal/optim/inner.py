@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ConfigError
+from shoal.optim.optimizer_state import OptimizerState
 
 __all__ = ["Scheduler", "make_optimizer", "make_scheduler"]
 
@@ -50,10 +51,11 @@ def make_optimizer(
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    if isinstance(optimizer, torch.optim.LBFGS):
+    if isinstance(optimizer, torch.optim.LBFGS) or OptimizerState(optimizer).needs_closure:
         raise ConfigError(
-            "optimizer is an LBFGS, which computes the loss several times in a step: the swarm has one average of "
-            "gradients for it; use another one"
+            f"optimizer is of type {type(optimizer).__name__}, which computes the loss within its step (it needs a "
+            "closure): the swarm has one average of gradients for it. Use another one: of SAM and its like, the base "
+            "optimizer"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(

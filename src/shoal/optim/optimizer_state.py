@@ -26,7 +26,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
-from shoal.optim.trial import try_step
+from shoal.optim.trial import needs_closure, try_step
 from shoal.state import TensorSpec
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
@@ -85,6 +85,11 @@ class OptimizerState:
             inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
             wrapped += [value for value in inner if not any(value is other for other in wrapped)]
         return found
+
+    @property
+    def needs_closure(self) -> bool:
+        """Whether it says that it cannot step without one; False if it has stepped."""
+        return needs_closure(self._optimizer, self._states)
 
     # ------------------------------------------------------------------------------------------------------- take out
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["try_step"]
+__all__ = ["needs_closure", "try_step"]
 
 _GRADIENT = 1e-3
 
@@ -49,6 +49,24 @@ def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, An
             if own_failure is None:
                 why = _difference(expected, entry) or failure
                 raise ValueError(f"parameter {numbers[id(parameter)]} cannot be stepped from it: {why}")
+
+
+def needs_closure(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]]) -> bool:
+    """Whether an optimizer that has not stepped yet says that it cannot step without a closure. It is not changed.
+
+    One with statistics or gradients is not asked: if it wraps another one, its twin might touch its parameters.
+
+    Args:
+        optimizer: that is asked.
+        states: its statistics, and those of the optimizers that it wraps.
+    """
+    pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    trained = [(parameter, group) for group, parameter in pairs if parameter.requires_grad and parameter.numel()]
+    if not trained or any(states) or any(parameter.grad is not None for _, parameter in pairs):
+        return False
+    parameter, group = min(trained, key=lambda pair: pair[0].numel())
+    failure, _ = _step(optimizer, parameter, {name: value for name, value in group.items() if name != "params"}, {})
+    return failure is not None and "closure" in failure
 
 
 def _sort(parameter: torch.Tensor, entry: Mapping[Any, Any]) -> Hashable:

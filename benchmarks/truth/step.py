@@ -197,8 +197,8 @@ def frozen_base() -> Verdict:
     ]
     errors = list[str]()
     with Peers() as peers:
-        first, second = joined(peers, jobs)
         try:
+            first, second = joined(peers, jobs)
             reports = [second.result(), first.result()]
         except Failed as error:
             reports, errors = [], [str(error)]

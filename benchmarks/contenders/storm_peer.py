@@ -19,7 +19,16 @@ from typing import Any
 import torch
 
 import shoal
-from shoal.events import EpochAdvanced, Event, GroupFormed, PeerSilent, RoundAborted, StateDownloaded, Warned
+from shoal.events import (
+    EpochAdvanced,
+    Event,
+    GroupFormed,
+    PeerDropped,
+    PeerSilent,
+    RoundAborted,
+    StateDownloaded,
+    Warned,
+)
 
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG = 1
@@ -64,10 +73,13 @@ def train(name: str, settings: dict[str, Any]) -> None:
     def note(event: Event) -> None:
         nonlocal decider
         match event:
-            case GroupFormed():
+            case GroupFormed(peers=peers, waited_s=waited_s):
                 decider = event.decider
-            case PeerSilent(peer=peer):
-                say(name, silent=str(peer)[:16], decides=peer == decider)
+                say(name, group=len(peers), searched_s=round(waited_s, 3), leads=str(decider) == me)
+            case PeerDropped(peer=peer, where=where, reason=reason):
+                say(name, dropped=str(peer)[:16], where=where, reason=reason[:100])
+            case PeerSilent(peer=peer, waited_s=waited_s):
+                say(name, silent=str(peer)[:16], decides=peer == decider, waited_s=round(waited_s, 3))
             case EpochAdvanced(epoch=epoch, samples=samples, digest=digest):
                 result = optimizer.collaboration.last_round
                 by = [me] if result is None else [str(peer) for peer in result.outcome.contributors]

@@ -100,6 +100,7 @@ class PeerSilent(Event, frozen=True, kw_only=True):
     """This peer was asked for a sign of life, and gave none: nobody here waits for it until it says something."""
 
     peer: PeerID
+    waited_s: float
 
 
 class PeerDropped(Event, frozen=True, kw_only=True):

@@ -370,6 +370,23 @@ def test_dead_initial_peer_does_not_hold_up_a_bootstrap_that_another_answers() -
     run(main)
 
 
+def test_one_that_joins_waits_three_seconds_for_a_silent_node() -> None:
+    """It does not: of a small network the others have answered; nor does it wait for that node again and again."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, 8)
+        swarm.stall(nodes[3].name)
+        began = asyncio.get_running_loop().time()
+        new = await swarm.start_peer("new", node([swarm.host(FIRST).address]))
+        assert asyncio.get_running_loop().time() - began < 1.0
+        for number in range(4):
+            assert await new.dht.get(f"key {number}", latest=True) is None
+        assert asyncio.get_running_loop().time() - began < 1.5
+
+    run(main)
+
+
 # ------------------------------------------------------------------------------------------------- nodes that fail
 
 

@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 
 from shoal.errors import ClosedError, PeerRefused, PeerTimeout, PeerUnreachable
-from shoal.events import PeerConnected, PeerDropped, PeerLost, Warned
+from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
-from shoal.rpc import Limits
+from shoal.rpc import LOOK_S, Limits
 from shoal.rpc.framing import Kind, pack
 from shoal.sim import sleep
 from shoal.wire import Beat, BeatReply, Call, Contact, Reply, encode
@@ -339,6 +339,59 @@ def test_who_was_stopped_itself_accuses_nobody() -> None:
         await sleep(70.0)
         assert not a.seen(PeerLost)
         await net.swarm.run_on("a", stream.finish)
+
+    on_sim(scenario)
+
+
+async def look_at(a: Peer, b: Peer, until_s: float) -> float | None:
+    """Wait for a peer until this time; returns since when it is heard again, if it was silent."""
+    was_silent, heard_at = False, None
+    while now() < until_s:
+        silent = a.endpoint.is_silent(b.peer_id)
+        heard_at = now() if was_silent and not silent else heard_at
+        was_silent = silent
+        await sleep(LOOK_S)
+    return heard_at
+
+
+@pytest.mark.parametrize("cut_s", [7.0, 10.0, 20.0])
+def test_after_a_cut_a_silent_peer_is_heard_by_a_new_link(cut_s: float) -> None:
+    """TCP tries the old one seconds later. What waited for an answer there fails at once, and nobody is lost."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        net.swarm.partition([["a"]])
+        began = now()
+        call = asyncio.create_task(a.endpoint.call(b.peer_id, Say("y"), timeout_s=60.0))
+        await look_at(a, b, began + cut_s)
+        net.swarm.heal()
+        heard_at = await look_at(a, b, began + cut_s + 3.0)
+        assert heard_at is not None
+        assert heard_at <= began + cut_s + 1.0
+        with pytest.raises(PeerUnreachable):
+            await call
+        await a.endpoint.call(b.peer_id, Say("z"), timeout_s=1.0)
+        assert now() < began + cut_s + 3.5
+        for each in (a, b):
+            assert not each.seen(PeerLost)
+        assert len(a.transport.dials) <= 1 + cut_s / QUICK.dial_timeout_s + 1
+
+    on_sim(scenario, backs_off=True)
+
+
+def test_whose_process_stands_still_is_not_dialed_anew() -> None:
+    """Its machine takes what we ask: the line is there, and another link would be as silent."""
+
+    async def scenario(net: SimNet) -> None:
+        a, b = await net.peer("a"), await net.peer("b")
+        b.endpoint.serve(Say, echo)
+        await a.endpoint.call(b.contact, Say("x"), timeout_s=5.0)
+        net.swarm.stall("b")
+        await look_at(a, b, now() + 10.0)
+        assert a.seen(PeerSilent)
+        assert len(a.transport.dials) == 1
 
     on_sim(scenario)
 

@@ -394,6 +394,27 @@ def test_within_a_group_life_goes_on() -> None:
     simulate(main)
 
 
+@pytest.mark.parametrize(("lasts_s", "late_s"), [(1.0, 0.4), (10.0, 2.6)])
+def test_after_a_partition_tcp_tries_again_ever_more_rarely(lasts_s: float, late_s: float) -> None:
+    """0.2, 0.6, 1.4, 3, 6.2 and 12.6 s after the first byte was lost; what is said since waits behind it."""
+
+    async def main() -> None:
+        net = await make_net("a", "b", latency_s=0.01, backs_off=True)
+        here, there = await net.pipe("a", "b")
+        net.network.partition([["a"]])
+        began = now()
+        await here.write(b"lost")
+        await sim.sleep(lasts_s)
+        net.network.heal()
+        await here.write(b"said")
+        assert await read(there, 8) == b"lostsaid"
+        assert now() - began == pytest.approx(lasts_s + late_s + 0.02, abs=0.02)
+        anew, _ = await net.pipe("a", "b")
+        assert not anew.closed
+
+    simulate(main)
+
+
 def test_a_large_transfer_survives_partitions() -> None:
     """Queues, credit and the uplink all start again."""
 

@@ -24,7 +24,8 @@ class Storm:
 
     def __init__(self, seed: int) -> None:
         target = PEERS * BATCH * BATCHES
-        self.run = Run(target=target, network=SimNetwork(seed, latency_s=0.001), averager=AveragerSettings())
+        network = SimNetwork(seed, latency_s=0.001, backs_off=True)
+        self.run = Run(target=target, network=network, averager=AveragerSettings())
         self.names = [f"p{number}" for number in range(PEERS)]
         self.epochs: dict[bytes, tuple[float, frozenset[str]]] = {}
 
@@ -100,6 +101,24 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
 def test_a_frozen_peer_costs_the_others_two_seconds_at_most(role: str, phase_s: float) -> None:
     """Whoever it is, and whenever in an epoch; it is back within two epochs and a half of when it wakes."""
     freeze(0, role, phase_s)
+
+
+def test_a_peer_whose_line_was_cut_waits_until_tcp_tries_again() -> None:
+    """It does not: it is back within two epochs and a half of when it is healed, and costs the others two seconds."""
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        calm = storm.gaps(4.0, loop.time())
+        began = loop.time()
+        swarm.partition([["p2"]])
+        await sim.sleep(10.0)
+        swarm.heal()
+        healed = loop.time()
+        await sim.sleep(8.0)
+        assert storm.first_by("p2", healed) <= 2.5 * statistics.median(calm)
+        assert storm.gaps(began, loop.time())[-1] <= calm[-1] + 2.0
+
+    play(2, scenario)
 
 
 @pytest.mark.long

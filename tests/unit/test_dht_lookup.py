@@ -147,6 +147,19 @@ def test_slow_node_is_waited_for_when_there_are_too_few_others() -> None:
     assert lookup.nearest == far(1)
 
 
+def test_slow_nodes_are_not_waited_for_when_four_have_answered_for_each() -> None:
+    """Also in a network that has fewer nodes than are looked for."""
+    lookup = Lookup(TARGET, OWN, far(1, 2, 3, 4, 5, 6, 7, 8, 9, 10), count=16, alpha=16)
+    assert len(lookup.next_queries()) == 10
+    lookup.slow(NODES[1].peer)
+    lookup.slow(NODES[2].peer)
+    for number in range(3, 10):
+        lookup.reply(NODES[number].peer, [])
+    assert not lookup.done
+    lookup.reply(NODES[10].peer, [])
+    assert lookup.done
+
+
 def test_slow_node_that_fails_in_the_end_lets_the_lookup_end() -> None:
     """Whoever drives the lookup gives each call an end."""
     lookup = Lookup(TARGET, OWN, far(1), count=2)

@@ -28,7 +28,7 @@ class World:
             self._ask,
             lambda who: self.received[who],
             lambda _: int(self.acked + self.acked_a_second * self.now),
-            self.found.append,
+            lambda who, _: self.found.append(who),
             most_s=MOST_S,
         )
 

@@ -344,12 +344,12 @@ class Round:
         """Nobody waits for who is silent: the decider for no member, the others not for the decider."""
         others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
         while others and not self.decided:
-            await asyncio.sleep(LOOK_S)
             for index in sorted(others):
                 peer = self.members[index].contact.peer
                 if not self.decided and self.endpoint.is_silent(peer):
                     others.discard(index)
                     self._peer_lost(peer, "silent")
+            await asyncio.sleep(LOOK_S)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a task of this round; what goes wrong in it fails the round here."""

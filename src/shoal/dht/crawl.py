@@ -34,13 +34,13 @@ def report(where: str, error: BaseException) -> None:
 
 
 class _Gate:
-    """Who calls one peer, or waits to."""
+    """Who calls one peer, or waits to; and since when none of them has been answered."""
 
-    __slots__ = ("free", "users")
+    __slots__ = ("free", "since", "users")
 
-    def __init__(self, calls: int) -> None:
+    def __init__(self, calls: int, now: float) -> None:
         self.free = asyncio.Semaphore(calls)
-        self.users = 0
+        self.users, self.since = 0, now
 
 
 class Caller:
@@ -61,6 +61,11 @@ class Caller:
     def silent(self) -> frozenset[PeerID]:
         """Who was asked for a sign of life by somebody here, and gives none: not worth a call now."""
         return self._endpoint.silent
+
+    def patience_s(self, peer: PeerID) -> float:
+        """How long a call to this peer holds up a lookup: none if others wait for its answer for so long already."""
+        gate, slow_s = self._gates.get(peer), self._settings.slow_s
+        return slow_s if gate is None else max(0.0, gate.since + slow_s - asyncio.get_running_loop().time())
 
     async def call(self, contact: Contact, request: Request[R]) -> R:
         """Call a node.
@@ -105,7 +110,7 @@ class Caller:
         """Wait until few enough calls to this peer are under way."""
         gate = self._gates.get(peer)
         if gate is None:
-            gate = self._gates[peer] = _Gate(self._settings.calls_per_peer)
+            gate = self._gates[peer] = _Gate(self._settings.calls_per_peer, asyncio.get_running_loop().time())
         gate.users += 1
         try:
             await gate.free.acquire()
@@ -115,6 +120,7 @@ class Caller:
 
     def _leave(self, peer: PeerID) -> None:
         gate = self._gates[peer]
+        gate.since = asyncio.get_running_loop().time()
         gate.free.release()
         self._forget(peer, gate)
 
@@ -276,7 +282,7 @@ class Crawler:
                 self._caller.spawn(self._work(queue, run))
             queue.waiting += group
             queue.members += group
-            timer = asyncio.get_running_loop().call_later(self._settings.slow_s, run.slow, peer, group)
+            timer = asyncio.get_running_loop().call_later(self._caller.patience_s(peer), run.slow, peer, group)
             queue.timers.append(timer)
         if run.ready:
             self._ask_on(run)

@@ -9,7 +9,7 @@ Invariants, held by the tests:
   the nearest `count` are asked at once. Queries that were called slow do not count: a silent node costs one place for
   a moment, not the lookup its time;
 - it ends when the nearest `count` nodes of those that did not fail have answered; a slow one among them is waited for
-  only while fewer than `count` others have;
+  only while fewer than `count` others have, and fewer than four for each that is slow;
 - one reply adds at most 32 candidates, and there are never more than `max_queries` queries, so liars can lengthen a
   lookup by a bounded amount only. What a reply says of a node counts as hearsay until that node answers itself.
 """
@@ -28,6 +28,7 @@ __all__ = ["Lookup"]
 
 _QUERIES_PER_COUNT = 10
 _CONTACTS_PER_REPLY = 32
+_ANSWERS_PER_SLOW = 4
 
 
 class _State(Enum):
@@ -97,7 +98,7 @@ class Lookup:
                 return False
             replied += candidate.state is _State.REPLIED
             slow += candidate.state is _State.SLOW
-        return slow == 0 or replied >= self.count
+        return slow == 0 or replied >= min(self.count, _ANSWERS_PER_SLOW * slow)
 
     @property
     def nearest(self) -> list[Contact]:

@@ -23,6 +23,7 @@ from shoal.events import PeerDropped
 from shoal.optim.tellers import FEW, keepers, pace_s
 from shoal.peer import PeerID
 from shoal.progress import SwarmProgress, SwarmView
+from shoal.rpc import LOOK_S
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, decode, encode
 
 __all__ = ["ProgressGossip"]
@@ -239,7 +240,7 @@ class ProgressGossip:
             if peer not in self._telling:
                 self._begin_telling(peer)
         if asked := {self._telling[peer] for peer in to_ask if peer in self._telling}:
-            await asyncio.wait(asked, timeout=_FIRST_ANSWER_S)
+            await self._first_answers(asked)
         quiet = to_ask[:_ASKED_AT_FIRST]
         unsure = any(peer in self._telling or peer not in self._deaf for peer in writers)
         if unsure and not any(map(endpoint.connected, writers)):
@@ -249,6 +250,16 @@ class ProgressGossip:
         for peer in quiet:
             if not endpoint.connected(peer):
                 self._known.silent(peer, said_before=math.nextafter(written[peer], math.inf))
+
+    async def _first_answers(self, asked: set[asyncio.Task[None]]) -> None:
+        """Wait for all, but not for long; once somebody has answered, for twice as long as that took at most."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        until = began + _FIRST_ANSWER_S
+        while asked and loop.time() < until:
+            _, asked = await asyncio.wait(asked, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            if self._met:
+                until = min(until, began + max(LOOK_S, 2 * (loop.time() - began)))
 
     async def seek(self) -> None:
         """Look for the others now, whom nobody knows here: after a start, a sleep, or the loss of all links."""
@@ -282,7 +293,6 @@ class ProgressGossip:
         for peer in self._whom_to_tell(view):
             if peer in self._telling:
                 self._outdated.add(peer)
-                self._core.endpoint.is_silent(peer)  # it has not answered yet: look whether it is there
             elif self._core.endpoint.reachable(peer):
                 self._begin_telling(peer)
 

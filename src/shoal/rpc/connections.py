@@ -22,9 +22,10 @@ class PeerState:
         inbound: how many streams it has open to us.
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
         accepted: connections for the streams that it opens, also while they wait for the next one.
+        received_before: bytes that came on connections that have ended since.
     """
 
-    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "links", "streams")
+    __slots__ = ("accepted", "ahead", "dialing", "idle", "inbound", "links", "received_before", "streams")
 
     def __init__(self) -> None:
         self.links: list[CallLink] = []
@@ -34,11 +35,12 @@ class PeerState:
         self.inbound = 0
         self.idle: dict[Connection, bool] = {}
         self.accepted: set[Connection] = set()
+        self.received_before = 0
 
     @property
     def link(self) -> CallLink | None:
-        """A link that can carry a call."""
-        return next((link for link in self.links if not link.closed), None)
+        """A link that can carry a call: the newest, as older ones may be those that a cut line has left stuck."""
+        return next((link for link in reversed(self.links) if not link.closed), None)
 
     def take_idle(self, *, bulk: bool) -> Connection | None:
         """The connection for a stream, if one waits: for bulk data rather one that has carried some.
@@ -101,12 +103,13 @@ class Connections:
         return bool(state and state.streams)
 
     def bytes_received(self, peer: PeerID) -> int:
-        """What has come from a peer over the connections that are open now."""
+        """What has come from a peer since something is open with it."""
         if (state := self.peers.get(peer)) is None:
             return 0
         links = (link.connection for link in state.links)
         # Idle ones too: else what came on them before would seem to come when a stream takes them.
-        return sum(each.bytes_received for each in {*links, *state.streams, *state.accepted, *state.idle})
+        now_open = {*links, *state.streams, *state.accepted, *state.idle}
+        return state.received_before + sum(each.bytes_received for each in now_open)
 
     def bytes_acked(self, peer: PeerID) -> int:
         """What a peer's machine has taken of what went to it on connections for streams."""
@@ -127,6 +130,8 @@ class Connections:
             self.connections.discard(connection)
             sent, received = self._closed_traffic
             self._closed_traffic = (sent + connection.bytes_sent, received + connection.bytes_received)
+            if (state := self.peers.get(connection.peer_id)) is not None:
+                state.received_before += connection.bytes_received
 
     def drop(self, connection: Connection) -> None:
         """End a connection at once."""

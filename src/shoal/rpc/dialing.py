@@ -7,11 +7,13 @@ either way there is a call link when it begins, as its heartbeat is what tells t
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from shoal.errors import ClosedError, PeerTimeout, PeerUnreachable
+from shoal.clock import Backoff
+from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
 from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Kind, Limits, pack
@@ -140,19 +142,59 @@ class Dialer:
     async def _dial_link(self, peer: PeerID) -> CallLink:
         state = self._open.of(peer)
         try:
-            connection = await self._dial(peer)
-            try:
-                await connection.write(pack(Kind.HELLO, Hello(self._me())))
-            except BaseException:
-                self._open.drop(connection)
-                raise
-            return self._add_link(connection)
+            return await self._greet(await self._dial(peer))
         finally:
             state.dialing = None
             self._open.forget(peer)
 
+    async def _greet(self, connection: Connection) -> CallLink:
+        try:
+            await connection.write(pack(Kind.HELLO, Hello(self._me())))
+        except BaseException:
+            self._open.drop(connection)
+            raise
+        return self._add_link(connection)
+
+    async def link_anew(self, peer: PeerID, silent: Callable[[], bool], rng: random.Random) -> None:
+        """Make another link with a peer that has fallen silent, in place of those that it is silent on.
+
+        Where a line was cut, TCP tries again ever more rarely, and finds out seconds late that it is there again; a new
+        connection asks every second. Nothing is dialed where the peer's machine takes what we send: its line is there,
+        and its process stands still.
+
+        Args:
+            peer: who is silent.
+            silent: whether it still is.
+            rng: jitter: whoever was cut off has many to dial, and many dial it.
+        """
+        stuck, limit_s = list(self._open.of(peer).links), self._limits.dial_timeout_s
+        backoff = Backoff(rng, first_s=0.2, max_s=2.0)
+        while silent() and any(link.stuck for link in stuck) and not self.ways.shut(peer):
+            await asyncio.sleep(backoff.next_s())
+            try:
+                connection = await self._transport.dial(peer, self._addresses(peer), timeout_s=limit_s)
+            except PeerTimeout:
+                backoff.reset()
+                continue
+            except PeerError:
+                continue
+            if not silent():
+                connection.abort()
+                return
+            link = await self._greet(self._opened(connection))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit_s):
+                    await link.heard.wait()
+                    for old in stuck:
+                        if old.stuck:
+                            old.abort()  # what waits for an answer there fails now, and is said again
+                    return
+
+    def _addresses(self, peer: PeerID) -> tuple[Address, ...]:
+        return tuple(dict.fromkeys(self._told.get(peer, ()) + self._heard.get(peer, ())))
+
     async def _dial(self, peer: PeerID) -> Connection:
-        addresses = tuple(dict.fromkeys(self._told.get(peer, ()) + self._heard.get(peer, ())))
+        addresses = self._addresses(peer)
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
         if self.ways.closed(peer, addresses):

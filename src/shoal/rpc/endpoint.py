@@ -29,7 +29,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
 from shoal.rpc.link import CallLink, LinkRetired
-from shoal.rpc.rhythm import Rhythm
+from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
 from shoal.transport.base import Connection, Transport
@@ -58,6 +58,8 @@ Down = TypeVar("Down", bound=Message)
 _OPEN_TIMEOUT_S = 10.0
 _MAX_LINKS = 4
 """With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
+
+_MAX_LINKING_ANEW = 32
 
 CLOCKS_DIFFER_S = 10.0
 """From here on a clock that is wrong is worth a warning."""
@@ -99,9 +101,11 @@ class Endpoint:
             self._ask,
             self._open.bytes_received,
             self._open.bytes_acked,
-            lambda peer: self.env.events.emit(PeerSilent(peer=peer)),
+            self._fell_silent,
             most_s=self.limits.silence_s,
         )
+        self._linking_anew: set[PeerID] = set()
+        self._looking = False
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -263,6 +267,31 @@ class Endpoint:
             return True
         return bool(links)
 
+    async def _look_loop(self) -> None:
+        """Look at those who have not answered a call yet, as long as there are any."""
+        waiting = [self.peer_id]
+        while waiting:
+            await asyncio.sleep(LOOK_S)
+            waiting = [peer for peer, state in self._open.peers.items() if any(link.waits for link in state.links)]
+            for peer in waiting:
+                self.is_silent(peer)
+        self._looking = False
+
+    def _fell_silent(self, peer: PeerID, waited_s: float) -> None:
+        self.env.events.emit(PeerSilent(peer=peer, waited_s=waited_s))
+        if (state := self._open.peers.get(peer)) is None or self._closed:
+            return
+        self._open.drop_all(state.idle)  # its line may have been cut: they would be as late as its links
+        if peer not in self._linking_anew and len(self._linking_anew) < _MAX_LINKING_ANEW:
+            self._linking_anew.add(peer)
+            self._spawn(self._link_anew(peer))
+
+    async def _link_anew(self, peer: PeerID) -> None:
+        try:
+            await self._dialer.link_anew(peer, lambda: self.is_silent(peer), self.env.rng)
+        finally:
+            self._linking_anew.discard(peer)
+
     async def _dial_and_ask(self, peer: PeerID) -> None:
         (await self._dialer.link(peer, self.limits.dial_timeout_s)).ask()
 
@@ -343,6 +372,9 @@ class Endpoint:
         method, packed = tag_of(type(request)), encode(request)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
+        if not self._looking:
+            self._looking = True
+            self._spawn(self._look_loop())
         while True:
             link = self._open.link(peer) or await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
             with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh

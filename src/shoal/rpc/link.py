@@ -84,6 +84,9 @@ class CallLink:
         owner: the endpoint.
         limits: bounds and heartbeat periods.
         spawn: starts a task that the endpoint owns.
+
+    Attributes:
+        heard: set once a message has come.
     """
 
     def __init__(
@@ -107,7 +110,8 @@ class CallLink:
         self._closed = False
         self._said_bye: Bye | None = None
         self._last_heard = self._last_used = self._loop.time()
-        self._received = 0
+        self.heard = asyncio.Event()
+        self._received = self._acked = 0
         self._asked_at: float | None = None  # when the first Beat left that nothing has come after
         self._next_tick = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -144,8 +148,19 @@ class CallLink:
 
     def ask(self) -> None:
         """Ask for a sign of life, and the time."""
+        self._acked = self.connection.bytes_acked
         with suppress(PeerUnreachable):  # too much waits to be sent: that is answered first
             self._ask_time()
+
+    @property
+    def waits(self) -> bool:
+        """Whether a call has not been answered yet."""
+        return bool(self._waiting)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether nothing has come to the other machine since it was asked last, as far as can be told here."""
+        return self.connection.bytes_acked <= self._acked
 
     # -------------------------------------------------------------------------------------------------------- calls
 
@@ -253,6 +268,7 @@ class CallLink:
 
     def _handle(self, message: _CallMessage) -> None:
         self._last_heard, self._asked_at = self._loop.time(), None
+        self.heard.set()
         match message:
             case Call():
                 self._last_used = self._last_heard

@@ -64,7 +64,7 @@ class Rhythm:
         ask: asks a peer for a sign of life; False if there is no way to.
         received: how many bytes have come from a peer over what is open with it now.
         acked: how many bytes of streams a peer's machine has acknowledged, over what is open with it now.
-        found: told of each peer that is found to be silent.
+        found: told of each peer that is found to be silent, and for how long it was waited for, seconds.
         most_s: nobody is waited for longer than this.
     """
 
@@ -73,7 +73,7 @@ class Rhythm:
         ask: Callable[[PeerID], bool],
         received: Callable[[PeerID], int],
         acked: Callable[[PeerID], int],
-        found: Callable[[PeerID], None],
+        found: Callable[[PeerID, float], None],
         *,
         most_s: float,
     ) -> None:
@@ -132,7 +132,7 @@ class Rhythm:
         if pulse.quiet_s >= self._limit_s(pulse) or pulse.waited_s >= self._most_s:
             pulse.silent = True
             self._silent.add(peer)
-            self._found(peer)
+            self._found(peer, pulse.waited_s)
 
     def _heard(self, peer: PeerID, pulse: _Pulse, received: int, now: float) -> None:
         if received > pulse.received and pulse.asked:

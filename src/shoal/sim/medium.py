@@ -79,13 +79,31 @@ class Station(Protocol):
 class Medium:
     """What all flows of a network share: the loop, chance, the window, which messages are small, and the trace."""
 
-    __slots__ = ("_digest", "delivered_bytes", "deliveries", "log", "loop", "rng", "small_bytes", "window_bytes")
+    __slots__ = (
+        "_backs_off",
+        "_digest",
+        "delivered_bytes",
+        "deliveries",
+        "log",
+        "loop",
+        "rng",
+        "small_bytes",
+        "window_bytes",
+    )
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, rng: random.Random, window_bytes: int, *, fair: bool, log: bool
+        self,
+        loop: asyncio.AbstractEventLoop,
+        rng: random.Random,
+        window_bytes: int,
+        *,
+        fair: bool,
+        backs_off: bool,
+        log: bool,
     ) -> None:
         self.loop, self.rng, self.window_bytes = loop, rng, window_bytes
         self.small_bytes = SMALL_BYTES if fair else 0
+        self._backs_off = backs_off
         self.deliveries = self.delivered_bytes = 0
         self.log: list[Delivery] | None = [] if log else None
         self._digest = hashlib.blake2b(digest_size=16)
@@ -110,6 +128,13 @@ class Medium:
             # Later packets show that one is missing, but nothing follows a small message: only a timeout tells.
             delay_s += 2 * latency_s if nbytes > SMALL_BYTES else max(_RETRANSMIT_S, 2 * latency_s)
         return delay_s
+
+    def tried_again_at(self, since: float) -> float:
+        """When something that has been lost since then is sent anew: now, or when TCP tries the next time."""
+        now, pause_s, at = self.time(), _RETRANSMIT_S, since
+        while self._backs_off and at < now:
+            at, pause_s = at + pause_s, 2 * pause_s
+        return max(now, at)
 
     def delivered(self, source: Station, target: Station, data: bytes) -> None:
         """Write a delivery into the trace."""

@@ -59,6 +59,7 @@ class SimNetwork:
         bandwidth_bytes_s: how fast each host sends, and receives; None for no limit. `add_host` sets it for one host.
         window_bytes: how much may be in flight and unread on one direction of a pipe.
         fair: small messages go ahead of bulk on the hosts' lines; else each line has one queue, as a plain router has.
+        backs_off: what a partition has stopped comes when TCP tries again, ever more rarely; else at once.
         dial_round_trips: how often a new connection goes back and forth before it is open (2: as TCP and TLS 1.3).
         keep_trace: keep every delivery in `trace`, for looking at; the digest is always kept.
 
@@ -77,6 +78,7 @@ class SimNetwork:
         bandwidth_bytes_s: float | None = None,
         window_bytes: int = 4 << 20,
         fair: bool = True,
+        backs_off: bool = False,
         dial_round_trips: int = 2,
         keep_trace: bool = False,
     ) -> None:
@@ -90,7 +92,7 @@ class SimNetwork:
             raise ConfigError(f"dial_round_trips must be at least 1, got {dial_round_trips}")
         rng = seed if isinstance(seed, random.Random) else random.Random(f"{seed}/network")
         self._loop = loop
-        self._medium = Medium(loop, rng, window_bytes, fair=fair, log=keep_trace)
+        self._medium = Medium(loop, rng, window_bytes, fair=fair, backs_off=backs_off, log=keep_trace)
         self._link = Link(latency_s=latency_s, jitter_s=jitter_s, loss=loss)
         self._links: dict[tuple[str, str], Link] = {}
         self._rate = _rate("bandwidth_bytes_s", bandwidth_bytes_s)

@@ -190,11 +190,13 @@ class Flow:
     __slots__ = (
         "_acked",
         "_acks",
+        "_again_at",
         "_credit_held",
         "_end_sent",
         "_flying",
         "_held_until",
         "_line",
+        "_lost_since",
         "_medium",
         "_owed",
         "_queue",
@@ -223,14 +225,19 @@ class Flow:
         self._owed = 0  # bytes read there for which no credit was sent
         self._credit_held = 0
         self._end_sent = False
+        self._lost_since: float | None = None  # when the first byte met a closed path
+        self._again_at = 0.0  # when it is sent anew; until then nothing else leaves
         self._acks: deque[tuple[float, int]] = deque()  # when word of what arrived is back, and of how much
         self._acked = 0
 
     # ------------------------------------------------------------------------------------------------------- leaving
 
     def _may_leave(self) -> bool:
-        src = self.src
-        return src.awake and src.group == self.dst.group and self._unread < self._medium.window_bytes
+        src, medium = self.src, self._medium
+        if src.awake and src.group != self.dst.group and self._lost_since is None:
+            self._lost_since = medium.time()
+        way = src.awake and src.group == self.dst.group and self._again_at <= medium.time() + _SOON_S
+        return way and self._unread < medium.window_bytes
 
     def _unlimited(self) -> bool:
         return self.src.uplink.rate is None or self.src is self.dst
@@ -327,12 +334,17 @@ class Flow:
 
     def reopen(self, *, at_once: bool) -> None:
         """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
-        now = self._medium.time()
+        now = again_at = self._medium.time()
         late = bool(self._flying) and self._flying[0][0] < now
-        if late or self._credit_held:
-            until = now if at_once else now + self._latency_s()
+        if self.src.group == self.dst.group and not at_once:
+            since = min(self._flying[0][0] if late else now, now if self._lost_since is None else self._lost_since)
+            again_at = self._again_at = max(self._again_at, self._medium.tried_again_at(since))
+            self._lost_since = None
+        if late or self._credit_held or again_at > now:
+            until = now if at_once else again_at + self._latency_s()
             if late:
                 self._held_until = until
+            self._medium.at(again_at, self.kick)
             self._medium.at(until, self._catch_up)
         self.kick()
 
@@ -354,7 +366,7 @@ class Flow:
     def acked_bytes(self) -> int:
         """What the other machine has taken, also for a process that stands still, as far as word of it is back."""
         self._note_acks()
-        if not self.dst.up or self.src.group != self.dst.group:
+        if not self.dst.up or self.src.group != self.dst.group or self._held_until > self._medium.time():
             return self._acked
         since = self._medium.time() - self._ack_s()
         return self._acked + sum(len(each) for at, each in self._flying if at <= since and isinstance(each, bytes))

@@ -218,11 +218,23 @@ def test_first_ctrl_c_leaves_in_order(tmp_path: Path) -> None:
     assert not any(lives(pid) for pid in pids)
 
 
+def test_seven_seconds_without_a_word_after_ctrl_c_in_the_demo(tmp_path: Path) -> None:
+    """Who has met nobody yet (it loads torch, say) is not waited for, and is no death; the log says what goes on."""
+    record = tmp_path / "run.json"
+    with supervisor(record, seconds=60, peers=2, faults={"oak": "mute", "elm": "mute"}) as process:
+        pids = until(lambda: read(record).get("pids", [])[1:] and read(record)["pids"])
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LONG_S) == 130
+    assert "all peers leave; Ctrl+C again ends everything at once" in texts(read(record))
+    assert not any("died" in text for text in texts(read(record)))
+    assert not any(lives(pid) for pid in pids)
+
+
 def test_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     """A peer that does not leave is not waited for after the second Ctrl+C."""
     record = tmp_path / "run.json"
-    with supervisor(record, seconds=60, peers=2, faults={"oak": "mute"}, limits={"leave_s": 3600}) as process:
-        pids = until(lambda: read(record).get("pids", [])[1:] and read(record)["pids"])
+    with supervisor(record, seconds=60, peers=2, limits={"leave_s": 3600}) as process:
+        pids = pids_of(record, 2)
         os.kill(pids[0], signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
         until(lambda: read(record).get("phase") == "leaving")

@@ -129,7 +129,8 @@ def _ended(state: DemoState, fact: Ended, now_s: float) -> DemoState:
     peer = state.peers[fact.name]
     if not peer.alive:
         return state
-    if fact.returncode == 0 and state.phase not in {"starting", "training"}:
+    met_nobody = state.phase == "leaving" and not peer.peer_id
+    if met_nobody or (fact.returncode == 0 and state.phase not in {"starting", "training"}):
         return _with(state, replace(peer, fate="left", state="left", ended_at_s=now_s))
     how = f"signal {-fact.returncode}" if fact.returncode < 0 else f"exit code {fact.returncode}"
     state = _with(state, replace(peer, fate="died", state="DEAD", ended_at_s=now_s))
@@ -143,7 +144,9 @@ def _stop_announced(state: DemoState, fact: StopAnnounced, now_s: float) -> Demo
 
 
 def _phase_began(state: DemoState, fact: PhaseBegan, now_s: float) -> DemoState:
-    state = replace(state, phase=fact.phase)
+    early, state = state.phase != "stopping", replace(state, phase=fact.phase)
+    if fact.phase == "leaving" and early:
+        return _logged(state, now_s, "all peers leave; Ctrl+C again ends everything at once")
     if fact.phase == "baseline":
         return _logged(state, now_s, f"one process alone now trains on as much: {state.samples:,} sequences")
     return state

@@ -280,9 +280,13 @@ class _Supervisor:
 
     async def _send_home(self) -> None:
         self._see(PhaseBegan("leaving"))
+        self._refresh(at_once=True)
         children = [self._children[peer.name] for peer in self.state.living]
-        for child in children:
-            child.tell(Leave())
+        for peer, child in zip(self.state.living, children, strict=True):
+            if peer.peer_id:
+                child.tell(Leave())
+            else:
+                child.kill()  # it is still loading torch, and has met nobody
         deadline_s = self.now_s() + self._wiring.limits.leave_s
         while any(child.running for child in children) and self.now_s() < deadline_s:
             await self._pause()

@@ -39,7 +39,7 @@ else:
         "zero": "shoal",
     }
 
-    # Hidden from type checkers: with it they would take any misspelt name for an object.
+    # Hidden from type checkers: otherwise they would accept any misspelt name.
     __getattr__, __dir__ = lazy(__name__, _HOMES)
 
 

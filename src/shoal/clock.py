@@ -1,9 +1,9 @@
 """Time, chance and threads as arguments, so that a whole swarm can run on virtual time from one seed.
 
 Code above the sans-IO parts is async and waits through the running asyncio loop (`asyncio.timeout`, `call_later`),
-whose time the simulator replaces. What the loop does not give is here: the wall clock that record expirations are
-written in, the random source, and the executor that tensor work runs in. `Env` carries all of them, and the event bus,
-to every part.
+whose time the simulator replaces. This module has the things that the loop does not give: the wall clock for the
+expirations of records, the random source, and the executor for tensor work. `Env` carries all of them, and the event
+bus, to every part.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ __all__ = [
 ]
 
 LONGEST_TURN_S = 0.5
-"""No turn of the loop counts as longer, on any clock that limits are kept by: the process was stopped (SIGSTOP, a
-laptop's lid), or kept busy. Others could not be heard meanwhile, so neither their silence nor a deadline counts it."""
+"""A turn of the loop counts as no longer than this, on every clock that limits use. After a longer turn the process was
+stopped (SIGSTOP, a laptop's lid) or kept busy. It could not hear others meanwhile, so neither their silence nor a
+deadline counts that time."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,17 +66,18 @@ class SystemClock:
 
 
 class SharedClock:
-    """The wall clock that the peers of a network have in common: each one's own, put right by what the others tell.
+    """The wall clock that the peers of a network have in common: each corrects its own clock by those of the others.
 
-    Who joins a network takes over its time. Later the median of what is told by the `VOTERS` hosts that have been
-    connected longest, and of the own time, is followed when it is more than `TOLERANCE_S` away. A host has one vote,
-    the median of its peers, whatever the number of their keys: a few hosts that lie move nobody, and fresh ones do not
-    count beside older ones. Of an even number the lower middle one counts: two that differ agree. A time that is more
-    than `FURTHEST_S` away is nobody's.
+    A peer that joins a network takes over its time. Later it follows the median of its own time and the times that the
+    `VOTERS` longest connected hosts tell, if that median is more than `TOLERANCE_S` away. A host has one vote, the
+    median of its peers, however many keys they have. So a few hosts that lie change nothing, and new hosts do not count
+    beside older ones. Of an even number of times the lower middle one counts, so that two peers that differ agree. A
+    time that is more than `FURTHEST_S` away is ignored.
 
     Args:
         own: the clock of this machine.
-        settled: whether the network's time is known: whoever begins one has it; who joins one has not, and says so.
+        settled: whether the network's time is known: a peer that begins a network knows it; a peer that joins one does
+            not, and says so.
 
     Attributes:
         ahead_s: how far the network's time is ahead of our own.
@@ -97,7 +99,7 @@ class SharedClock:
         return self.own.monotonic()
 
     def told(self, peer: Hashable, host: str, ahead_s: float) -> bool:
-        """A peer of a host tells the network's time, so far ahead of our own clock. True if ours changes by that."""
+        """A peer on a host told how far the network's time is ahead of our own clock. True if ours changes by that."""
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
         self._told[peer] = host, ahead_s
@@ -115,7 +117,7 @@ class SharedClock:
         return True
 
     def forget(self, peer: Hashable) -> None:
-        """It is connected no more."""
+        """The peer is no longer connected."""
         self._told.pop(peer, None)
 
 
@@ -149,7 +151,7 @@ class InlineExecutor:
 
 
 class ThreadExecutor:
-    """Runs functions in a thread pool that somebody else (`runtime`) starts and stops."""
+    """Runs functions in a thread pool that another module (`runtime`) starts and stops."""
 
     def __init__(self, pool: ConcurrentExecutor) -> None:
         self._pool = pool
@@ -160,7 +162,7 @@ class ThreadExecutor:
 
 
 async def to_the_end(work: Awaitable[T]) -> T:
-    """Wait for what must not be left half done: who is cancelled meanwhile is so only when it has ended."""
+    """Wait for work that must not be left half done: a cancellation meanwhile takes effect only when it has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -175,14 +177,14 @@ async def to_the_end(work: Awaitable[T]) -> T:
 
 @dataclass(frozen=True, slots=True)
 class Env:
-    """What a part of shoal needs from its surroundings, handed in so that tests can hand in something else.
+    """The surroundings of a part of shoal, handed in so that tests can hand in something else.
 
     Attributes:
         clock: reads the time.
         rng: the only source of chance. Not used for keys and nonces of real peers.
         executor: where tensor work runs.
-        events: where the part tells what happened.
-        prompt: makes a block in which the loop's thread is not kept waiting by the program's own threads.
+        events: the bus to which the part emits its events.
+        prompt: makes a block in which the program's own threads do not keep the loop's thread waiting.
     """
 
     clock: Clock = field(default_factory=SystemClock)

@@ -1,4 +1,4 @@
-"""What all averagers of one process share: one endpoint, one DHT node, one table of rounds. Does not need torch."""
+"""The parts that all averagers of one process share: endpoint, DHT node, table of rounds. Does not need torch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ __all__ = ["PeerCore"]
 
 @dataclass(slots=True)
 class PeerCore:
-    """One peer: who it is, and how it talks. Make it with `start`.
+    """One peer: its identity and its connections. Make it with `start`.
 
     Attributes:
         identity: its key.
         env: clock, chance, executor, events.
         endpoint: calls and streams.
         node: the DHT.
-        reachability: whether others can dial it, as far as that was asked.
+        reachability: whether others can dial it, as far as they were asked.
         state_upload_limit: bytes per second that all states together are sent at; None: no fixed limit.
         invited_to: the runs that its invites name.
         begins_here: whether it has no initial peer on another machine.
-        leavers: what ends in order before this peer leaves on purpose; each is given the seconds that it may take.
+        leavers: functions that end things in order before this peer leaves on purpose; each gets the seconds that it
+            may take.
     """
 
     identity: Identity
@@ -69,10 +70,10 @@ class PeerCore:
         """Listen, and join the network of the initial peers.
 
         Args:
-            identity: who this peer is; the transport's own.
-            transport: owned from now on.
+            identity: the key of this peer; the transport must use the same.
+            transport: the transport; this object closes it.
             env: clock, chance, executor, events.
-            initial_peers: where the network is joined; none begins a new one.
+            initial_peers: addresses at which to join the network; without any, a new network begins.
             client_mode: never listen; False: listen, and announce where; None: ask the others whether they can dial
                 this peer, unless all initial peers are on this machine, and announce nothing if they cannot.
             limits: of the endpoint.
@@ -113,16 +114,16 @@ class PeerCore:
 
     @property
     def peer_id(self) -> PeerID:
-        """Who this peer is."""
+        """The id of this peer."""
         return self.identity.peer_id
 
     @property
     def client_mode(self) -> bool:
-        """Whether it only dials: it never listens, or nobody can get in."""
+        """Whether this peer only dials: it never listens, or nobody can connect to it."""
         return not self.endpoint.contact.addresses
 
     def tell_joined(self) -> None:
-        """Say where this peer is, and who can reach it there."""
+        """Emit `Joined`, with the addresses of this peer and whether only this machine can reach them."""
         addresses = self.endpoint.contact.addresses
         self.env.events.emit(
             Joined(
@@ -141,7 +142,7 @@ class PeerCore:
         return self._rounds
 
     def pacer(self) -> Pacer:
-        """What all states that are shared from here are sent by; made when it is first asked for (it needs torch).
+        """The pacer of all states that are sent from here; made when it is first asked for (it needs torch).
 
         Raises:
             ConfigError: `state_upload_limit` is too low.

@@ -5,7 +5,7 @@
     ShoalError
     ├── ConfigError            an argument, file or setting is wrong: the message names it (also a ValueError)
     ├── LocalError             this process misused an object
-    │   ├── ClosedError        the object was shut down, or what it stands on was
+    │   ├── ClosedError        the object, or one that it depends on, was shut down
     │   └── SimulationError    a simulation cannot go on: deadlock, a limit, something that takes real time
     ├── PeerError              another peer, or the way to it, is at fault (carries .peer_id)
     │   ├── PeerUnreachable    no connection could be made, or it was lost
@@ -17,8 +17,8 @@
     ├── StateUnavailable       no donor gave a complete, verified state; nothing was applied
     └── RankLost               a process of our own torch.distributed group is gone (carries .ranks)
 
-Who is at fault decides what happens: a `PeerError` costs that peer its place, never the process its life; a
-`ConfigError` or `LocalError` is the caller's to mend. `assert` is kept for shoal's own invariants.
+The party at fault decides the type: a `PeerError` costs that peer its place but never ends the process; the caller must
+mend a `ConfigError` or a `LocalError`. `assert` is kept for shoal's own invariants.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LocalError(ShoalError):
 
 
 class ClosedError(LocalError):
-    """The object was shut down, or what it stands on was."""
+    """The object, or one that it depends on, was shut down."""
 
 
 class SimulationError(LocalError):
@@ -83,7 +83,7 @@ class PeerError(ShoalError):
 
 
 class PeerUnreachable(PeerError):
-    """No connection to the peer could be made, or the one there was is lost."""
+    """No connection to the peer could be made, or its connection was lost."""
 
 
 class PeerTimeout(PeerError, TimeoutError):
@@ -100,8 +100,8 @@ class PeerRefused(PeerError):
     Args:
         message: see `PeerError`.
         peer_id: see `PeerError`.
-        code: why, for a program to read: `refused`, or what `wire.Failure.code` said (`busy`, `unknown`, `bad`,
-            `internal`). A handler that raises this with `busy` has `busy` told to the other side.
+        code: the reason, for programs: `refused`, or the value of `wire.Failure.code` (`busy`, `unknown`, `bad`,
+            `internal`). If a handler raises this with `busy`, the other side is told `busy`.
     """
 
     def __init__(self, message: str, peer_id: PeerID | None = None, *, code: str = "refused") -> None:
@@ -115,7 +115,7 @@ class RoundFailed(ShoalError):
     Args:
         reason: what happened, one phrase.
         peers: the peers that caused it, if any are known.
-        round_id: of the round, if there was a group.
+        round_id: the id of the round, if there was a group.
     """
 
     def __init__(self, reason: str, peers: Sequence[PeerID] = (), *, round_id: bytes | None = None) -> None:
@@ -130,7 +130,7 @@ class SchemaMismatch(RoundFailed):
 
 
 class NobodyContributes(RoundFailed):
-    """All peers that looked for a group are auxiliary: there is nothing to average. Not tried again."""
+    """All peers that looked for a group are auxiliary: there is nothing to average. The step is not tried again."""
 
 
 class StateUnavailable(ShoalError):
@@ -141,8 +141,8 @@ class RankLost(ShoalError):
     """A collective of the `torch.distributed` group failed: a process is gone, or silent for the group's timeout.
 
     Args:
-        message: what happened, and who is to blame.
-        ranks: of the processes that are gone, as far as is known.
+        message: what happened, and which process is to blame.
+        ranks: the ranks of the processes that are gone, as far as is known.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

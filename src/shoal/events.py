@@ -1,8 +1,8 @@
-"""What happened, as typed values on an in-process bus.
+"""Typed events on an in-process bus.
 
 The log, the demo's screen, later the dashboard and the metrics, and the tests all read these instead of parsing text.
-Each event is a frozen struct; `peer` fields hold the other peer's id. Times are not in the events: whoever records them
-knows its own clock.
+Each event is a frozen struct; `peer` fields hold the other peer's id. Events hold no times: a subscriber that records
+them uses its own clock.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all events.
 
     Attributes:
-        level: at which it is logged: INFO what a user cares about, once or once in an epoch; DEBUG the rest.
+        level: the log level: INFO for events that a user cares about, once or once in an epoch; DEBUG for the rest.
     """
 
     level: ClassVar[int] = logging.DEBUG
 
     def line(self) -> str:
-        """What the log says of it: names in place of bytes, and nothing that a terminal would obey."""
+        """The log's text for this event: names in place of bytes, and no terminal control sequences."""
         fields = (f"{name}={_plain(getattr(self, name))}" for name in self.__struct_fields__)
         return f"{type(self).__name__} {' '.join(fields)}"
 
@@ -85,7 +85,7 @@ class PeerConnected(Event, frozen=True, kw_only=True):
 
 
 class PeerLost(Event, frozen=True, kw_only=True):
-    """The last connection that carries calls to this peer is gone, or it went silent."""
+    """The last connection that carries calls to this peer is gone, or the peer went silent."""
 
     level: ClassVar[int] = logging.INFO
 
@@ -97,14 +97,14 @@ class PeerLost(Event, frozen=True, kw_only=True):
 
 
 class PeerSilent(Event, frozen=True, kw_only=True):
-    """This peer was asked for a sign of life, and gave none: nobody here waits for it until it says something."""
+    """This peer was asked for a sign of life and gave none: nothing here waits for it until it says something."""
 
     peer: PeerID
     waited_s: float
 
 
 class PeerDropped(Event, frozen=True, kw_only=True):
-    """This peer broke the protocol, or was too slow, and was left out of what is named in `where`."""
+    """This peer broke the protocol, or was too slow, and was left out of the activity that `where` names."""
 
     level: ClassVar[int] = logging.INFO
 
@@ -117,7 +117,7 @@ class PeerDropped(Event, frozen=True, kw_only=True):
 
 
 class GroupFormed(Event, frozen=True, kw_only=True):
-    """Matchmaking gave a group; `decider` is the member that led it there, and decides the round."""
+    """Matchmaking formed a group; `decider` is the member that led it, and it decides the round."""
 
     prefix: str
     round_id: bytes
@@ -141,7 +141,7 @@ class RoundFinished(Event, frozen=True, kw_only=True):
 class RoundAborted(Event, frozen=True, kw_only=True):
     """An averaging round failed here; no tensor was touched.
 
-    `round_id` is None if there was no group; `peers` are those to blame, as far as it was seen from here.
+    `round_id` is None if there was no group; `peers` are the peers to blame, as far as this peer could see.
     """
 
     level: ClassVar[int] = logging.INFO
@@ -208,7 +208,7 @@ class EpochAdvanced(Event, frozen=True, kw_only=True):
 
 
 class SteppedAlone(Event, frozen=True, kw_only=True):
-    """The optimizer took a swarm step (`EpochAdvanced` comes, too) in which nobody else had a part."""
+    """The optimizer took a swarm step in which no other peer took part; `EpochAdvanced` is emitted too."""
 
     run_id: str
     epoch: int
@@ -242,8 +242,8 @@ class EventBus:
     """Hands each event to every subscriber, in order, in the thread that emits it.
 
     A subscriber must be quick and must not raise; one that raises is logged and stays subscribed. All events go to the
-    log `shoal.events`, one line each, at their own level, but `Warned` as WARNING, as long as it does not say the same
-    again.
+    log `shoal.events`, one line each, at their own level. `Warned` goes there as WARNING, unless it repeats the last
+    text of its `where`.
     """
 
     def __init__(self) -> None:
@@ -280,7 +280,7 @@ class EventBus:
 
 
 def print_log() -> None:
-    """Show the log from INFO on, on stderr, if the program has not said where the log goes."""
+    """Show the log from INFO on, on stderr, if the program has not set up logging itself."""
     shoal = logging.getLogger("shoal")
     if shoal.level == logging.NOTSET:
         shoal.setLevel(logging.INFO)

@@ -1,6 +1,6 @@
-"""Who a peer is: an Ed25519 key pair whose public half is the `PeerID`.
+"""The identity of a peer: an Ed25519 key pair whose public half is the `PeerID`.
 
-Signatures are domain-separated: what is signed is ``b"shoal/1 "``, the context, a zero byte, the message; a context
+Signatures are domain-separated: the signed bytes are ``b"shoal/1 "``, the context, a zero byte, the message; a context
 holds no zero byte. So a proof made to open a connection can never pass as a signed DHT record, nor the other way round.
 
 A key file is PEM (PKCS8, not encrypted), the format that `openssl genpkey -algorithm ed25519` writes. It is created
@@ -149,8 +149,8 @@ class Identity:
     def _create(cls, path: str | os.PathLike[str]) -> Identity:
         key = Ed25519PrivateKey.generate()
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-        # Under another name until all of it is on the disk: who starts meanwhile, or after a loss of power, finds a
-        # whole key or none. The mode is given at birth: there is no moment in which others can open the file.
+        # The file has another name until all of it is on the disk: a process that starts meanwhile, or after a loss of
+        # power, finds a whole key or none. The file is created with its mode: at no moment can others open it.
         draft = Path(f"{os.fspath(path)}.{os.getpid()}.{os.urandom(4).hex()}")
         try:
             fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -177,7 +177,7 @@ class Identity:
 
         Args:
             context: the purpose, such as `b"record"`; a signature for one context is worth nothing in another.
-            message: what is signed.
+            message: the bytes to sign.
 
         Returns:
             64 bytes.
@@ -191,7 +191,7 @@ class Identity:
 def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) -> bool:
     """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception.
 
-    Nobody is a peer whose public key is a point of small order: everybody could sign for it.
+    A public key that is a point of small order is no peer's key: everybody could sign for it.
     """
     if peer_id.raw[:31] + bytes([peer_id.raw[31] & 0x7F]) in _TORSION:
         return False

@@ -1,4 +1,4 @@
-"""Public names of a package that are loaded on first use, so that to import it takes no time."""
+"""Public names of a package that are loaded on first use, so that importing it takes no time."""
 
 from __future__ import annotations
 

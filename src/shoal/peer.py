@@ -1,8 +1,9 @@
 """Names of peers and of the places where they listen. Pure values: no socket, no key.
 
-A `PeerID` *is* the peer's Ed25519 public key: who can sign with the key is the peer. An `Address` is one place where a
-peer can be dialed, written `/ip4/127.0.0.1/tcp/4000/p2p/<peer id>` (hosts as `ip4`, `ip6` or `dns`). An `Invite` is
-what one person sends another: a few addresses and the name of a run, with a checksum against typing errors.
+A `PeerID` *is* the peer's Ed25519 public key: anybody who can sign with the key is the peer. An `Address` is one place
+where a peer can be dialed, written `/ip4/127.0.0.1/tcp/4000/p2p/<peer id>` (hosts as `ip4`, `ip6` or `dns`). An
+`Invite` is a text that one person sends another: a few addresses and the name of a run, with a checksum against typing
+errors.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ class PeerID:
         return self.raw
 
     def to_base58(self) -> str:
-        """The printed form, as `str`: under this name for programs written for hivemind, though in base32."""
+        """The printed form, as `str`; this is hivemind's name for it, though shoal prints base32."""
         return str(self)
 
     to_string = pretty = to_base58
 
     @classmethod
     def from_base58(cls, text: str) -> PeerID:
-        """As `parse`: reads what `to_base58` gave."""
+        """As `parse`: reads the text that `to_base58` returned."""
         return cls.parse(text)
 
     def short(self) -> str:
@@ -99,14 +100,14 @@ def _kind(host: str) -> str:
         return "dns"
 
 
-# The same few hosts stand in every answer of every node.
+# Every answer of every node holds the same few hosts, so results are cached.
 @lru_cache(maxsize=4096)
 def _is_host(host: str) -> bool:
     if _HOST.fullmatch(host) is None:
         return False
     if ":" in host:
         return _kind(host) == "ip6"
-    # Resolvers raise UnicodeError for labels that cannot be.
+    # Resolvers raise UnicodeError for labels that cannot exist.
     return all(0 < len(label) <= 63 for label in host.removesuffix(".").split("."))
 
 
@@ -117,7 +118,7 @@ class Address:
     Attributes:
         host: an IPv4 or IPv6 address, or a DNS name.
         port: TCP port, 1 to 65535.
-        peer_id: who must answer there.
+        peer_id: the peer that must answer there.
     """
 
     host: str
@@ -173,7 +174,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Invite:
-    """What one person sends another to join: `shoal:` and base64url of addresses, run id and a checksum.
+    """A text that one person sends another to join: `shoal:` and base64url of addresses, run id and a checksum.
 
     Attributes:
         addresses: where to dial, at least one.
@@ -229,18 +230,18 @@ def parse_peers(
 ) -> tuple[Address, ...]:
     """Read `initial_peers`: addresses and invites, as text or objects, in one sequence.
 
-    Lists of addresses often hold what only other software can use (`/udp/…/quic`): one that cannot be used is skipped.
+    Lists of addresses often hold some that only other software can use (`/udp/…/quic`): such an address is skipped.
 
     Args:
-        peers: an iterable of addresses or invites; a single one counts as a sequence of one; None for nobody.
-        skipped: told why each one that is left out cannot be used.
-        invited: told each run that an invite names.
+        peers: an iterable of addresses or invites; a single one counts as a sequence of one; None for no peers.
+        skipped: called with the reason for each item that cannot be used and is left out.
+        invited: called with each run that an invite names.
 
     Returns:
         All addresses in the order given, each once.
 
     Raises:
-        ConfigError: there are some, and none of them can be used; or one of them is not even text.
+        ConfigError: there are items but none of them can be used, or an item is not even text.
     """
     if peers is None:
         return ()
@@ -270,7 +271,7 @@ def parse_peers(
 
 
 def _addresses(item: object) -> tuple[Sequence[Address], str]:
-    """What one of the initial peers names, and for which run; TypeError for what is none."""
+    """The addresses and the run that one initial peer names; TypeError for an object that names none."""
     if isinstance(item, Address):
         return [item], ""
     if not isinstance(item, Invite):

@@ -1,17 +1,18 @@
-"""Where the swarm stands: who is at which state, how many samples there are, and which state is the best one.
+"""The progress of the swarm: the state of each peer, the number of samples, and which state is the best one.
 
-Pure bookkeeping. What a peer says of itself (`wire.Progress`) is kept until it says something newer, is lost, has left,
-or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, also of a run of the same name
-before this one. So two things are believed of live peers only, that is of who says them directly or has renewed its
-record: where the run ends for them, and that their settings are others.
+This is pure bookkeeping. A peer's word about itself (`wire.Progress`) is kept until the peer says something newer, is
+lost, has left, or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, or of an earlier
+run of the same name. So two things are believed only of live peers, that is of peers that say them directly or have
+renewed their record: where the run ends for them, and that their settings differ.
 
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
-higher epoch is better; at one epoch the one with more samples; with as many, the *lower* digest. The best state of all
-live peers wins: whoever is at another one downloads it. A state that only clients hold does not count while there are
-others, because nobody can download it: a client that is alone with its state takes the best of the others. Nor does one
-whose holders have not given it when they were asked twice; it is asked for again after a while, ever more rarely. Keys
-are totally ordered and the key of a peer that can be dialed only grows, so all who can see each other end at one state,
-whatever order they hear things in. See `docs/decisions/0001-commit-and-fork-rules.md`.
+higher epoch is better. At equal epochs the key with more samples is better; at equal samples the key with the *lower*
+digest. The best state of all live peers wins: a peer at another state downloads it. A state that only clients hold does
+not count while there are others, because nobody can download it: a client that is alone with its state takes the best
+of the others. A state does not count either if its holders were asked for it twice and did not give it; they are asked
+again after a while, ever more rarely. Keys are totally ordered, and the key of a peer that can be dialed only grows. So
+all peers that can see each other end at one state, in whatever order they hear things. See
+`docs/decisions/0001-commit-and-fork-rules.md`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MAX_REMEMBERED = 4096
 _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 _RELAYED_S = 3.0
-"""What somebody tells of others holds for so long: by then they have written it to the DHT themselves."""
+"""A peer's word about other peers holds for so long: by then they have written it to the DHT themselves."""
 
 _INVERTED = bytes(range(255, -1, -1))
 
@@ -56,16 +57,17 @@ class SwarmView:
     """The swarm as one peer sees it.
 
     Attributes:
-        peers: everybody who is alive, this peer included.
-        together: those at this peer's state, and those on their way there; this peer included. Those for which the run
-            ends at this state only if it does so for this peer.
-        coming: those of `together` who are on their way.
-        samples: accumulated at this peer's state, by all who are there and can be believed: see `SwarmProgress.view`.
-        rate: samples per second of all who are there.
+        peers: all peers that are alive, including this peer.
+        together: the peers at this peer's state and the peers on their way there, including this peer. Peers for which
+            the run ends at this state belong here only if it ends there for this peer too.
+        coming: the peers of `together` that are on their way.
+        samples: accumulated at this peer's state, by all peers there, as far as they can be believed: see
+            `SwarmProgress.view`.
+        rate: samples per second of all peers at this peer's state.
         epoch: of the best state.
         behind: the best state is another one than this peer's.
-        leaders: who has the best state, this peer left out; those that can be dialed first.
-        vouched: it is another one than this peer's, and a contributor to the last rounds is at it.
+        leaders: the other peers that have the best state; first those that can be dialed.
+        vouched: the best state is another one than this peer's, and a contributor to the last rounds is at it.
     """
 
     peers: tuple[PeerID, ...]
@@ -79,7 +81,7 @@ class SwarmView:
     vouched: bool = False
 
     def eta_s(self, target: int) -> float:
-        """Seconds until `target` samples are there, at the present rate; infinity if nobody moves."""
+        """Seconds until `target` samples are there, at the present rate; infinity if no samples are coming."""
         missing = max(0, target - self.samples)
         return 0.0 if not missing else missing / self.rate if self.rate > 0 else float("inf")
 
@@ -89,7 +91,7 @@ class SwarmProgress:
 
     Args:
         me: this peer.
-        settings: of the run; peers with other settings do not count, see `mismatch`.
+        settings: the run's settings; peers with other settings do not count, see `mismatch`.
         ttl_s: a peer that says nothing new for this long is no longer counted.
     """
 
@@ -103,10 +105,10 @@ class SwarmProgress:
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # of those known, as others say
         self._now = float("-inf")
         self.contributors: Collection[PeerID] = ()
-        """To the last steps, if there were any. To say something under a new key costs nothing. So a better state that
-        a contributor is at comes before those that only others are at; the samples of all others together count for no
-        more than those of this peer and of the contributors; and only contributors are believed what they tell of
-        others."""
+        """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
+        better state that a contributor is at comes before states that only other peers are at. The samples of all other
+        peers together count for no more than those of this peer and the contributors. Only contributors are believed
+        about others."""
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
 
@@ -116,15 +118,15 @@ class SwarmProgress:
         return len(self._strangers)
 
     def heard(self, progress: Progress, now: float, *, direct: bool = True) -> bool:
-        """Somebody told where it stands (`now`: local time, seconds). True if it was news.
+        """A peer told where it stands. True if it was news.
 
         Args:
-            progress: what it says.
+            progress: the peer's word.
             now: local time, seconds.
             direct: False if it was read from the DHT: then the peer may be gone.
 
-        What a lost peer said before it was lost is not: it may still lie in the DHT. But `ttl_s` later nothing of that
-        is left there, and a peer whose clock was set back counts again.
+        The word of a lost peer from before it was lost is no news: it may still lie in the DHT. But `ttl_s` later
+        nothing of it is left there, and a peer whose clock was set back counts again.
         """
         self._now = max(self._now, now)
         peer = progress.contact.peer
@@ -150,10 +152,10 @@ class SwarmProgress:
         return True
 
     def relayed(self, teller: Progress, others: Iterable[Standing], now: float) -> bool:
-        """Somebody told of others who are at its own state. True if it was news.
+        """A peer told of other peers that are at its own state. True if it was news.
 
-        It counts for those that are known already, for a while, and until they say something themselves: so nobody can
-        be silenced by what is said in its name.
+        Such words count only for peers that are known already, for a while, and until they say something themselves. So
+        nobody can silence a peer by speaking in its name.
         """
         news = False
         for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
@@ -167,13 +169,13 @@ class SwarmProgress:
         return news
 
     def _said_last(self, peer: PeerID, now: float) -> Progress:
-        """What a known peer said last, itself or through others."""
+        """The last word of a known peer, said by itself or by others."""
         own = self._known[peer][0]
         progress, at = self._relayed.get(peer, (own, now))
         return progress if progress.time > own.time and now - at <= _RELAYED_S else own
 
     def standings(self, mine: Progress, now: float) -> list[Standing]:
-        """What is known here of those who are at the same state as this peer."""
+        """The known samples of the peers that are at the same state as this peer."""
         said = [self._said_last(peer, now) for peer in self._known]
         return [Standing(p.contact.peer, p.samples, p.time) for p in said if p.digest == mine.digest]
 
@@ -186,25 +188,25 @@ class SwarmProgress:
         return True
 
     def _last_time(self, peer: PeerID, now: float) -> float:
-        """What a peer says must be newer than this, by its own clock."""
+        """A peer's word must be newer than this, by the peer's own clock, to count."""
         if (known := self._known.get(peer)) is not None:
             return known[0].time
         said, lost_at = self._lost.get(peer, (float("-inf"), now))
         return said if now - lost_at <= self._ttl_s else float("-inf")
 
     def lost(self, peer: PeerID) -> bool:
-        """A peer is gone: what it said before does not count any more. True if it was known."""
+        """A peer is gone: its earlier words do not count any more. True if it was known."""
         known = self._known.get(peer)
         if known is not None:
             self._lose(peer, known[0].time)
         return known is not None
 
     def silent(self, peer: PeerID, *, said_before: float) -> None:
-        """A peer that was only read of gives no answer: it does not count until it renews its record.
+        """A peer gives no answer, and only its record was read: it does not count until it renews its record.
 
         Args:
-            peer: who.
-            said_before: what is newer than this (its own clock) counts all the same.
+            peer: the silent peer.
+            said_before: a record that is newer than this (by the peer's own clock) counts all the same.
         """
         if self._strangers.get(peer, math.inf) < said_before:
             del self._strangers[peer]
@@ -221,16 +223,16 @@ class SwarmProgress:
 
     @property
     def ends(self) -> dict[PeerID, int | None]:
-        """Where the run ends, as everybody says who is known to live; None if that peer has not said so."""
+        """For each peer that is known to live, the epoch at which it says the run ends; None if it has said none."""
         return {peer: self._known[peer][0].end_epoch for peer in self._alive}
 
     @property
     def peers(self) -> tuple[PeerID, ...]:
-        """Who counts, as far as it was known when somebody looked last."""
+        """The peers that count, as of the last update."""
         return tuple(self._known)
 
     def withheld(self, peers: Iterable[PeerID], now: float) -> None:
-        """These were asked for their state, and did not give it: in the end it keeps nobody from going on without."""
+        """These peers were asked for their state and did not give it: after two tries others go on without it."""
         for peer in peers:
             times = self._withheld.pop(peer, (0, now))[0] + 1
             aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
@@ -238,7 +240,7 @@ class SwarmProgress:
         _bound(self._withheld)
 
     def gave(self, peers: Iterable[PeerID]) -> None:
-        """These gave their state."""
+        """These peers gave their state."""
         for peer in peers:
             self._withheld.pop(peer, None)
 
@@ -246,21 +248,21 @@ class SwarmProgress:
         return self._withheld.get(progress.contact.peer, (0, now))[1] <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
-        """What this peer said last."""
+        """The last direct word of this peer."""
         known = self._known.get(peer)
         return known[0] if known else None
 
     def refusing(self, now: float) -> frozenset[PeerID]:
-        """Who was asked for its state too often in vain: it does not count now."""
+        """The peers that were asked for their state too often without success: their states do not count now."""
         return frozenset(peer for peer, (_, until) in self._withheld.items() if now < until)
 
     def further(self, epoch: int) -> dict[PeerID, int]:
-        """Who is known to live, can be dialed, and says that it is at a later epoch than this one: and at which."""
+        """Peers that are known to live, can be dialed, and say that they are at a later epoch; with their epochs."""
         said = {peer: self._known[peer][0] for peer in self._alive}
         return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
 
     def better(self, mine: Progress, now: float) -> dict[PeerID, int]:
-        """Who says that it has a better state than this peer, can be dialed, and was not asked in vain: its epoch."""
+        """Peers that can be dialed, say they have a better state than this one, and do not refuse it; their epochs."""
         said = {peer: self._said_last(peer, now) for peer in self._known}
         return {
             peer: progress.epoch
@@ -286,21 +288,21 @@ class SwarmProgress:
         """The swarm, seen from a peer that stands at `mine`.
 
         Args:
-            mine: what this peer says of itself.
+            mine: this peer's word about itself.
             now: local time, seconds.
-            shared: whether others should hold this peer's state too, whether they said so yet or not. Matters for a
-                client only: its state counts for itself if it is shared.
-            awaited: who is on its way to this peer's state, unless it has named a state since.
-            before: the state that they come from.
-            absent: who is not waited for in a round; its samples do not count.
-            silent: who does not count now, whatever it said.
+            shared: whether others should hold this peer's state too, even if they have not said so yet. This matters
+                only for a client: its state counts for itself if it is shared.
+            awaited: peers that are on their way to this peer's state, unless they have named another state since.
+            before: the state that the awaited peers come from.
+            absent: peers that no round waits for; their samples do not count.
+            silent: peers that do not count now, whatever they said.
         """
         self._now = max(self._now, now)
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
             self.lost(peer)
         own_key = _key(mine)
         others = {peer: self._said_last(peer, now) for peer in self._known if peer not in silent}
-        # What can be dialed can be downloaded from. If nobody can be dialed, all count, and nothing can be done.
+        # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
         last = mine.end_epoch if mine.end_epoch is not None and _at_end(mine) else math.inf
         others_offer = (each for each in others.values() if each.epoch <= last and self._offers(each, now))
         offering = [mine, *others_offer]
@@ -344,12 +346,12 @@ class SwarmProgress:
 
 
 def _at_end(progress: Progress) -> bool:
-    """Whether the run is over for this peer: it is in no round any more."""
+    """Whether the run is over for this peer: it takes part in no more rounds."""
     return progress.end_epoch is not None and progress.end_epoch <= progress.epoch
 
 
 def _believed(mine: Progress, others: Iterable[Progress], contributors: Collection[PeerID]) -> int:
-    """The samples of all, as far as they can be believed."""
+    """The samples of all peers, as far as they can be believed."""
     if not contributors:
         return mine.samples + sum(progress.samples for progress in others)
     known, strange = mine.samples, 0

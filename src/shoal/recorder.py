@@ -1,10 +1,10 @@
-"""The flight recorder: what happened at this peer lately, for whoever has to find out why.
+"""The flight recorder: the last events of this peer, for people who look for the cause of a problem.
 
 Every event of the peer's bus goes into a ring of the last 1,000, from the first moment to the last, with the time at
-which it came. Events of one other peer take a quarter of it at most: who comes and goes all the time pushes out what it
-did itself before, and nobody else's. What is kept is small and harmless by construction: each field is turned into a
-number or a short text at once; tensors, gathered values, keys and secrets are in no event. So memory is bounded:
-`MAX_ENTRIES` entries of at most `MAX_FIELDS` fields, each a text of `MAX_CHARACTERS` or a list of `MAX_LIST` of them.
+which it came. Events of one other peer take at most a quarter of it: a peer that comes and goes all the time pushes out
+only its own earlier events. Entries are small and harmless by construction: each field is turned into a number or a
+short text at once; no event holds tensors, gathered values, keys or secrets. So memory is bounded: `MAX_ENTRIES`
+entries of at most `MAX_FIELDS` fields, each a text of `MAX_CHARACTERS` or a list of `MAX_LIST` of them.
 
 The ring is written in the loop's thread, and may be read from any other: a copy is taken in one step.
 """
@@ -41,8 +41,8 @@ class FlightRecorder:
     """Keeps the last events of one peer.
 
     Args:
-        peer: whose bus it is.
-        events: listened to from now on, until `stop()`.
+        peer: the peer that owns the bus.
+        events: the bus; the recorder listens to it until `stop()`.
         clock: gives the times.
     """
 
@@ -83,7 +83,7 @@ class FlightRecorder:
 
 
 def for_strangers(trace: Trace) -> Trace:
-    """The same without what only this machine should see: the texts of warnings may hold names of files."""
+    """The same entries without texts that only this machine should see: warnings may hold names of files."""
     entries = [entry if entry.kind != Warned.__name__ else _without_message(entry) for entry in trace.entries]
     return Trace(trace.peer, 0, trace.began, trace.now_s, entries)
 

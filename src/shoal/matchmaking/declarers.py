@@ -1,11 +1,12 @@
-"""Who looks for a group, as far as one peer can know. Sans-IO.
+"""The peers that look for a group, as far as one peer can know. Sans-IO.
 
 Knowledge comes from the directory, which may be late, and from peers that asked us, which is newer. A declaration is
 left aside when it is
 
-- *expired*: past its expiration and the grace for differing clocks. What a peer told us itself while it was looking
-  holds for a window from then, whatever its clock shows;
-- *spent*: its peer has answered that it is of no use (it has started, its schema differs, it looks no more);
+- *expired*: past its expiration and the grace for differing clocks. A declaration that a peer told us itself while it
+  was looking holds for a window from then, whatever its clock shows;
+- *spent*: its peer has answered that it is of no use (its group has started, its schema differs, or it no longer looks
+for a group);
 - *lost*: the link to its peer was lost after it was made (`Memory.lost`);
 - *paused*: its peer is to be asked again, but not before some time.
 
@@ -26,12 +27,12 @@ _MAX_DECLARERS = 1024
 
 
 class Declarers:
-    """The declarations that one searching peer knows, and what it holds of each.
+    """The declarations that one searching peer knows, and its judgement of each.
 
     Args:
         me: the searching peer; its own declaration is never returned.
         rules: grace and patience.
-        memory: what is remembered from one search to the next.
+        memory: the memory that is kept from one search to the next.
         wall_offset_s: wall clock minus the loop's time, seconds.
     """
 
@@ -47,7 +48,7 @@ class Declarers:
     # -------------------------------------------------------------------------------------------------- learning
 
     def read(self, declarations: Iterable[Declaration], now: float) -> None:
-        """Take what the directory says now in place of what it said before."""
+        """Replace the directory's earlier entries by its current ones."""
         earliest = sorted((each for each in declarations if math.isfinite(each.expiration)), key=lambda each: each.key)
         self._listed = {}
         seen: dict[PeerID, tuple[float, float]] = {}
@@ -60,7 +61,7 @@ class Declarers:
         self._seen = seen
 
     def hear(self, declaration: Declaration, now: float) -> None:
-        """A peer that asked us told its own declaration: it is alive, whatever was thought of it."""
+        """A peer that asked us told its own declaration: it is alive, even if it was taken for lost."""
         self._memory.lost.pop(declaration.peer, None)
         self._paused.pop(declaration.peer, None)
         if (
@@ -89,7 +90,7 @@ class Declarers:
         return max(known) if known else None
 
     def earlier(self, before: Key | None, joined: Container[PeerID], now: float) -> list[Declaration]:
-        """The useful declarations earlier than `before` (None: all), in order; of nobody in `joined`."""
+        """The useful declarations earlier than `before` (None: all), in order, without those of peers in `joined`."""
         found: dict[PeerID, Declaration] = {}
         for each in sorted((*self._listed.values(), *self._heard.values()), key=lambda each: each.key):
             if (
@@ -102,7 +103,7 @@ class Declarers:
         return list(found.values())
 
     def unjoined(self, joined: Container[PeerID], now: float) -> list[Declaration]:
-        """Who stands in the directory, may yet join, and has not; earliest first."""
+        """The peers that stand in the directory, may still join, and have not joined; earliest first."""
         return [
             each
             for each in self._listed.values()
@@ -119,7 +120,7 @@ class Declarers:
         return peer in self._memory.lost and (expiration is None or expiration <= self._memory.lost[peer])
 
     def set_aside(self, peer: PeerID, now: float) -> bool:
-        """Whether not to ask this peer now, whoever says to: it is lost, is of no use, or was to be left alone."""
+        """Whether not to ask this peer now, even if another peer names it: it is lost, of no use, or paused."""
         expiration, spent = self.expiration_of(peer), self._spent.get(peer, -math.inf)
         useless = spent > -math.inf and (expiration is None or expiration <= spent)
         return useless or self.is_lost(peer) or self._paused.get(peer, -math.inf) > now

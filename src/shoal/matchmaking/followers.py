@@ -1,4 +1,4 @@
-"""Who has joined a leader, and whether that is a group. Sans-IO."""
+"""The peers that have joined a leader, and whether they make a group. Sans-IO."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ __all__ = ["Follower", "Followers"]
 
 
 class Follower(NamedTuple):
-    """What the leader knows of one that joined."""
+    """The leader's knowledge of one peer that joined."""
 
     reduces: bool
     contributes: bool
 
 
 class Followers:
-    """Those that a peer leads, while its group forms.
+    """The peers that a leader leads while its group forms.
 
     Args:
         rules: of the leader.
 
     Attributes:
-        members: who was accepted and has neither left nor been sent away; the leader itself left out.
+        members: the peers that were accepted and have neither left nor been sent away, without the leader itself.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -33,16 +33,16 @@ class Followers:
 
     @property
     def size(self) -> int:
-        """Of the group, the leader counted."""
+        """The size of the group, including the leader."""
         return 1 + len(self.members)
 
     def has_room(self, peer: PeerID, *, contributes: bool) -> bool:
-        """Whether this peer may join: one with values also in place of an auxiliary one, where there are no others."""
+        """Whether this peer may join; if nobody has values yet, one with values may also replace an auxiliary one."""
         there_is_a_place = peer in self.members or self.size < self._rules.full_size
         return there_is_a_place or (contributes and not self.contributes)
 
     def in_the_way(self, peer: PeerID) -> PeerID | None:
-        """Who has to go for this peer to join; None if nobody has to."""
+        """The peer that has to go so that this one can join; None if nobody has to."""
         if peer in self.members or self.size < self._rules.full_size:
             return None
         return next(reversed(self.members))
@@ -73,5 +73,5 @@ class Followers:
         return self.enough and self.reduces
 
     def why_not(self) -> str:
-        """What is missing for a group, if the window has ended."""
+        """The reason why these peers are no group, for when the window has ended."""
         return f"the window ended with {self.size} of at least {self._rules.min_size} peers"

@@ -1,7 +1,7 @@
-"""What matchmaking gives and needs: the formed group, the directory, and the checks of what peers say about themselves.
+"""The result and the needs of matchmaking: the formed group, the directory, the checks of what peers say.
 
 Everything that comes from the network is checked here before it is used: a `Join` before the machine hears of it, a
-`Begin` before it becomes a `Group`. What does not pass costs its sender its place and nothing else.
+`Begin` before it becomes a `Group`. A message that does not pass costs its sender its place and nothing else.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shoal.wire import Begin, Contact, Join, Member
 __all__ = ["MAX_GATHERED_BYTES", "WHERE", "ControlStream", "Group", "GroupDirectory", "check_begin", "check_join"]
 
 ControlStream = Stream[Any, Any]
-"""A stream that began with `Join`, as either side has it."""
+"""A stream that began with `Join`, seen from either side."""
 
 WHERE = "matchmaking"
-"""Where events say that they come from."""
+"""The `where` of the events of matchmaking."""
 
 MAX_GATHERED_BYTES = 65536
 """The longest `gathered` value of one member."""
@@ -32,18 +32,19 @@ MAX_GATHERED_BYTES = 65536
 class GroupDirectory(Protocol):
     """Where peers that look for a group under a key declare themselves; in a swarm, a dictionary record in the DHT.
 
-    It is only a hint where to ask: entries may be late, missing or stale. But once `declare` has returned, reads that
-    begin later should find the entry; and of two peers that declare at the same time, at least one should be told of
-    the other. Of several writes by one peer the last one called wins, also if the one before was cancelled or still
-    goes on, and also if a declaration comes back with the expiration that it had before it was withdrawn. Entries
-    should be kept for a few seconds past their expiration: clocks differ, readers judge.
+    The directory is only a hint which peers to ask: entries may be late, missing or stale. But once `declare` has
+    returned, reads that begin later should find the entry. If two peers declare at the same time, at least one should
+    be told of the other. Of several writes by one peer the last call wins, even if the call before it was cancelled or
+    still goes on, and even if a declaration comes back with the expiration that it had before it was withdrawn. Entries
+    should be kept for a few seconds past their expiration: clocks differ, so each reader judges whether an entry has
+    expired.
     """
 
     async def declare(self, group_key: str, expiration: float, contact: Contact) -> Sequence[tuple[Contact, float]]:
         """Say that we look for a group until `expiration` (wall clock, seconds); returns when it can be found.
 
         Returns:
-            Who else looks for a group under this key, and until when; we ourselves may be among them.
+            The other peers that look for a group under this key, and until when; we ourselves may be among them.
 
         Raises:
             ShoalError: it could not be stored.
@@ -55,7 +56,7 @@ class GroupDirectory(Protocol):
         ...
 
     async def read(self, group_key: str) -> Sequence[tuple[Contact, float]]:
-        """Who looks for a group under this key, and until when.
+        """The peers that look for a group under this key, and until when.
 
         Raises:
             ShoalError: it could not be read.
@@ -70,12 +71,12 @@ class Group:
     Attributes:
         round_id: names the round, 16 bytes.
         members: all members, in the order that the leader drew.
-        my_index: which of them we are.
-        decider: which of them decides the round: the leader.
+        my_index: our place among the members.
+        decider: the place of the member that decides the round: the leader.
         slices: how many elements each member reduces, in order.
         part_bytes: the most bytes of one part, as encoded.
         controls: the streams that carry the round's control from now on, open. The decider has one for each other
-            member (a member that is gone already among them: its stream is broken); any other member has one, to the
+            member (also for a member that is gone already, whose stream is broken); any other member has one, to the
             decider. Nobody else reads or writes them until `release`.
     """
 
@@ -101,7 +102,7 @@ class Group:
     def release(self) -> None:
         """The round is over: end the control streams in order (those that still work). Safe to call twice.
 
-        The owner of the group must call this once, whatever came of the round: until then the streams stay open.
+        The owner of the group must call this once, whatever the outcome of the round: until then the streams stay open.
         """
         self.on_release()
 
@@ -123,7 +124,7 @@ def _check_member(member: Member, peer: PeerID) -> None:
 
 
 def check_join(join: Join, peer: PeerID) -> None:
-    """Check what a peer says of itself when it asks to join.
+    """Check a peer's word about itself when it asks to join.
 
     Raises:
         PeerProtocolError: it names another peer, or contradicts itself.

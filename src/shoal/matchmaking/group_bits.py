@@ -1,15 +1,15 @@
-"""Which key a member looks under after a round, so that small groups average the whole swarm. Sans-IO.
+"""The key under which a member looks after a round, so that small groups average the whole swarm. Sans-IO.
 
 With M the target group size, the peers of a swarm of M^d stand on a grid of d digits. A key holds the last d - 1 of
 them; its group is the M peers that differ in the remaining one. After a round each member draws a digit that no other
-member of its group has, appends it, and the oldest digit is shifted out: whoever meets next has been in different
-groups. If all groups are full, every peer has the exact average of all after d rounds. If not, each round still
-shrinks the variance, as random groups do (Moshpit SGD, Ryabinin et al. 2021, arXiv:2103.03239).
+member of its group has, appends it, and the oldest digit is shifted out: peers that meet next have been in different
+groups. If all groups are full, every peer has the exact average of all after d rounds. If not, each round still shrinks
+the variance, as random groups do (Moshpit SGD, Ryabinin et al. 2021, arXiv:2103.03239).
 
-The digits are a permutation that the round's id gives: all members find the same one, and nobody has to tell.
+The digits are a permutation that the round's id gives: all members compute the same one, and no message is needed.
 
-Whoever finds nobody under its key draws another one, after each search in vain from fewer: of peers that are left here
-and there, however few they are, all come to the same key.
+A peer that finds nobody under its key draws another one. After each search without success it draws from fewer keys. So
+peers that are left under different keys, however few they are, all come to the same key.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ def next_group_bits(bits: str, *, round_id: bytes, place: int, size: int, target
         place: which member this is, from 0, in the order that all members know.
         size: members of the group.
         target_group_size: members of a full group, which is how many values a digit has; it should be a power of two,
-            so that all keys are used equally. None, where no size is full: the digit has `size` values.
+            so that all keys are used equally. None if no size is full: the digit then has `size` values.
 
     Returns:
-        As many bits as before, none if there were none. A digit has ceil(log2(target)) bits; of a longer digit than
-        there are bits the last ones are kept.
+        As many bits as before, none if there were none. A digit has ceil(log2(target)) bits; if it has more bits than
+        there were, its last ones are kept.
     """
     assert 0 <= place < size
     values = max(2, target_group_size or size)
     width = (values - 1).bit_length()
     digits = sorted(range(values), key=lambda digit: sha256(b"%b/%d" % (round_id, digit)).digest())
-    # More members than digits: each digit is had by as many of them, or by one more.
+    # With more members than digits several members share a digit; the shares differ by one member at most.
     digit = digits[place % values]
     return (bits + f"{digit:0{width}b}")[-len(bits) :] if bits else ""
 
@@ -51,7 +51,7 @@ def group_bits_after_a_miss(bits: str, *, misses: int, target_group_size: int | 
     """The bits of the next group key of a peer that has found nobody under the last one.
 
     Its digits are drawn at random, but the first `misses` of them are 0: peers that are alone come to fewer and fewer
-    keys, and with as many misses as there are digits all of them to the same one.
+    keys, and after as many misses as there are digits, all of them come to the same key.
 
     Args:
         bits: those of the last key, a text of `0` and `1`.
@@ -70,7 +70,7 @@ def group_bits_after_a_miss(bits: str, *, misses: int, target_group_size: int | 
 
 
 class GroupBits:
-    """The group bits of one averager, from search to search. What the user sets counts from the next search on.
+    """The group bits of one averager, from search to search. Bits that the user sets count from the next search on.
 
     Args:
         bits: to begin with.
@@ -85,21 +85,21 @@ class GroupBits:
 
     @property
     def bits(self) -> str:
-        """Those of the next search; can be set."""
+        """The bits of the next search; can be set."""
         return self._bits
 
     @bits.setter
     def bits(self, bits: str) -> None:
-        # Nothing was searched under these yet: no round or search that goes on now has a say in what comes after them.
+        # No search has used these bits yet, so a round or search that goes on now must not replace them when it ends.
         self._bits, self._searched, self._misses = bits, False, 0
 
     def search(self) -> str:
-        """A search begins: its bits."""
+        """Begin a search; returns its bits."""
         self._searched = True
         return self._bits
 
     def missed(self) -> None:
-        """It found no group."""
+        """The search found no group."""
         if self._searched:
             self._misses += 1
             self._bits = group_bits_after_a_miss(
@@ -107,7 +107,7 @@ class GroupBits:
             )
 
     def averaged(self, *, round_id: bytes, place: int, size: int) -> None:
-        """It found a group, whose round succeeded; the arguments are those of `next_group_bits`."""
+        """The search found a group whose round succeeded; the arguments are those of `next_group_bits`."""
         if self._searched:
             self._misses = 0
             self._bits = next_group_bits(

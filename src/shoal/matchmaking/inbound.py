@@ -18,7 +18,7 @@ class Inbound:
 
     Args:
         stream: the accepted stream.
-        member: what the peer said of itself.
+        member: the peer's word about itself.
         expiration: the end of its window, as it said (wall clock, seconds).
 
     Attributes:
@@ -34,18 +34,18 @@ class Inbound:
         self._begins = self._over = False
 
     def post(self, answer: _Answer) -> None:
-        """Send this after what was posted before."""
+        """Send this after all messages that were posted before."""
         if not self._over:
             self._outbox.put_nowait(answer)
 
     def begin(self, begin: Begin) -> None:
-        """Send `Begin`, and hand the stream over: from now on its reader is somebody else."""
+        """Send `Begin`, and hand the stream over: from now on another object reads it."""
         self._begins = True
         self._unwatch()
         self.post(begin)
 
     def drop(self) -> None:
-        """This stream counts no more: its peer is gone, or has opened another."""
+        """This stream no longer counts: its peer is gone, or has opened another."""
         self._outbox.put_nowait(None)
 
     def release(self) -> None:
@@ -83,9 +83,9 @@ class Inbound:
     async def _watch(self) -> None:
         try:
             await self.stream.ready()
-            received = await self.stream.recv()  # Leave, the end, or what has no place here
+            received = await self.stream.recv()  # Leave, the end, or a message that has no place here
             if received is not None and received[1]:
                 self.stream.abort()
         except PeerError:
-            pass  # gone, which is all that is to be known
+            pass  # the peer is gone; nothing else matters here
         self.drop()

@@ -1,12 +1,12 @@
-"""When a searching peer declares, reads the directory and nudges, and how long it waits for more to join. Sans-IO.
+"""When a searching peer declares, reads and nudges, and how long it waits for more peers to join. Sans-IO.
 
-- Whoever declares sees at once who is there already: each holder of the group key takes the declaration and then says
-  what it holds, so of two peers that declare at the same time, the one that a holder they share hears of later sees
-  the other. The directory is read (by a client at once) after each quiet time, and ever more rarely while nothing
-  happens.
+- A peer that declares sees at once which peers are there already: each holder of the group key takes the declaration
+  and then says what it holds. So if two peers declare at the same time and share a holder, the one that the holder
+  hears later sees the other. The directory is read (by a client at once) after each quiet time, and ever more rarely
+  while nothing happens.
 - The *quiet time* after a join is short if exactly the last group's members are there, long if one of them is missing,
-  and else follows the gaps between joins; it is never shorter than a read of the directory takes, because a peer that
-  was sent here by another leader needs about as many round trips.
+  and otherwise depends on the gaps between joins; it is never shorter than a read of the directory, because a peer that
+  another leader sent here needs about as many round trips.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Lookout"]
 _MAX_NUDGES = 4
 _POLL_MAX_S = 1.0
 _DECLARE_AGAIN_S = 0.5
-# A quiet time of 8 mean gaps: of 16 peers that come evenly spread at random, 99 times in 100 no gap is longer.
+# A quiet time of 8 mean gaps: if 16 peers come at random, evenly spread times, no gap is longer 99 times in 100.
 _GAPS_WAITED = 8.0
 _PRIOR_GAPS = 2
 
@@ -46,8 +46,8 @@ class Lookout:
     Args:
         me: the searching peer.
         rules: sizes and times.
-        memory: what is kept between searches.
-        declarers: who is known to search; filled from what is read.
+        memory: the memory that is kept between searches.
+        declarers: the peers that are known to search; filled by reads.
         now: loop time, seconds.
     """
 
@@ -74,7 +74,7 @@ class Lookout:
         return [Declare(expiration)]
 
     def declared(self, declarations: Iterable[Declaration], now: float) -> None:
-        """The declaration is stored, and this is who was there."""
+        """The declaration is stored; `declarations` were there already."""
         if self._declaring:
             self._declaring, self._declared_at = False, now
             self._looked(declarations, self._declare_begun, now)
@@ -130,7 +130,7 @@ class Lookout:
         self._poll_s = self._rules.settle_s
 
     def disappointed(self) -> None:
-        """Whom we counted on did not take us or is gone: what was read last is doubtful, look soon."""
+        """A peer that we counted on did not take us or is gone: the last read is doubtful, so read again soon."""
         self._disappointed = True
         self._poll_s = self._rules.settle_s
 
@@ -139,13 +139,13 @@ class Lookout:
         return self._disappointed and now - self._last_read > 2 * self._rules.settle_s
 
     def all_joined(self, followers: Followers, now: float, silent: Callable[[PeerID], bool]) -> bool:
-        """Whether a read begun after the quiet time shows nobody who may still join, and is not silent."""
+        """Whether a read begun after the quiet time shows no live peer that may still join."""
         if self._declaring or self._last_read < self._settled(followers):
             return False
         return all(silent(each.peer) for each in self._declarers.unjoined(followers, now))
 
     def awaits_followers(self, now: float) -> bool:
-        """Whether others may still be on their way to us, as far as time tells."""
+        """Whether so little time has passed that others may still be on their way to us."""
         wait_s = 4 * max(self._rules.settle_s, self._read_s)
         return now < max(self._last_join, self._declared_at) + wait_s
 
@@ -201,7 +201,7 @@ class Lookout:
             return []
         after_s = max(self._rules.settle_s, self._read_s)
         later = [each for each in self._declarers.unjoined(followers, now) if each.key > key]
-        # The next one may lead others that belong to us, because it looked before we could be found: tell it at once.
+        # The next peer may lead others that belong to us, because it looked before it could find us: tell it at once.
         return [
             (each, self._declarers.seen_at(each.peer) + (after_s if index else 0.0))
             for index, each in enumerate(later)

@@ -1,8 +1,8 @@
 """How a group forms, as a state machine. Sans-IO: events in, actions out, time and knowledge handed in.
 
 Every peer that can lead declares itself in a directory with an expiration and then reads it. Peers are ordered by their
-*key* (expiration, peer id). A peer asks the earliest declared peer before itself to lead. Whoever finds none before
-itself leads those that ask it, until the group is full or everyone who is there has joined.
+*key* (expiration, peer id). A peer asks the earliest declared peer before itself to lead. A peer that finds none before
+itself leads the peers that ask it, until the group is full or all present peers have joined.
 
 ::
 
@@ -18,21 +18,21 @@ itself leads those that ask it, until the group is full or everyone who is there
 
 *No cycles.* A peer accepts only while it follows nobody, and only an asker whose key, told in its `Join`, is later than
 its own (or a client, which nobody follows). A key changes only in LOOKING, with no followers (they are dismissed first)
-and with no answer outstanding. So each follower that a leader counts has a later key than the leader, and along a chain
-of followers and leaders keys strictly decrease: it cannot return to where it began. A follower that was dismissed and
-does not know it yet is counted by nobody; it learns so when the message arrives, when the stream ends, or when its
-former leader asks it.
+and with no answer outstanding. So each follower that a leader counts has a later key than the leader. Along a chain of
+followers and leaders keys strictly decrease: the chain cannot return to its beginning. No leader counts a follower that
+was dismissed and does not know it yet; the follower learns it when the message arrives, when the stream ends, or when
+its former leader asks it.
 
 *One group at a time.* Start is only said in LOOKING, that is while following and asking nobody; Begin is only taken
-from the leader that is followed. Whoever left a leader without the leader knowing is in its `Begin` nevertheless, and
-is a dead member to that round: `Begin` is final with its first copy. No clock is trusted for any of it: expirations
-decide who leads and how long somebody waits, never who is in a group.
+from the leader that is followed. A peer that left a leader before the leader knew of it is still in the leader's
+`Begin`, and is a dead member in that round: `Begin` is final with its first copy. These rules trust no clock:
+expirations decide which peer leads and how long a peer waits, never which peers are in a group.
 
 *When a leader starts* a group that is not full: a read of the directory *begun* after the last join, and after a quiet
-time (`lookout`), shows no live declarer who has not joined. As every peer declares before it looks (each holder of the
-key takes a declaration, then shows what it has), whoever is not in that read came too late. A declarer that does not
-come is *nudged*: asked to join, which it refuses, being later; but so it learns of the leader, and the leader learns
-whether it is alive.
+time (`lookout`), shows no live declarer that has not joined. Every peer declares before it looks (each holder of the
+key takes a declaration, then shows its entries), so a peer that is not in that read came too late. A declarer that does
+not come is *nudged*: the leader asks to join it. The declarer refuses, because the leader is earlier; but it learns of
+the leader, and the leader learns whether it is alive.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ from shoal.wire import Contact
 __all__ = ["GroupMachine", "Phase"]
 
 MISMATCH_CODES = frozenset({"schema", "settings"})
-"""Refusals that say: we can never be in one group."""
+"""Refusals that mean: we can never be in one group."""
 
 SOFT_CODES = frozenset({"full", "replaced"})
-"""Refusals that say: ask again in a while."""
+"""Refusals that mean: ask again in a while."""
 
 _MAX_HOPS = 6
 _MAX_MISMATCHES = 8
@@ -92,7 +92,7 @@ _EXPECTED_POLL_S = 0.1
 _CROWD_GROUPS = 4
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
-"""Who led the last group is earlier than the others by this, so that it can lead them again."""
+"""The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""
 
 _Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
@@ -101,9 +101,9 @@ class Phase(enum.Enum):
     """Where a search stands."""
 
     LOOKING = enum.auto()
-    """Follows and asks nobody; leads whoever asks."""
+    """Follows and asks nobody; leads the peers that ask it."""
     ASKING = enum.auto()
-    """Has asked somebody to lead; still leads whoever asks, but does not start."""
+    """Has asked another peer to lead; still leads the peers that ask it, but does not start."""
     FOLLOWING = enum.auto()
     """Waits for its leader's Begin."""
     OVER = enum.auto()
@@ -116,12 +116,12 @@ class GroupMachine:
     Args:
         me: this peer.
         rules: sizes and times.
-        memory: what is kept between searches; changed in place.
+        memory: the memory that is kept between searches; changed in place.
         now: loop time, seconds.
         wall_offset_s: wall clock minus loop time, seconds; only used to write and read expirations.
-        expected: who is expected to join, None if not known. Asked often; the group starts as soon as all of them that
-            are alive have joined, and otherwise waits for them to the end of the window.
-        silent: looks at a peer that is waited for, every `look_s`: whether nobody should wait for it.
+        expected: returns the peers that are expected to join, None if not known. Called often; the group starts as soon
+            as all of them that are alive have joined, and otherwise waits for them to the end of the window.
+        silent: called every `look_s` for a peer that is waited for; returns whether to stop waiting for it.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
@@ -166,12 +166,12 @@ class GroupMachine:
 
     @property
     def followers(self) -> tuple[PeerID, ...]:
-        """Who was accepted and has neither left nor been sent away."""
+        """The peers that were accepted and have neither left nor been sent away."""
         return tuple(self._followers)
 
     @property
     def leader(self) -> PeerID | None:
-        """Who is followed, or asked; None in LOOKING."""
+        """The peer that is followed or asked; None in LOOKING."""
         return self._leader.peer if self._leader else None
 
     @property
@@ -180,7 +180,7 @@ class GroupMachine:
         return self._expiration, self._me
 
     def set_wall_clock(self, offset_s: float) -> None:
-        """The wall clock is so far ahead of the loop's time now: that one stands still while the process is stopped."""
+        """Take over the current offset of the wall clock: the loop's time stands still while the process is stopped."""
         self._declarers.wall_offset_s = offset_s
 
     def start(self, now: float) -> list[Action]:
@@ -188,7 +188,7 @@ class GroupMachine:
         self._new_window(now)
         leader, expected = self._memory.leader, self._expected_members()
         if leader is not None and expected is not None and leader.peer in expected and not self._silent(leader.peer):
-            self._ask(leader)  # it knows as much, and looks now, too: that saves the way through the directory
+            self._ask(leader)  # it expects us and searches now too: asking at once saves a read
         return self._done(now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
@@ -258,7 +258,7 @@ class GroupMachine:
         self._lost_now.discard(peer)
         self._declarers.hear(asker, now)
         if self._phase is Phase.FOLLOWING and peer == self.leader and asker.key > self.key:
-            # It has declared anew, so it leads us no more; its message that says so is on the way.
+            # It has declared anew, so it no longer leads us; its message about that is on the way.
             self._out.append(StopAsking(peer))
             self._look_again()
         if self._phase is Phase.FOLLOWING and self._leader is not None:
@@ -301,7 +301,7 @@ class GroupMachine:
     def _on_answer(self, event: _Answer, now: float) -> None:
         match event:
             case _ if event.peer != self.leader:
-                pass  # from one that we do not ask any more
+                pass  # the answer of a peer that we no longer ask
             case AskAccepted(peer) if peer in self._followers:
                 self._abandon(peer, "it follows us and would lead us")
             case AskAccepted(peer) if self._phase is Phase.ASKING:
@@ -321,7 +321,7 @@ class GroupMachine:
                 self._lost(peer, reason)
 
     def _follow(self) -> None:
-        """Our declaration stands until Begin: whoever asks us is sent on, and if we lose our leader we can be found."""
+        """Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our leader."""
         if self._leader is not None:
             self._phase, self._met = Phase.FOLLOWING, True
             self._out += [Redirect(peer, self._leader) for peer in self._followers]
@@ -335,7 +335,8 @@ class GroupMachine:
         else:
             self._met = True
             if code in SOFT_CODES or self._declarers.expiration_of(peer) is None:
-                # The latter is known from a redirection only: what of it is of no use cannot be told by its expiration.
+                # We know the latter from a redirection only, without its expiration: we cannot tell which declaration
+                # is of no use.
                 self._declarers.pause(peer, now + 4 * self._rules.settle_s)
             else:
                 self._declarers.spend(peer, self._expiration_of(peer))
@@ -345,7 +346,7 @@ class GroupMachine:
         self._met = True
         unfit = leader.peer in self._chain or leader.peer == self._me or leader.peer in self._followers
         if unfit or len(self._chain) >= _MAX_HOPS or self._declarers.set_aside(leader.peer, now):
-            # One of us knows less than the other; that mends itself.
+            # One of us knows less than the other; the next messages mend that.
             self._trouble = ("sent in a circle, or to a peer that is gone or has no place", (peer, leader.peer))
             self._declarers.pause(peer, now + 2 * self._rules.settle_s)
             self._look_again()
@@ -438,10 +439,10 @@ class GroupMachine:
             self._out += self._lookout.read(self._followers, now)
 
     def _whom_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
-        """Who of these should lead us; None if there is nobody, or if we should rather lead.
+        """The peer among these that should lead us; None if there is none, or if we should rather lead.
 
-        All ask the earliest one, unless it is a crowd: with several full groups before us we part by our order, and
-        every `full_size`-th leads those after it. Else the groups would fill one after another.
+        All ask the earliest one, unless there is a crowd. With several full groups before us we split by our order:
+        every `full_size`-th peer leads those after it. Otherwise the groups would fill one after another.
         """
         full = self._rules.full_size
         first = len(earlier) // full * full
@@ -449,18 +450,19 @@ class GroupMachine:
             return earlier[0] if earlier else None
         if first < len(earlier):
             return earlier[first]
-        # We are such a one. If nobody has come for a while, we are not for the others: then ask the one before us.
+        # We are such a leader. If nobody has come for a while, the others do not see us as one: then ask the peer
+        # before us.
         return None if self._rules.leads and self._lookout.awaits_followers(now) else earlier[-1]
 
     def _expected_members(self) -> frozenset[PeerID] | None:
-        """Who is expected to join and is not known to be gone; None: not known, or nobody."""
+        """The peers that are expected to join and not known to be gone; None if none, or if not known."""
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
         return frozenset(p for p in expected - {self._me} if p in self._followers or not self._gone(p)) or None
 
     def _gone(self, peer: PeerID) -> bool:
-        """Whether an expected peer is not waited for. What was lost before this search may be here again."""
+        """Whether not to wait for an expected peer. A peer that was lost before this search may be here again."""
         return peer in self._lost_now or self._silent(peer)
 
     def _start(self) -> None:
@@ -470,11 +472,11 @@ class GroupMachine:
 
     def _new_window(self, now: float) -> None:
         self._window_end = min(now + self._rules.window_s, self._end)
-        # Later than the last one: others hold that for over, as they were told when they asked between two searches.
+        # Later than our last expiration: others were told between two searches that the last one is over.
         last, self._expiration = self._memory.declared, self._window_end + self._declarers.wall_offset_s
         if self._memory.led:
             self._expiration -= min(_HEAD_START_S, self._rules.window_s / 10)
-        if 0 <= last - self._expiration < self._rules.window_s:  # more is a clock that was set back
+        if 0 <= last - self._expiration < self._rules.window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S
         self._memory.declared = self._expiration
         self._lookout.renew()

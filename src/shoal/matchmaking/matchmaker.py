@@ -1,13 +1,13 @@
 """The matchmaker of one averager: forms one group after another.
 
-It outlives each search and keeps what one search teaches the next (`Memory`): whose link was lost, who was in the last
-group, how long the directory takes. It owns all tasks, so that whatever a search leaves behind (a farewell, a
-withdrawal) ends in bounded time, at the latest with `close`.
+It outlives each search and keeps the knowledge for the next search (`Memory`): peers whose links were lost, the members
+of the last group, how long the directory takes. It owns all tasks, so that each task that a search leaves behind (a
+farewell, a withdrawal) ends in bounded time, at the latest with `close`.
 
-Where it is known who is expected, who led the last group leads the next one, too, if its round succeeded: it declares
-itself a little earlier than the others, and they ask it at once, without the directory. A peer that asks while we do
-not search is refused: what it read is stale, and it finds us again by our next declaration. If we led the last such
-group we wait a moment first, for the news that made it search to come to us.
+If the expected peers are known and the last round succeeded, the leader of the last group leads the next one too. It
+declares itself a little earlier than the others, and they ask it at once, without the directory. A peer that asks while
+we do not search is refused: its read is stale, and it finds us again by our next declaration. If we led the last such
+group, we wait a moment before refusing: the news that made the other peer search may be on its way to us.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["Matchmaker"]
 _FAREWELL_S = 3.0
 
 _LOOKED_AT = 32
-"""Between searches no member of a larger group is looked at: a silent one shows in the search."""
+"""Members of a larger group are not looked at between searches: a silent one is noticed in the search."""
 
 _HELD_S = 0.5
-"""Who led the last group, and does not look yet, answers who asks it to lead again only so much later."""
+"""If the leader of the last group does not search yet, it waits so long before it answers a peer that asks it."""
 
 
 class Matchmaker:
@@ -52,17 +52,18 @@ class Matchmaker:
         prefix: the averager's name; group keys are `prefix.0b` and bits.
         schema: describes our tensors; equal bytes are equal schemas.
         settings: named values that must be equal in the whole run.
-        compare_schema: given the schema of another peer, and who that is: a sentence naming the first difference, or
+        compare_schema: takes the schema and the id of another peer; returns a sentence naming the first difference, or
             None if both can average together. Must take any bytes.
-        plan: given a group's members, in order: how many elements each reduces, and the bytes of one part.
-        target_group_size: a group of this many starts at once; None: any number, as soon as all who look are in it.
+        plan: takes a group's members, in order; returns how many elements each reduces, and the bytes of one part.
+        target_group_size: a group of this many starts at once; None: a group of any size starts as soon as all peers
+            that look are in it.
         min_group_size: a smaller group never starts.
-        window_s: how long a declaration stands before the group starts with whoever is there.
+        window_s: how long a declaration stands; then the group starts with the peers that are there.
         request_timeout_s: how long another peer or the directory may take to answer.
         settle_s: shortest quiet time after a join before a group that is not full may start; longer while members of
-            the last group are missing, or as joins come with gaps.
+            the last group are missing, or if joins come with gaps.
         client_mode: only follow; never declare, lead or reduce.
-        auxiliary: reduce for the others, with no values of our own. Needs a peer that can be dialed.
+        auxiliary: reduce for the others, with no values of our own. Others must be able to dial such a peer.
 
     Raises:
         ConfigError: an argument is out of its range.
@@ -128,22 +129,23 @@ class Matchmaker:
         """Find a group and agree on it.
 
         Args:
-            group_key: `prefix.0b` and bits: who looks under the same key can meet.
+            group_key: `prefix.0b` and bits: peers that look under the same key can meet.
             gathered: our value for all other members, at most 64 KiB.
-            reference: names the average that our values may be coded against; empty: none.
+            reference: the name of the average that our values may be coded against; empty: none.
             bandwidth: bytes/s that we say we have; None: unknown; 0: we reduce nothing.
             window_s: in place of the matchmaker's own.
             deadline_s: the search ends then, counted from now; None: one window only, and a few `request_timeout_s`
                 more if another peer was found to lead.
-            one_window: that, but not beyond `deadline_s`.
-            expected: who is expected to join, None where not known: if we lead, the group starts as soon as all of
-                them that are alive are there, and waits for them to the end of the window. Called often.
+            one_window: search for one window only, as without a deadline, but not beyond `deadline_s`.
+            expected: returns the peers that are expected to join, None if not known. If we lead, the group starts as
+                soon as all of them that are alive are there, and waits for them until the end of the window. Called
+                often.
 
         Returns:
             The group. Its owner must `release` it.
 
         Raises:
-            RoundFailed: no group, and why.
+            RoundFailed: there is no group; says why.
             SchemaMismatch: only peers whose tensors or settings differ were met; names the first difference.
             LocalError: a search is going on.
             ConfigError: an argument is out of its range.
@@ -190,9 +192,9 @@ class Matchmaker:
             self._looking = self.spawn(self._look_loop())
 
     async def _look_loop(self) -> None:
-        """Between searches: look at those whom the next one would wait for, so that it knows who is silent.
+        """Between searches: look at the peers that the next one would wait for, so that it knows which are silent.
 
-        Who led the last group will be asked first; and it will wait for the members.
+        A follower will ask the leader of the last group first; the leader will wait for its members.
         """
         while (awaited := self._awaited()) and not self._closed:
             for peer in awaited if self._search is None else ():
@@ -206,7 +208,7 @@ class Matchmaker:
         return frozenset() if self._memory.leader is None else frozenset({self._memory.leader.peer})
 
     def forget_leader(self) -> None:
-        """The round of the last group failed: who led it has no privilege in the next one."""
+        """The round of the last group failed: its leader has no privilege in the next one."""
         self._remember(None)
 
     def _member(self, gathered: bytes, bandwidth: float | None, reference: bytes) -> Member:
@@ -278,7 +280,7 @@ class Matchmaker:
 
     async def _serve_join(self, stream: ControlStream, join: Join) -> None:
         if self._search is None and self._memory.led:
-            # Its search began because of the same news that is on the way to us.
+            # The news that began its search is on its way to us too.
             with suppress(TimeoutError):
                 async with asyncio.timeout(_HELD_S):
                     await self._searching.wait()
@@ -288,7 +290,7 @@ class Matchmaker:
             await self._search.serve(stream, join)
 
     def _on_lost(self, peer: PeerID, _reason: str) -> None:
-        # Whatever it declared before now ends before now and one window.
+        # Each declaration that it made before now ends at the latest one window from now.
         self._memory.lose(peer, self._env.clock.time() + self._longest_window_s)
         if self._search is not None:
             self._search.feed(PeerGone(peer))
@@ -296,14 +298,14 @@ class Matchmaker:
     # --------------------------------------------------------------------------------------- for the search (Owner)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that ends with the matchmaker at the latest; whoever starts it minds its exception."""
+        """Start a task that ends with the matchmaker at the latest; the caller handles its exception."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def write(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Stop what is being written to the directory, then write this."""
+        """Stop the write to the directory that goes on, then write this."""
         self._writer = self.spawn(self._write(self._writer, write))
 
     async def _write(self, before: asyncio.Task[None] | None, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -371,7 +373,7 @@ async def _end(stream: ControlStream, *, leave: bool) -> None:
                 await stream.send(Leave())
             await stream.finish()
     except (PeerError, LocalError, TimeoutError):
-        pass  # the other side is gone, or says something else: then not in order
+        pass  # the other side is gone, or says something else: the stream cannot end in order
     finally:
         stream.abort()
 

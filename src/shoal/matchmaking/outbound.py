@@ -1,8 +1,8 @@
 """Asking other peers: one stream each, from `Join` to the last answer.
 
-Every answer becomes an event. What has no place in the exchange costs the other peer its role as our leader. Whatever
-the end, the stream is finished in order if the other side finished it, and else left with `Leave`; only a stream whose
-`Begin` was taken stays open, for the round.
+Every answer becomes an event. A message that has no place in the exchange costs the other peer its role as our leader.
+In every case the stream is finished in order if the other side finished it, and is left with `Leave` otherwise. Only a
+stream whose `Begin` was taken stays open, for the round.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Outbound:
     Args:
         endpoint: opens streams.
         env: events.
-        terms: what is looked for.
+        terms: the terms of the search.
         feed: takes the answers.
-        take: takes a `Begin` that was checked, with our index in it and its stream; whether it keeps the stream.
+        take: takes a checked `Begin`, our index in it and its stream; returns whether it keeps the stream.
         farewell: ends streams.
     """
 

@@ -1,9 +1,9 @@
 """One search for a group: runs a `GroupMachine` on streams, timers and the directory.
 
 - Every event goes through `feed`, in the loop thread, one at a time; actions are carried out at once or start a task.
-- A read, a declaration and what `outbound` does have a deadline, and each ends in one event unless it is stopped.
+- A read, a declaration and each exchange of `outbound` has a deadline, and ends in one event unless it is stopped.
 - Streams of peers that asked us are served in the endpoint's own handlers (`inbound`).
-- When the search is over, what is left is told to others in the background, by tasks that the matchmaker owns.
+- When the search is over, tasks that the matchmaker owns send the last messages to others in the background.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ _WITHDRAW_AFTER_S = 0.1
 
 
 class Owner(Protocol):
-    """What a search asks of its matchmaker, which outlives it."""
+    """The services that a search needs from its matchmaker, which outlives it."""
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a task that may outlive the search."""
         ...
 
     def write(self, write: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Write to the directory once what is being written there is stopped."""
+        """Write to the directory, after the write that goes on there has been stopped."""
         ...
 
     def farewell(self, stream: ControlStream, *, leave: bool) -> None:
@@ -130,7 +130,7 @@ class Search:
             self._result.cancel()
             raise
         if group.leads:
-            # Begin is on its way to everyone; who cannot be told in time is a dead member to the round.
+            # Begin is on its way to everyone; a member that it does not reach in time is a dead member in the round.
             pending = [inbound.begun for inbound in self._inbound.values()]
             if pending:
                 left_s = max(0.0, self._machine.over_at - self._loop.time())
@@ -141,7 +141,7 @@ class Search:
         return group
 
     def feed(self, event: Event) -> None:
-        """Hand an event to the machine and carry out what it says."""
+        """Hand an event to the machine and carry out its actions."""
         self._machine.set_wall_clock(self._env.clock.time() - self._loop.time())
         self._carry_out(lambda: self._machine.handle(event, self._loop.time()))
 
@@ -161,7 +161,7 @@ class Search:
         for task in (self._read, *self._nudges):
             if task is not None:
                 task.cancel()
-        # What knows us is let go: else a search would stay in memory until Python's cycle collector finds it.
+        # Drop the objects that refer to us: otherwise a search stays in memory until Python's cycle collector finds it.
         self._ask = self._read = None
         del self._outbound
 
@@ -250,7 +250,7 @@ class Search:
     async def _withdraw(self) -> None:
         """Take our declaration back, in a moment: others may wait for their `Begin`, and a new declaration replaces it.
 
-        Until then whoever asks us is refused, which costs it one answer.
+        Until then we refuse each peer that asks us, which costs it one answer.
         """
         await asyncio.sleep(_WITHDRAW_AFTER_S)
         async with asyncio.timeout(self._terms.request_timeout_s):
@@ -295,7 +295,7 @@ class Search:
             await stream.send(JoinRefused("full", "what the members gathered is too much for one message"))
             return
         if (old := self._inbound.get(peer)) is not None:
-            if join.expiration < old.expiration:  # streams are not ordered among each other: it was long on its way
+            if join.expiration < old.expiration:  # streams are not ordered among each other: this Join is an older one
                 await stream.send(JoinRefused("later", "you have asked again since"))
                 return
             self._answer(peer, JoinRefused("replaced", "you have asked again"))
@@ -337,7 +337,7 @@ class Search:
         self._found(begin, mine, {peer: self._inbound[peer].stream for peer in followers}, inbounds)
 
     def _as_reducer(self, member: Member) -> Member:
-        """The member as its work is planned: it reduces nothing if nobody here gets in at its place."""
+        """The member as the plan sees it: it reduces nothing if this peer has dialed it twice in vain."""
         shut = member.reduces and self._endpoint.way_shut(member.contact.peer)
         return replace(member, reduces=False) if shut else member
 
@@ -361,7 +361,7 @@ class Search:
             self._result.set_result(group)
 
     def _take(self, begin: Begin, my_index: int, stream: ControlStream) -> bool:
-        """A checked `Begin` came from our leader; whether we are in that group, and the stream is ours to keep."""
+        """A checked `Begin` came from our leader; returns whether we are in that group and keep the stream."""
         if self._machine.phase is not Phase.FOLLOWING:
             return False
         for member in begin.members:

@@ -1,7 +1,7 @@
-"""What the group machine hears and what it says: its rules, events and actions. Pure values.
+"""The rules, events and actions of the group machine. Pure values.
 
-Two times are used. `now` is the loop's time (monotonic): for windows, pauses and settling. An *expiration* is wall
-clock: it travels, and with the peer id it makes the order in which peers lead.
+Two times are used. `now` is the loop's time (monotonic): for windows, pauses and settling. An *expiration* is
+wall-clock time: it is sent to other peers, and together with the peer id it gives the order in which peers lead.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 MAX_GROUP_SIZE = 256
-"""No group is larger, whatever `target_size` says: bounds the `Begin` message."""
+"""No group is larger, whatever `target_size` says: this bounds the `Begin` message."""
 
 Key = tuple[float, PeerID]
 """(expiration, peer id): the earlier of two peers leads."""
@@ -65,18 +65,18 @@ class Rules:
         target_size: a group of this many starts at once; None: no size is full (but for `MAX_GROUP_SIZE`).
         min_size: a smaller group never starts.
         window_s: how long one declaration stands; at its end the group starts or the peer declares again.
-        deadline_s: the search is over then, counted from the start, whatever goes on; None: one window only, and as
-            much more as a leader that was found needs to answer and to begin.
-        one_window: with a deadline, too, no second window begins.
+        deadline_s: seconds from the start after which the search is over, even in the middle of something; None: one
+            window only, plus the time that a leader that was found needs to answer and to begin.
+        one_window: no second window begins, even if there is a deadline.
         settle_s: shortest quiet time after a join before a group that is not full may start.
-        settle_max_s: longest such quiet time that is chosen by what was observed.
-        patience_s: a peer that stands in the directory for longer than this without joining is waited for no more.
+        settle_max_s: longest such quiet time that is chosen from observed gaps.
+        patience_s: a leader stops waiting for a peer that stands in the directory for longer than this without joining.
         reduces: whether this peer can reduce a slice.
         contributes: whether it has values; False for an auxiliary peer. A group needs one that has.
         leads: whether this peer can lead; False for a client, which never declares.
         grace_s: a declaration counts as live until this long after its expiration, since clocks differ.
         follow_grace_s: how long past its own window a follower waits for its leader's `Begin`.
-        look_s: how often who is waited for is looked at: it may be silent.
+        look_s: how often a peer that is waited for is checked for silence.
     """
 
     target_size: int | None = None
@@ -102,14 +102,14 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """A peer's word in the directory that it looks for a group until `expiration` (wall clock, seconds)."""
+    """A peer's entry in the directory: it looks for a group until `expiration` (wall clock, seconds)."""
 
     contact: Contact
     expiration: float
 
     @property
     def peer(self) -> PeerID:
-        """Who declared."""
+        """The peer that declared."""
         return self.contact.peer
 
     @property
@@ -120,14 +120,14 @@ class Declaration:
 
 @dataclass(slots=True)
 class Memory:
-    """What a peer keeps from one search to the next. Bounded.
+    """The memory of a peer from one search to the next. Bounded.
 
     Attributes:
         lost: peers whose link was lost; their declarations with expirations up to the value are dead.
-        companions: the members of the last group under the same key: who is likely to come again.
+        companions: the members of the last group under the same key, which are likely to come again.
         read_s: how long the last read of the directory took: a measure of how far away the others are.
         declared: the latest expiration that we declared ourselves with.
-        leader: who led the last group in which all who were expected were waited for; None if there is none.
+        leader: the leader of the last group that waited for all expected peers; None if there is none.
         led: whether that was this peer.
     """
 
@@ -152,7 +152,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """The declaration is stored; who else declared when it was."""
+    """The declaration is stored; `declarations` are those that stood at that time."""
 
     declarations: tuple[Declaration, ...] = ()
 
@@ -166,7 +166,7 @@ class DeclareFailed:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryRead:
-    """The read that was asked for last is done: who declares now, ourselves perhaps included."""
+    """The read that was asked for last is done: the current declarations, perhaps with our own."""
 
     declarations: tuple[Declaration, ...]
 
@@ -197,7 +197,7 @@ class JoinGone:
 
 @dataclass(frozen=True, slots=True)
 class Mismatched:
-    """A peer asked us whose schema or settings differ; it was refused. `text` names the first difference."""
+    """A peer whose schema or settings differ asked us; it was refused. `text` names the first difference."""
 
     peer: PeerID
     text: str
@@ -244,7 +244,7 @@ class BeginReceived:
 
 @dataclass(frozen=True, slots=True)
 class Nudged:
-    """What came of a nudge: the code of the refusal, `redirected` (to `leader`, whom the peer follows), or `lost`."""
+    """The result of a nudge: the code of the refusal, `redirected` (to `leader`, which the peer follows), or `lost`."""
 
     peer: PeerID
     code: str
@@ -261,7 +261,7 @@ class PeerGone:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: `deadline()` is reached, or what `expected()` says may have changed."""
+    """Time has passed: `deadline()` is reached, or the result of `expected()` may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Store our declaration in the directory, and look who is there; answered by `Declared` or `DeclareFailed`."""
+    """Store our declaration in the directory, and see who is there; answered by `Declared` or `DeclareFailed`."""
 
     expiration: float
 
@@ -318,7 +318,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class StopAsking:
-    """Leave the peer that we asked or follow. No event about it is to come any more."""
+    """Leave the peer that we asked or follow. No more events about it may come."""
 
     peer: PeerID
 
@@ -364,7 +364,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """No group: why, and because of whom. The machine is done."""
+    """There is no group: the reason, and the peers that caused it. The machine is done."""
 
     reason: str
     peers: tuple[PeerID, ...] = ()

@@ -1,4 +1,4 @@
-"""On what terms a peer takes part: what it looks for, what must be equal in the group, what it says of itself."""
+"""The terms of a search: its key, the values that must be equal in the group, the peer's word about itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.wire import Join, JoinRefused, Member, encode
 __all__ = ["Plan", "Terms"]
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
-"""Given a group's members in order: how many elements each reduces, and the most bytes of one part as encoded."""
+"""From a group's members, in order: how many elements each reduces, and the most bytes of one encoded part."""
 
 _BEGIN_OVERHEAD_BYTES = 1 << 12
 _SLICE_BYTES = 9
@@ -21,15 +21,16 @@ _TEXT_CHARACTERS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What one search is for.
+    """The terms of one search.
 
     Attributes:
         group_key: the key that is looked under.
         schema: describes our tensors.
         settings: named values that must be equal in the whole run.
-        compare_schema: a sentence naming the first difference to the schema of this peer, None if there is none.
+        compare_schema: returns a sentence naming the first difference from another peer's schema, None if there is
+            none.
         plan: divides the work of a group.
-        member: ourselves, as all others will see us.
+        member: this peer's word about itself, which all others will see.
         min_size: the smallest group that we take part in.
         request_timeout_s: how long another peer, or the directory, may take to answer.
     """
@@ -45,15 +46,15 @@ class Terms:
 
     @property
     def me(self) -> PeerID:
-        """Who we are."""
+        """The id of this peer."""
         return self.member.contact.peer
 
     def join(self, expiration: float) -> Join:
-        """Our own request."""
+        """The `Join` message of this peer."""
         return Join(self.group_key, self.schema, dict(self.settings), expiration, self.member)
 
     def refusal(self, join: Join) -> JoinRefused | None:
-        """Why the peer that sent this can never be in a group with us; None if it can."""
+        """The reason why the sender can never be in a group with us; None if it can."""
         text = self._settings_difference(join)
         if text is not None:
             return JoinRefused("settings", text[:_TEXT_CHARACTERS])

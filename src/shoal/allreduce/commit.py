@@ -1,11 +1,11 @@
 """The commit rule: when does a round succeed, and with which averages? Pure state machines, no input or output.
 
-Every part of the vector has an *owner*, who averages it, and an *attempt* number. One member, the *decider*, is named
-when the group begins and never replaced.
+Every part of the vector has an *owner*, the member that averages it, and an *attempt* number. One member, the
+*decider*, is named when the group begins and is never replaced.
 
 - A member keeps the newest attempt of each part and tells the decider what it holds (`Report`).
-- When the decider leaves a member out, the parts that this member owned get another owner: somebody who holds the
-  average already (same attempt), or else somebody who averages the part again (next attempt; older bytes are void).
+- When the decider leaves a member out, the parts that this member owned get another owner: a member that already holds
+  the average (same attempt), or otherwise one that averages the part again (next attempt; older bytes are void).
 - When every member that is not left out holds the current attempt of every part, the decider says `Commit`, which names
   the digest of each part. A member succeeds when it has a commit and holds exactly these digests.
 - An *auxiliary* member contributes no values and wants no averages. It may own parts, and decide. Nobody waits for it
@@ -52,7 +52,7 @@ class Average(NamedTuple):
 
 
 Order = Assign | Gone | Commit | Abort
-"""What the decider says."""
+"""The messages of the decider."""
 
 
 class Send(NamedTuple):
@@ -66,7 +66,7 @@ MemberAction = Contribute | Ask | Average
 
 
 class MemberRules:
-    """What one member of a round may believe and do.
+    """The rules of one member of a round.
 
     Args:
         me: index of this member in the group.
@@ -85,7 +85,7 @@ class MemberRules:
 
     @property
     def succeeded(self) -> bool:
-        """True once this member may apply what it holds."""
+        """True once this member may apply the averages that it holds."""
         return self.commit is not None and self.failed is None and not self.missing()
 
     def missing(self) -> list[int]:
@@ -107,7 +107,7 @@ class MemberRules:
         return attempt >= self.attempt[part] and (held is None or attempt > held.attempt)
 
     def expect(self, part: int, attempt: int) -> None:
-        """Bytes of this attempt are about to be received into the place of the part: what was there is void."""
+        """Bytes of this attempt are about to be received into the place of the part: its old content is void."""
         self.attempt[part] = max(self.attempt[part], attempt)
         self.held[part] = None
 
@@ -166,17 +166,17 @@ class MemberRules:
         return True
 
     def take_report(self) -> list[Held]:
-        """What is held and was not reported yet."""
+        """The averages that are held and were not reported yet."""
         news = [held for held in self._unreported if self.held[held.part] is held]
         self._unreported.clear()
         return news
 
 
 class DeciderRules:
-    """What the decider knows and decides.
+    """The rules of the decider.
 
-    It is also a member, and hears of itself through `reported` as of others; what it would tell itself comes back as a
-    `Send` to its own index.
+    The decider is also a member, and learns about itself through `reported` as about others; its messages to itself
+    come back as a `Send` to its own index.
 
     Args:
         round_id: of the round.
@@ -209,9 +209,9 @@ class DeciderRules:
         self._auxiliary = {member for member, values in enumerate(contributes) if not values}
         self.verdict: Commit | Abort | None = None
         self._held: list[dict[int, Held]] = [{} for _ in reduces]
-        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: who it cannot get parts from
+        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: whom it cannot get parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
-        self._given_at: dict[int, float] = {}  # part -> since when somebody else than its owner holds it
+        self._given_at: dict[int, float] = {}  # part -> since when a member other than its owner holds it
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
         self._began = now
         self._progress = [now] * len(reduces)
@@ -250,7 +250,7 @@ class DeciderRules:
         return sends + self._maybe_commit()
 
     def gone(self, member: int, now: float) -> list[Send]:
-        """As `lost`, and the others are told: with the decider alone every member has a connection."""
+        """As `lost`, and the others are told, because only the decider has a connection with every member."""
         before = set(self.live)
         sends = self.lost(member, now)
         if self.verdict is None and member in before:
@@ -301,9 +301,9 @@ class DeciderRules:
         return min((self._progress[member] + self.stall_s for member in self._owing()), default=None)
 
     def tick(self, now: float) -> list[Send]:
-        """Leave out who owes parts and made no progress within the stall limit; the decider if it cannot hear."""
+        """Leave out members that owe parts and made no progress in the stall limit; the decider if it cannot hear."""
         if now - self._ticked > self.stall_s / 4:
-            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that says nothing of its line
+            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
         self._ticked = now
         sends = self.lost(self.me, now) if self._cannot_hear(now) else []
         for member in self._owing():
@@ -312,10 +312,11 @@ class DeciderRules:
         return sends + self._hurry(now)
 
     def _hurry(self, now: float) -> list[Send]:
-        """Name another source for what a member has waited for far longer than somebody else.
+        """Name another source for parts that a member has waited for far longer than another member had to.
 
-        Where the line between two members is slow, neither of them is: each can have from a third one what it lacks.
-        Far longer is twice as long, and a quarter of the limit of silence: before it counts as slow itself.
+        If only the line between two members is slow, neither of them is slow: each can get the missing parts from a
+        third one. Far longer means twice as long plus a quarter of the limit of silence: before the member itself
+        counts as slow.
         """
 
         def limit(since: float, given_at: float) -> float:
@@ -338,18 +339,18 @@ class DeciderRules:
         return sends
 
     def _cannot_hear(self, now: float) -> bool:
-        """Whether the decider's own line is what is slow: for half of the limit most others' reports are missing.
+        """Whether the decider's own line is slow: for half of the limit most others' reports are missing.
 
-        Everybody reports once a second. The values on their way to and from the decider are in the way of the reports.
+        Everybody reports once a second. On a slow line the values to and from the decider delay the reports.
         """
         others = self.live - {self.me}
         missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
         return self._may_step_aside() and 2 * missing > len(others)
 
     def _may_step_aside(self) -> bool:
-        """Whether the others can do without the decider's values: two at least that have values themselves.
+        """Whether the others can go on without the decider's values: at least two of them have values.
 
-        With one it could not be told which of the two is slow.
+        With only one, nobody could tell which of the two is slow.
         """
         others = self._takers() - {self.me}
         return self.me in self.live and len(others) >= 2 and len(self.live) > self.min_group_size
@@ -361,9 +362,9 @@ class DeciderRules:
         return member != self.me or complete or (self._kept() == {member} and self._may_step_aside())
 
     def slow(self, stragglers: Stragglers, now: float) -> list[int]:
-        """Who is far slower than the others, the decider itself among them: then it goes on deciding.
+        """The members that are far slower than the others; the decider may be one, and then goes on deciding.
 
-        Nobody while too few would be left, or nobody that contributes: waiting costs less than failing.
+        Nobody if too few members would be left, or none that contributes: waiting costs less than failing.
         """
         if self.verdict is not None:
             return []
@@ -383,7 +384,7 @@ class DeciderRules:
         return self.live - self._auxiliary
 
     def _owing(self) -> list[int]:
-        """Who keeps the others waiting: owners of parts that nobody else holds; if there are none, who lacks parts."""
+        """Members that keep the others waiting: owners of parts that nobody else holds, else those that lack parts."""
         if self.verdict is not None:
             return []
         unheld = {
@@ -396,7 +397,7 @@ class DeciderRules:
         return sorted(member for member in self._takers() if len(self._held[member]) < len(self.owner))
 
     def _kept(self) -> set[int]:
-        """Who has parts that none of the others holds who are to hold them."""
+        """The members that have parts which no other member that should hold them holds."""
         takers = self._takers()
         kept = {
             owner
@@ -406,7 +407,7 @@ class DeciderRules:
         return kept & self.live
 
     def _new_owner(self, part: int) -> tuple[int | None, int]:
-        """Somebody who can reduce and holds the part already; else the next in turn, who averages it again."""
+        """A member that can reduce and already holds the part; else the next in turn, which averages it again."""
         able = sorted(member for member in self.live if self.reduces[member])
         if not able:
             return None, 0
@@ -417,7 +418,7 @@ class DeciderRules:
         return able[self._turn % len(able)], self.attempt[part] + 1
 
     def _help(self, member: int, now: float) -> list[Send]:
-        """Name another source for what `member` cannot get from where it looks, as soon as there is one."""
+        """Name another source for parts that `member` cannot get from its present source, as soon as there is one."""
         moved: dict[tuple[int, int], list[int]] = {}
         unreachable, sources = self._unreachable[member], self._source[member]
         for part, owner in enumerate(self.owner):
@@ -435,7 +436,7 @@ class DeciderRules:
         return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
 
     def _replace_owners(self, now: float) -> list[Send]:
-        """Who cannot give its parts to anybody, though it may hold them itself, owns no parts any more."""
+        """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
         sends: list[Send] = []
         for owner in sorted(set(self.owner) & self.live):
             others = self._takers() - {owner}

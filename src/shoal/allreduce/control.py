@@ -27,7 +27,7 @@ _MAX_WAITING = 64
 
 
 class ControlledRound(Protocol):
-    """What the control knows of its round."""
+    """The side of a round that the control uses."""
 
     endpoint: Endpoint
     round_id: bytes
@@ -40,7 +40,7 @@ class ControlledRound(Protocol):
         ...
 
     def obey(self, message: Order) -> None:
-        """Do what the decider says."""
+        """Carry out an order of the decider."""
         ...
 
     def heard(self) -> None:
@@ -56,7 +56,7 @@ class ControlledRound(Protocol):
         ...
 
     def step_aside(self) -> None:
-        """Stop to send and to receive values: this member was left out, by itself."""
+        """Stop sending and receiving values: this member has left itself out."""
         ...
 
     @property
@@ -80,7 +80,7 @@ class Control(Protocol):
         ...
 
     def lost(self, member: int, reason: str) -> None:
-        """A member's link is gone, or nobody waits for it."""
+        """A member's link is gone, or nobody waits for it any more."""
         ...
 
     def begin(self, now: float) -> None:
@@ -100,11 +100,11 @@ class Control(Protocol):
         ...
 
     async def finish(self) -> None:
-        """Everything was said: end the streams in order."""
+        """All messages were sent: end the streams in order."""
         ...
 
     def let_go(self) -> None:
-        """All is over: know nothing of the round any more."""
+        """All is over: drop all references to the round."""
         ...
 
 
@@ -141,7 +141,7 @@ class DeciderControl:
                     self._round.heard()
                 self._reported(member, message)
         except PeerError as error:
-            reason = error.message  # whatever it is: without its stream a member cannot report
+            reason = error.message  # any error: without its stream a member cannot report
         self._leave_out(member, reason, gone=True)
 
     async def _talk(self, member: int, stream: Stream[Order, Any]) -> None:
@@ -155,7 +155,7 @@ class DeciderControl:
     def _do(self, sends: list[Send]) -> None:
         for member, message in sends:
             if member == self._round.me:
-                # Not at once: what it leads to may come back here.
+                # Not at once: its consequences may call this again.
                 asyncio.get_running_loop().call_soon(self._round.obey, message)
             elif member in self._queues:
                 self._queues[member].put_nowait(message)
@@ -209,7 +209,7 @@ class DeciderControl:
             async with asyncio.timeout(_FAREWELL_S):
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         except TimeoutError:
-            pass  # who does not take the verdict in this time asks the others for it
+            pass  # a member that does not take the verdict in this time asks the others for it
 
     def let_go(self) -> None:
         self._tasks.clear()
@@ -254,7 +254,7 @@ class FollowerControl:
             self.lost(self._round.decider, error.message)
 
     def report(self, report: Report) -> None:
-        # Of reports without parts many can only come from somebody who says again and again that he has none.
+        # Many reports without parts can only come from a member that says again and again that it has none.
         if report.held or self._queue.qsize() < _MAX_WAITING:
             self._queue.put_nowait(report)
 

@@ -1,9 +1,9 @@
 """Names for the averages of a round, made from their bytes.
 
-The commit of a round names each average by a digest, so that members which succeed hold the same bytes. Who takes part
-is trusted not to lie (`docs/decisions/0006-part-digests.md`): a digest has to tell different bytes apart, not to resist
-somebody who looks for equal ones. GMAC does that (different bytes of 1 MiB: one chance in 2^112) at the speed of memory
-where the processor has instructions for AES: SHA-512 takes sixteen times as long.
+The commit of a round names each average by a digest, so that members which succeed hold the same bytes. Members are
+trusted not to lie (`docs/decisions/0006-part-digests.md`): a digest must tell different bytes apart, but need not
+resist an attacker who looks for equal ones. GMAC does that (different bytes of 1 MiB: one chance in 2^112) at the speed
+of memory where the processor has instructions for AES: SHA-512 takes sixteen times as long.
 
 Source: GMAC is AES-GCM over associated data alone, NIST SP 800-38D.
 """
@@ -19,7 +19,7 @@ from shoal.transport.base import Buffer
 __all__ = ["NO_DIGEST", "PartDigests"]
 
 NO_DIGEST = bytes(16)
-"""Of a part that nobody counts in: there is no average."""
+"""The digest of a part to which no member contributes: it has no average."""
 
 
 class PartDigests:

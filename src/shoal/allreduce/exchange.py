@@ -1,11 +1,10 @@
 """The data of a round: contributions out, averages in; and for the parts owned here, the other way round.
 
-Each member opens one stream to each owner. On it go the member's values of the owner's parts; back come the averages,
-each as soon as it is done, so both directions are busy. A stream that breaks costs the round nothing by itself: the
-owner counts the sender out of what is not done yet, the sender tells the decider whom it cannot reach, and is given
-another source or another owner.
-
-An auxiliary member opens no stream: it has nothing to send and wants nothing. It serves those of the others.
+Each member opens one stream to each owner. The member sends its values of the owner's parts on it; the averages come
+back on it, each as soon as it is done, so both directions are busy. A stream that breaks costs the round nothing by
+itself: the owner leaves the sender out of the parts that are not done yet. The sender tells the decider which owner it
+cannot reach, and gets another source or another owner. An auxiliary member opens no stream: it has nothing to send and
+wants nothing. It serves the streams of the others.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from shoal.wire import Commit, Held, PartData, PartRequest
 __all__ = ["Exchange"]
 
 _FAREWELL_S = 1.0
-"""How long the end of a round waits for the others to end their streams."""
+"""How long a round waits at its end for the others to end their streams."""
 
 
 class Exchange:
@@ -49,7 +48,7 @@ class Exchange:
     # -------------------------------------------------------------------------------------------------------- start
 
     def start(self) -> None:
-        """Contribute everywhere, and begin to average what is owned here."""
+        """Send values to every owner, and begin to average the parts owned here."""
         for part in self._round.parts:
             if part.owner == self._round.me:
                 self._owner.own(part.number, 0)
@@ -57,7 +56,7 @@ class Exchange:
                 self._to(part.owner).put(Contribute(part.number, 0, part.owner))
 
     def act(self, actions: list[MemberAction]) -> None:
-        """Do what the decider's assignment asks for."""
+        """Carry out the decider's assignment."""
         for action in actions:
             match action:
                 case Average(part, attempt):
@@ -74,7 +73,7 @@ class Exchange:
         self._to(source).put(Ask(part, attempt, source))
 
     def _free(self, part: int) -> None:
-        """Stop to receive older bytes of a part: whoever sends them may be stuck, and its place is needed."""
+        """Stop receiving older bytes of a part: their sender may be stuck, and the part's memory is needed."""
         for outgoing in self._outgoing.values():
             if outgoing.landing == part:
                 outgoing.abort()
@@ -106,7 +105,7 @@ class Exchange:
         self._owner.reducer.begin(now)
 
     def tick(self, now: float) -> None:
-        """Look who trickles, and who is silent."""
+        """Check for members that send too slowly and members that are silent."""
         for sender, inbound in self._inbound.items():
             if inbound.grew():
                 self._owner.reducer.heard(sender, now)
@@ -165,7 +164,7 @@ class Exchange:
             inbound.offer(part.number)
         elif rules.owner[part.number] != self._round.me or rules.failed is not None or rules.commit is not None:
             inbound.refuse(part.number, message.attempt)
-        # else it is made here, and given to everybody when it is done
+        # otherwise it is made here, and given to everybody when it is done
 
     # ------------------------------------------------------------------------------------------------------ receiving
 
@@ -201,9 +200,9 @@ class Exchange:
     # --------------------------------------------------------------------------------------------------------- ending
 
     async def settle_values(self, commit: Commit) -> None:
-        """What the encodings of this member lost, where they were counted, and the average are for the next round."""
+        """Keep for the next round the average, and the losses of this member's encodings where these were counted."""
         round_, vector = self._round, self._round.vector
-        vector.name_reference(b"")  # while it is neither the old one nor the new one
+        vector.name_reference(b"")  # while the reference is neither the old one nor the new one
         for part, held in zip(round_.parts, commit.parts, strict=True):
             if vector.remembers(part):
                 here = self._owner.averaged(part.number, held.attempt)
@@ -213,7 +212,7 @@ class Exchange:
             vector.name_reference(round_.round_id)
 
     def step_aside(self) -> None:
-        """The decider left itself out, as it is slow: nothing goes on beside its words. After the commit it may ask."""
+        """The decider left itself out because it is slow: from now on it only decides. After the commit it may ask."""
         for outgoing in self._outgoing.values():
             self._moved_closed += outgoing.moved_bytes
             outgoing.retire()
@@ -228,10 +227,10 @@ class Exchange:
             async with asyncio.timeout(_FAREWELL_S):
                 await self.settle()
         except TimeoutError:
-            pass  # who still wants something asks another member
+            pass  # a member that still wants something asks another one
 
     def stop(self) -> None:
-        """Take nothing and give nothing any more."""
+        """Stop taking and giving values."""
         self._over = True
         for stream in list(self._serving):
             stream.abort()
@@ -244,7 +243,7 @@ class Exchange:
             await self._served.wait()
 
     def let_go(self) -> None:
-        """All is over: know nothing of the round any more (see `Round.close`)."""
+        """All is over: drop all references to the round (see `Round.close`)."""
         self._outgoing.clear()
         self._inbound.clear()
         del self._round, self._owner

@@ -1,4 +1,4 @@
-"""What a round is given and what it gives back: the group, how patient it is, the outcome."""
+"""The inputs and the outcome of a round: the group, the time limits, the result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e12
 
 
 class FormedGroup(Protocol):
-    """What matchmaking hands over."""
+    """The group, as matchmaking hands it over."""
 
     @property
     def round_id(self) -> bytes:
@@ -41,12 +41,12 @@ class FormedGroup(Protocol):
 
     @property
     def my_index(self) -> int:
-        """Which of them we are."""
+        """Our index among the members."""
         ...
 
     @property
     def decider(self) -> int:
-        """Which of them decides."""
+        """The index of the member that decides."""
         ...
 
     @property
@@ -66,7 +66,7 @@ class FormedGroup(Protocol):
 
 
 class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient a round is.
+    """The time limits of a round.
 
     Attributes:
         min_group_size: with fewer members left the round fails; auxiliary members count.
@@ -103,7 +103,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, commit: Commit, members: Sequence[Member]) -> Outcome:
-        """What this verdict means for this group."""
+        """The result that this verdict means for this group."""
         peers = [member.contact.peer for member in members]
         everywhere = {i for i in range(len(members)) if all(has_member(held.contributors, i) for held in commit.parts)}
         missing = {i for i, member in enumerate(members) if member.contributes and i not in everywhere}
@@ -122,9 +122,9 @@ def is_weight(weight: float) -> bool:
 
 
 def is_sound(held: Held, members: int) -> bool:
-    """Whether what is said of an average can be, in a group of so many members: who counts in it, and with what weight.
+    """Whether these contributors and this weight of an average are possible in a group of so many members.
 
-    Whoever says it may be lying; weights go on into the names of states, which others read.
+    The peer that names them may be lying; weights become part of the names of states, which others read.
     """
     named = int.from_bytes(held.contributors, "little")
     if len(held.contributors) != (members + 7) // 8 or named >> members:

@@ -2,20 +2,20 @@
 
 In a butterfly all-reduce with c *contributors* (members that send values and receive averages), a contributor that owns
 the fraction x of the vector sends its values for the others' slices, 1 - x, and its averages to the c - 1 others,
-(c - 1) x. An *auxiliary* member only reduces: it sends averages to c. Both receive as much as they send. With bandwidth
-b they are busy for
+(c - 1) x. An *auxiliary* member only reduces: it sends averages to c members. Both kinds receive as much as they send.
+With bandwidth b they are busy for
 
     t(x) = (1 + (c - 2) x) / b        and        t(x) = c x / b
 
 (in units of the vector). A client reduces nothing: 1 / b. The fractions that minimize the largest t, the cost of Diskin
-et al. 2021 (DeDLOC), have a closed form for a given t, and what all can take within t grows with t: the
-optimum is found by bisection, no solver is needed. That stays exact when nobody may own less than `min_size`: within t
-only those count that can take so much, and those that can take the most of them must be enough, and not too many. What
-is left by rounding goes, element by element, to whoever is done first with it: no whole division is quicker. Those
-whose values alone take longer than the others' work own nothing.
+et al. 2021 (DeDLOC), have a closed form for a given t, and the part that all members can take within t grows with t. So
+bisection finds the optimum, and no solver is needed. This stays exact when no member may own less than `min_size`:
+within t only members count that can take so much, and those of them that can take the most must be enough, and not too
+many. Elements that rounding leaves over go, one by one, to the member that would be done first with one more: no
+division into whole elements is quicker. Members whose values alone take longer than the others' work own nothing.
 
 With c <= 2 a contributor's time does not grow with what it owns. Then only the traffic of reducing counts, (c - 1) x
-and c x: of all that are optimal this one spreads the work by bandwidth.
+and c x: among the optimal divisions this one spreads the work by bandwidth.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal.errors import ConfigError
 __all__ = ["balance", "cost"]
 
 _SLOWEST, _FASTEST = 1.0, 1e15
-"""Bandwidths beyond these (bytes per second) count as these: nobody's numbers make ours overflow."""
+"""Bandwidths beyond these (bytes per second) count as these, so that no peer's numbers make ours overflow."""
 
 _BISECTIONS = 100
 
@@ -58,7 +58,7 @@ def balance(
         bandwidths: bytes per second of each member, finite; None where unknown: taken as the mean of those that are
             known.
         reduces: whether the member may reduce at all; one with bandwidth 0 does not either.
-        min_size: elements; nobody reduces fewer, but for nobody at all. If the whole vector has fewer, one member
+        min_size: elements; a member reduces at least this many, or none. If the whole vector has fewer, one member
             reduces it.
         contributes: whether the member has values to average; False for one that only assists. None: all have.
 
@@ -112,10 +112,10 @@ class _Load:
 
 
 def _choose(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
-    """Who reduces: all that help to be done in the shortest possible time, with at least `least` elements each."""
+    """The members that reduce: all that help to be done as early as possible, with at least `least` elements each."""
 
     def takers(t: float) -> list[int]:
-        """Who can take enough within `t`, who can take most first; empty if they cannot take all."""
+        """The members that can take enough within `t`, the largest first; empty if they cannot take everything."""
         takes = [int(load.within(t) * numel) for load in loads]
         order = sorted((j for j, size in enumerate(takes) if size >= least), key=lambda j: (-takes[j], j))
         total = 0
@@ -150,7 +150,7 @@ def _divide(loads: Sequence[_Load], numel: int, least: int) -> list[int]:
     slices = [least + (int(rest * x / total) if total else 0) for x in beyond]
     largest = slices.index(max(slices))
     slices[largest] -= max(0, sum(slices) - numel)  # floating point may have given too much
-    # No slice is larger than at the optimum: what is left goes to whoever is done first with one more.
+    # No slice is larger than at the optimum: each element left over goes to the member that is done first with it.
     after = [
         (load.time((size + 1) / (numel or 1)), j) for j, (load, size) in enumerate(zip(loads, slices, strict=True))
     ]

@@ -1,7 +1,8 @@
 """The parts that are owned here: contributions are added as they come, then divided, encoded and given to everybody.
 
-`ReducerRules` knows whom to wait for; here the numbers are added. An owner without weight that no weight of the others
-reaches, while somebody is missing, is cut off: it hands its parts on rather than report an average of nobody.
+`ReducerRules` knows which senders to wait for; here the numbers are added. An owner is cut off if it has no weight,
+receives no values with weight, and a sender is missing: it then hands its parts on instead of reporting an average of
+nobody.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class PartOwner:
         give: called with each part that is done and has an average.
 
     Attributes:
-        reducer: whom is waited for.
+        reducer: the rules that say which senders to wait for.
     """
 
     def __init__(self, round_: RoundView, work: PartWork, *, silence_s: float, give: Callable[[int], None]) -> None:
@@ -101,7 +102,7 @@ class PartOwner:
         """Take a member's values of a part.
 
         Raises:
-            PeerProtocolError: they cannot be.
+            PeerProtocolError: the values are invalid.
             PeerUnreachable: the stream is lost.
         """
         stream, round_ = inbound.stream, self._round
@@ -128,7 +129,7 @@ class PartOwner:
         await self._begun[work].wait()
         # Counted before it is added; the part cannot be finished in between, because that needs the lock too.
         async with self._work.locks[part.number]:
-            # A newer attempt may be in its place already: what is summed and what is received share their memory.
+            # A newer attempt may be in its place already: sums and received averages share their memory.
             if round_.rules.attempt[part.number] != message.attempt or not self.reducer.expects(*work, sender):
                 return
             self._weights[work] += weight
@@ -141,7 +142,7 @@ class PartOwner:
         self._finish(self.reducer.exclude(member))
 
     def tick(self, now: float) -> None:
-        """Look who is silent, and who is far behind."""
+        """Check for members that are silent or far behind."""
         for sender in self.reducer.stalled(now):
             self._round.blame(sender, "too slow: left out of the parts that are not averaged yet")
             self.exclude(sender)
@@ -149,12 +150,12 @@ class PartOwner:
     # ------------------------------------------------------------------------------------------------------------ ends
 
     def assigned(self) -> None:
-        """The decider has assigned something: who waits for an attempt looks again."""
+        """The decider has assigned something: tasks that wait for an attempt look again."""
         self._assigned.set()
         self._assigned = asyncio.Event()
 
     def stop(self) -> None:
-        """Let nothing wait any more."""
+        """Wake all tasks that wait."""
         self._over = True
         self._assigned.set()
         for begun in self._begun.values():

@@ -1,7 +1,7 @@
 """Where the numbers of a part are worked on: one piece of work at a time for each part, in the loop or beside it.
 
-One lock for each part keeps what is summed, finished or received in its place apart. Nothing waits under such a lock
-but the bytes of that part.
+Summing, finishing and receiving a part use the same memory; one lock for each part keeps them apart. Under such a lock
+code waits only for the bytes of that part.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INLINE_ELEMENTS = 1 << 14
 """Smaller parts are computed in the loop: a hop to another thread would cost more."""
 
 _LIGHT_ELEMENTS = 1 << 19
-"""Up to this size the same holds for what takes little more than a copy: adding, looking for NaN, finishing. A hop
+"""Up to this size the same holds for work that takes little more than a copy: adding, looking for NaN, finishing. A hop
 there and back costs the loop 0.1 ms, adding 1 MiB takes as long."""
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class PartWork:
         self._vector, self._executor = vector, executor
 
     async def light(self, part: Part, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """As `compute`, for what is little work where the codec is little work."""
+        """As `compute`, for work that is small if the codec's work is small."""
         if part.numel <= _LIGHT_ELEMENTS and self._vector.is_light(part):
             return function(*args, **kwargs)
         return await self.compute(part, function, *args, **kwargs)
@@ -53,6 +53,6 @@ class PartWork:
         """Run a function on a part: in the loop or in another thread, as its size advises."""
         if part.numel <= _INLINE_ELEMENTS:
             return function(*args, **kwargs)
-        # A function that runs in another thread cannot be stopped: until it has ended the part is not free, also for
-        # who is cancelled meanwhile. Its memory is given to the next attempt as soon as the lock is.
+        # A function that runs in another thread cannot be stopped: the part is not free until it has ended, even if the
+        # caller is cancelled meanwhile. The next attempt gets the memory as soon as it gets the lock.
         return await to_the_end(self._executor.run(function, *args, **kwargs))

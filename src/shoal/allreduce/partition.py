@@ -1,12 +1,12 @@
 """How a list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
 
-The averaged tensors of one dtype and codec form a *run*, in their order; the runs, in that of their first tensors, one
-after another form the *flat vector*. Within a run the vector is contiguous in memory and on the wire, so a part may
-hold pieces of many tensors; it says how many elements each has, as no scale of a codec crosses a tensor's border. Slice
-i belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded if it were of
+The averaged tensors of one dtype and codec form a *run*, in their order. The runs, in the order of their first tensors,
+form the *flat vector*. Within a run the vector is contiguous in memory and on the wire, so a part may hold pieces of
+many tensors. It says how many elements it has of each tensor, because no scale of a codec may span two tensors. Slice i
+belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded if it were of
 one tensor. Everyone derives the same parts from (layout, slices, part_bytes), which the leader sends once.
 
-The *schema* is what must be equal for that: index, shape, dtype and codec of each tensor. It rides in the join as plain
+The *schema* must be equal for that: index, shape, dtype and codec of each tensor. The join message carries it as plain
 bytes, so that a refusal can name the first tensor that differs.
 """
 
@@ -54,7 +54,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
 
 
 EncodedBytes = Callable[[str, str, int], int]
-"""Of (dtype, codec, number of elements)."""
+"""The encoded size for (dtype, codec, number of elements)."""
 
 _Schema = Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_TENSORS)]
 _schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpack.Decoder(_Schema)
@@ -93,7 +93,7 @@ class Layout:
 
     Args:
         specs: the tensors in order; at least one element in all.
-        encoded_bytes: what so many elements take on the wire; more of them never take less.
+        encoded_bytes: the bytes that so many elements take on the wire; more elements never take fewer bytes.
 
     Raises:
         ConfigError: there is nothing to average, or there are too many tensors.
@@ -124,7 +124,7 @@ class Layout:
 
     @property
     def schema(self) -> bytes:
-        """What is compared when peers meet (compressed MessagePack)."""
+        """The bytes that peers compare when they meet (compressed MessagePack)."""
         return zlib.compress(msgspec.msgpack.encode(self.specs), 1)
 
     def parts(self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None = None) -> list[Part]:
@@ -133,7 +133,7 @@ class Layout:
         Args:
             slices: elements of the flat vector that each member owns, in order.
             part_bytes: upper bound on a part as encoded.
-            codecs: of each run, where they are not those that the schema names.
+            codecs: the codec of each run, if they are not those that the schema names.
 
         Raises:
             ConfigError: the slices do not cover the vector exactly, or the parts would be too many or too large.
@@ -171,7 +171,7 @@ class Layout:
     def _pieces(
         self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """What is cut to parts by itself: (owner, run, start, stop, how many parts)."""
+        """The pieces that are each cut to parts: (owner, run, start, stop, how many parts)."""
         for owner, number, start, stop in self._intervals(slices):
             run = self.runs[number]
             step = self._elements_within(part_bytes, run if codecs is None else run._replace(codec=codecs[number]))
@@ -179,13 +179,13 @@ class Layout:
 
     def _elements_within(self, nbytes: int, run: Run) -> int:
         """How many elements of this run can be encoded in so many bytes; one at least."""
-        # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, two elements for a
-        # byte at most: a part is also what is worked on at once.
+        # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, at most two
+        # elements count for a byte: a part is also the unit of work.
         counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)
         return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(run.dtype, run.codec, count)))
 
     def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """Where no slice and no run ends: (owner, run, start, stop), in order, none empty."""
+        """The stretches in which no slice and no run ends: (owner, run, start, stop), in order, none empty."""
         number, start = 0, 0
         for owner, end in enumerate(accumulate(slices)):
             while start < end:
@@ -201,8 +201,8 @@ def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str 
     Args:
         mine: one schema.
         theirs: another one.
-        me: who has the one, as both sides will read it.
-        other: who has the other one.
+        me: the name of the peer that has the first schema, as both sides will read it.
+        other: the name of the peer that has the second schema.
 
     Raises:
         msgspec.MsgspecError: `theirs` is not a schema.

@@ -1,15 +1,14 @@
-"""Whose contributions the owner of a slice waits for. Bookkeeping only: the numbers are added elsewhere.
+"""The senders that the owner of a slice waits for. Bookkeeping only: the numbers are added elsewhere.
 
-The owner does not go in lock step: a sender that is fast may be many parts ahead, one that is slow delays only the
-parts that it still owes. It is left out of parts that are not done yet
+Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it still
+owes. A sender is left out of parts that are not done yet
 
 - when it is lost (`exclude`);
 - when it was *silent*: no byte for `silence_s` while it owes something;
-- when it is *far behind*: the median of the other senders passed its place longer than `silence_s` plus the time ago
-  that the median needed to get there, which is: it would need more than twice as long as the others, and `silence_s`.
-  Of two others it is the slower one, so that three of which two are slow go on together.
-
-Its contributions to parts that are done stay. A part is ready when nobody is waited for any more.
+- when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the time
+  that the median needed to get there. So it would need more than twice as long as the others, plus `silence_s`. With
+  two other senders the median is the slower one, so that three senders of which two are slow go on together. Its
+  contributions to parts that are done stay. A part is ready when the owner waits for no more senders.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Work = tuple[int, int]
 
 
 class ReducerRules:
-    """What an owner of parts has got and waits for.
+    """The contributions that an owner of parts has got and still waits for.
 
     Args:
         me: index of the owner in its group; its own contribution is counted like the others'.
@@ -92,7 +91,7 @@ class ReducerRules:
         return self._ready(list(self._waiting))
 
     def cut_off(self, part: int, attempt: int) -> bool:
-        """Whether a member that was to contribute to this part is missing in it, be it with weight 0."""
+        """Whether a member that should contribute to this part, even with weight 0, is missing in it."""
         return self._others[part, attempt] < len(self.senders - {self.me})
 
     def deadline(self) -> float | None:
@@ -115,7 +114,7 @@ class ReducerRules:
         return limits
 
     def _passed(self, place: int) -> float | None:
-        """When the median of those other than a sender at this place had got further; None if it has not."""
+        """When the median of the other senders passed this place; None if it has not."""
         senders = self.senders - self.excluded - {self.me}
         others = len(senders) - 1
         needed = others - (others - 1) // 2

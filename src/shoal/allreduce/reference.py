@@ -1,10 +1,10 @@
 """The last committed average, against which a later round may code: see decision 0011.
 
-One buffer for each run whose codec is `Differences`. It is set part by part when a round is committed, to the very
-average that was committed, which is the same bits at all members that succeeded; it has the name of that round. Every
-member says the name when it joins a group. If all that contribute say the same one, values are sent as differences to
-it, in the run's codec, and what comes back is added to it. Otherwise this run is sent without loss in this round, and
-all who succeed have the same reference afterwards.
+One buffer for each run whose codec is `Differences`. When a round is committed, the buffer is set part by part to the
+committed average, which has the same bits at all members that succeeded. The reference gets the name of that round.
+Every member says the name when it joins a group. If all members that contribute say the same name, values are sent as
+differences from the reference, in the run's codec, and received averages are added to it. Otherwise this run is sent
+without loss in this round, and all members that succeed have the same reference afterwards.
 
 A round that fails leaves reference and name as they were.
 """
@@ -22,7 +22,7 @@ __all__ = ["Reference", "common_reference"]
 
 
 def common_reference(members: Iterable[Member]) -> bytes:
-    """The name of the reference that all members who contribute have; empty if there is none."""
+    """The name of the reference that all contributing members have; empty if there is none."""
     names = {member.reference for member in members if member.contributes}
     return names.pop() if len(names) == 1 else b""
 
@@ -43,7 +43,7 @@ class Reference:
         self.agreed = False
 
     def difference(self, part: Part, values: torch.Tensor) -> torch.Tensor:
-        """These values less the reference, in their dtype. Of 16-bit values what is out of range is cut."""
+        """These values less the reference, in their dtype. 16-bit values that are out of range are cut."""
         return _within(values - self._piece(part))
 
     def restore(self, part: Part, differences: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Error feedback: what this member's encodings lost, kept until a later round can count it.
+"""Error feedback: the losses of this member's encodings, kept until a later round can count them.
 
 One flat *residual* R for each run whose codec is `ErrorFeedback`, in units of value times weight, as sums are. With x
 for this member's values and w for its weight, W for the total weight, ^ for encoded and decoded:
@@ -12,14 +12,15 @@ else                                                             R
 =============================  ================================  ======================================================
 
 So over all committed rounds the sum of W times the average, plus the residuals of all members, is exactly (to rounding)
-the sum of all that was contributed: every sample counts once, whatever weight its peer has in which round. Its own
-values need no encoding where a member averages them. What the encoding of an *average* loses is kept by the member that
-encoded it: in the same vector, so that it counts whoever averages these elements next time, and also if this member has
-no weight itself then, or never (an auxiliary one). A residual is never more than the codec's error bound of what was
-encoded last, times its weight: so far the sums differ, however many rounds there were.
+the sum of all contributions: every sample counts once, whatever weight its peer has in each round. A member's own
+values need no encoding if it averages them itself. The member that encodes an *average* keeps the loss of that
+encoding. It keeps it in the same vector. So the loss counts whichever member averages these elements next time, even if
+this member has no weight then, or never has any (an auxiliary one). A residual is never more than the codec's error
+bound for the last encoded values, times their weight. The sums never differ by more than that, however many rounds
+there were.
 
-A round that failed leaves the residual as it was, and so does one that this member took no part in. Where a member
-cannot learn whether its values were counted, they may count twice.
+A round that failed leaves the residual as it was, and so does one that this member took no part in. If a member cannot
+learn whether its values were counted, they may count twice.
 
 `begin` comes before a round, then the encodings, and after the commit `settle` for each part, before the values that
 the round was begun with are changed.
@@ -36,7 +37,7 @@ __all__ = ["Residual"]
 
 
 class Residual:
-    """What the encodings of one run lost.
+    """The losses of one run's encodings.
 
     Args:
         dtype: of the run's tensors.
@@ -59,7 +60,7 @@ class Residual:
         self._lost.clear()
 
     def contribution(self, part: Part, values: torch.Tensor, codec: CompressionBase) -> memoryview:
-        """My values of a part and what is due of earlier rounds, encoded; the same bytes however often it is sent."""
+        """My values of a part plus the residual of earlier rounds, encoded; always the same bytes in one round."""
         if (data := self._sent.get(part.number)) is None:
             due = self._piece(part).div(self._weight).add_(values)
             data = self._sent[part.number] = codec.encode(self._within(due, max(self._weight, 1.0)), part.sizes)
@@ -89,6 +90,6 @@ class Residual:
         return self.kept[part.start - self._start : part.stop - self._start]
 
     def _within(self, values: torch.Tensor, weight: float) -> torch.Tensor:
-        """What the others accept, in the tensors' dtype: what is cut off stays in the residual."""
+        """The values cut to the range that others accept, in the tensors' dtype; the rest stays in the residual."""
         limit = min(self._limit / weight, torch.finfo(self._dtype).max)
         return values.clamp_(-limit, limit).to(self._dtype)

@@ -1,12 +1,11 @@
 """One round: the group is formed, the values are copied in; at the end the averages are committed, or nothing happened.
 
 `Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
-give averages and its verdict to members that were left out, until `close`: its owner closes it when it needs the vector
-for the next one. `RoundTable` finds the round that an
-incoming stream belongs to, and remembers recent verdicts.
+give averages and its verdict to members that were left out, until `close`: its owner closes the round when it needs the
+vector for the next one. `RoundTable` finds the round that an incoming stream belongs to, and remembers recent verdicts.
 
-An auxiliary member's clocks begin with the first sign of a member that contributes: those may begin later than it does,
-when their values are ready.
+An auxiliary member's time limits start with the first sign of a contributing member: such members may begin later, when
+their values are ready.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class Round:
 
     Args:
         table: where the round is found by incoming streams.
-        group: who takes part, who decides, who averages what.
+        group: the members, the decider, and the slice that each member averages.
         vector: the numbers; `copy_in` was called, unless this member is an auxiliary one: then no tensor is read.
         weight: of this member's values, 0 (takes part without counting) or within `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an
             auxiliary member.
@@ -93,7 +92,7 @@ class Round:
         self._sign = asyncio.Event()
         self._lost_sources: list[int] = []
         self._blamed: dict[tuple[PeerID, str], None] = {}
-        self._asked: dict[int, int] = {}  # after the commit: part -> who was asked for it last
+        self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
         self._exchange = Exchange(self, silence_s=options.silence_s)
         self._control = self._make_control(group, owners)
         self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
@@ -125,7 +124,7 @@ class Round:
         """Take part until the verdict.
 
         Returns:
-            What was agreed on; the vector holds the averages (of an auxiliary member: only some of them).
+            The agreed result; the vector holds the averages (for an auxiliary member: only some of them).
 
         Raises:
             RoundFailed: no average for this member; nothing was touched.
@@ -183,9 +182,10 @@ class Round:
             self._let_go()
 
     def _let_go(self) -> None:
-        """The parts of a round know each other: that is taken apart, so that it goes when nobody holds it any more.
+        """Cut the references between the parts of a round, so that its memory is freed when nobody holds it any more.
 
-        Python's collector of cycles would find it too, but seldom: it counts objects, and here are few, with buffers.
+        Python's cycle collector would free it too, but late: it counts objects, and a round has few, with large
+        buffers.
         """
         if not self._closed:
             self._closed = True
@@ -202,7 +202,7 @@ class Round:
 
     @property
     def verdict(self) -> Verdict:
-        """What others may be told."""
+        """The state of the verdict, as others may hear it."""
         return Verdict(self.rules.commit, self._control.may_learn and self.rules.failed is None)
 
     def obey(self, message: Order) -> None:
@@ -247,25 +247,25 @@ class Round:
             self._check()
 
     def cut_off(self, reason: str) -> None:
-        """The values of the others do not come here: somebody else is to average what is owned here."""
+        """The values of the others do not come here: another member must average the parts owned here."""
         self._control.cut_off(reason)
 
     def blame(self, member: int, reason: str) -> None:
         """A member did not do its part: an event says so, once, and the error does if the round fails."""
         if self.decided:
-            return  # who leaves after the verdict harms nobody
+            return  # a member that leaves after the verdict harms nobody
         peer = self.members[member].contact.peer
         if (peer, reason) not in self._blamed:
             self._blamed[peer, reason] = None
             self.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
 
     def _failure(self) -> RoundFailed:
-        """Why there is no average here, and who is to blame for it."""
+        """Why there is no average here, and which members are to blame for it."""
         peers = dict.fromkeys(peer for peer, _ in self._blamed)
         return RoundFailed(self.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
 
     def step_aside(self) -> None:
-        """Stop to send and to receive values: this member, the decider, has left itself out."""
+        """Stop sending and receiving values: this member, the decider, has left itself out."""
         if self.rules.commit is None:
             self._exchange.step_aside()
 
@@ -275,11 +275,11 @@ class Round:
         self._check()
 
     def source_lost(self, member: int, absent: PartAbsent | None) -> None:
-        """A member does not give what it was asked for."""
+        """A member does not give a part that it was asked for."""
         if (commit := self.rules.commit) is not None:
             for part in [absent.part] if absent is not None else self.rules.missing():
                 old = absent is not None and absent.attempt != commit.parts[part].attempt
-                # Others may be giving theirs: only who was asked last has left us without.
+                # Others may still be giving the part: only a refusal by the member asked last leaves us without it.
                 if self.rules.held[part] is None and self._asked.get(part) == member and not old:
                     self._fetch(part)
         else:
@@ -292,8 +292,8 @@ class Round:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
         owner = self.rules.owner[part]
-        # The owner late: who still lacks its part when all others hold it may well have waited for it in vain.
-        # Auxiliary members last: they have only what they averaged themselves. Else every part somewhere else.
+        # The owner comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
         count = len(self.members)
         order = sorted(range(count), key=lambda i: (not self.members[i].contributes, i == owner, (i + part) % count))
         sources = [i for i in order if i != self.me and self.members[i].reduces]
@@ -311,7 +311,7 @@ class Round:
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         for index, member in enumerate(self.members):
             if member.contact.peer == peer:
-                # The decider first: that nobody is left who contributes is the better reason.
+                # The decider first: if no contributing member is left, that is the better reason.
                 self._control.lost(index, reason)
                 self._exchange.exclude(index)
 
@@ -323,7 +323,7 @@ class Round:
                 async with asyncio.timeout(self._options.report_s):
                     await self._news.wait()
             except TimeoutError:
-                pass  # no news is worth a report too: it carries the bytes moved
+                pass  # a report is sent even without news: it carries the bytes moved
             self._news.clear()
             lost, self._lost_sources = self._lost_sources, []
             self._control.report(Report(self.rules.take_report(), sorted(set(lost)), self._exchange.moved_bytes))
@@ -341,7 +341,7 @@ class Round:
             self._control.tick(now)
 
     async def _look_loop(self) -> None:
-        """Nobody waits for who is silent: the decider for no member, the others not for the decider."""
+        """Stop waiting for silent members: the decider for any member, the others for the decider."""
         others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
         while others and not self.decided:
             for index in sorted(others):
@@ -352,7 +352,7 @@ class Round:
             await asyncio.sleep(LOOK_S)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a task of this round; what goes wrong in it fails the round here."""
+        """Run a task of this round; an error in it fails the round here."""
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -375,7 +375,7 @@ class Round:
 
 
 def _nothing() -> None:
-    """After `close` nobody is told anything."""
+    """Stands in after `close`: it tells nobody anything."""
 
 
 class RoundTable:

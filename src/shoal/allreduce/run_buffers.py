@@ -28,7 +28,7 @@ _LOSSLESS = NoCompression()
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of tensors of `dtype` are kept in."""
+    """The dtype in which sums of tensors of `dtype` are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -36,9 +36,9 @@ _ALIGNED = 64
 
 
 class RoundMemory:
-    """The flat memory of vectors that are in rounds by turns: as much as the largest of them takes, once.
+    """Flat memory that several vectors share, because only one of them is in a round at a time.
 
-    What one of them holds is over when the next one copies in.
+    It is as large as the largest of them needs. The content of one vector is lost when the next one copies in.
 
     Args:
         lists: the tensors of each vector.
@@ -47,7 +47,7 @@ class RoundMemory:
     def __init__(self, *lists: Sequence[torch.Tensor]) -> None:
         # Each tensor may be a run of its own.
         sizes = [sum(each.numel() * each.itemsize + _ALIGNED for each in tensors) for tensors in lists]
-        # Not zeros: whoever writes first takes the memory.
+        # Not zeros: the system gives memory when it is first written.
         self._local, self._result = (torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2))
 
     def take(self, start: int, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -77,13 +77,13 @@ class RunBuffers(NamedTuple):
             reference = Reference(run.start, torch.zeros_like(local))
         if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
             kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype))
-            # Half: what was decoded may be a little larger than what was encoded, and others would refuse it.
+            # Half: decoded values may be a little larger than the encoded ones, and others would refuse them.
             residual = Residual(dtype, run.start, kept, limit=LARGEST[kept.dtype] / 2)
         return cls(run.start, dtype, codec, local, result, residual, reference)
 
     @classmethod
     def of_all(cls, runs: Iterable[Run], memory: RoundMemory) -> list[RunBuffers]:
-        """Of these runs, one after another."""
+        """The buffers of these runs, one after another."""
         found, start = [], 0
         for run in runs:
             local, result, start = memory.take(start, run.stop - run.start, dtype_by_name(run.dtype))
@@ -92,12 +92,12 @@ class RunBuffers(NamedTuple):
 
     @property
     def codec(self) -> CompressionBase:
-        """Of this round: none at all without a reference that it needs."""
+        """The codec of this round; a lossless one if the reference that it needs is missing."""
         return self.named if self.reference is None or self.reference.agreed else _LOSSLESS
 
     @property
     def against(self) -> Reference | None:
-        """What this round codes against."""
+        """The reference that this round codes against."""
         return self.reference if self.reference is not None and self.reference.agreed else None
 
     def piece(self, values: torch.Tensor, part: Part) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Who keeps a round waiting although it lives and moves bytes: the decider's view, from what the members hold. Pure.
+"""Members that keep a round waiting although they live and move bytes, as the decider sees it. Pure.
 
-Silence is not the matter here (see `commit.DeciderRules.tick`), but slowness: a member at 1% of its speed makes
-progress all the time, and would hold the others up a hundredfold. The measure is the others. First the owners: one is
-done when somebody else holds each of its parts. When all are, the receivers: one is done when it holds every part. Who
-is not done when the median has been for as long as that needed, and a margin more, is late. So nobody is late who needs
-no more than twice as long as the median.
+This is about slowness, not silence (see `commit.DeciderRules.tick` for that): a member at 1% of its speed makes
+progress all the time, and would make the round a hundred times as long. Members are compared with each other. First the
+owners: an owner is done when another member holds each of its parts. When all owners are done, the receivers: a
+receiver is done when it holds every part. The median takes some time to be done; a member that is not done after twice
+that time and a margin is late. So no member is late that needs at most twice as long as the median.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Stragglers"]
 
 
 class Stragglers:
-    """Tells who is late.
+    """Finds the members that are late.
 
     Args:
         margin_s: how much longer than twice the median's time a member may take, seconds.
@@ -31,7 +31,7 @@ class Stragglers:
     def late(
         self, owner: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int], now: float
     ) -> list[int]:
-        """Who is late, in order.
+        """The members that are late, in order.
 
         Args:
             owner: of each part.
@@ -40,7 +40,7 @@ class Stragglers:
             now: time.
         """
         if self._owner != owner:
-            self._owner, self._moved_at = list(owner), now  # whoever is waited for now gets the whole time again
+            self._owner, self._moved_at = list(owner), now  # members that others wait for now get the whole time again
         owners = set(owner)
         waiting = {of for part, of in enumerate(owner) if not any(part in held[each] for each in takers if each != of)}
         lacking = {each for each in takers if len(held[each]) < len(owner)}

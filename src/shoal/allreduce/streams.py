@@ -1,7 +1,7 @@
 """The two ends of a stream of data: what goes on it, and in which order.
 
-Each member opens one stream to each owner. On it go the member's values of the owner's parts, and questions for
-averages that it lacks; back come averages. What becomes of them is decided in `exchange` and `owner`.
+Each member opens one stream to each owner. The member sends on it its values of the owner's parts, and asks for
+averages that it lacks; averages come back on it. `exchange` and `owner` decide how these are used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]
 
 
 class RoundView(Protocol):
-    """What the data plane knows of its round."""
+    """The side of a round that the data plane uses."""
 
     endpoint: Endpoint
     env: Env
@@ -49,11 +49,11 @@ class RoundView(Protocol):
         ...
 
     def news(self) -> None:
-        """Something is held that was not held before."""
+        """This member holds a part that it did not hold before."""
         ...
 
     def source_lost(self, member: int, absent: PartAbsent | None) -> None:
-        """This member does not give what it was asked for (what it said, None: anything)."""
+        """This member does not give a part that it was asked for (None: it gives no part at all)."""
         ...
 
     def blame(self, member: int, reason: str) -> None:
@@ -61,7 +61,7 @@ class RoundView(Protocol):
         ...
 
     def cut_off(self, reason: str) -> None:
-        """The values of the others do not come here: somebody else is to average what is owned here."""
+        """The values of the others do not come here: another member must average the parts owned here."""
         ...
 
 
@@ -83,7 +83,7 @@ class Outgoing:
     Args:
         round_: the round.
         owner: index of the member that the stream is opened to.
-        land: takes an average in: reads its payload of so many bytes, whatever becomes of it.
+        land: takes an average in: reads its payload of so many bytes, even if it is not wanted.
 
     Attributes:
         landing: the part whose place is being filled from this stream.
@@ -128,7 +128,7 @@ class Outgoing:
             self._stream.abort()
 
     def retire(self) -> None:
-        """As `abort`, and nobody is to be blamed for it."""
+        """As `abort`, without blaming the owner."""
         self._retired = True
         self.abort()
 
@@ -164,7 +164,7 @@ class Outgoing:
                 self._changed.clear()
                 await self._changed.wait()
         try:
-            reader.result()  # raises what ended it
+            reader.result()  # raises the error that ended it
         finally:
             del reader  # it holds its exception, whose traceback holds this frame
 
@@ -204,7 +204,7 @@ class Outgoing:
 
 
 class Inbound:
-    """A member's stream to us: what it still has to be sent.
+    """A member's stream to us, and the averages that we still have to send on it.
 
     Args:
         round_: the round.

@@ -1,12 +1,12 @@
-"""The numbers of a round: what this peer contributes, and the averages that are gathered until the round is decided.
+"""The numbers of a round: this peer's values, and the averages that it gathers until the round is decided.
 
 Two flat copies of the averaged tensors, made once and used again in every round: `local`, copied in when the round
 begins (the user may change the tensors meanwhile), and `result`, which collects the averages. The user's tensors are
 written once, after the commit, all of them or none.
 
 Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its owner uses the decoded bytes
-like everyone else, so all members end bit-identical. Runs with error feedback have a `Residual` that encodes for them,
-runs whose codec is for differences a `Reference` that values are coded against, if the group has the same one.
+like everyone else, so all members end bit-identical. Runs with error feedback have a `Residual` that encodes for them.
+Runs whose codec is for differences have a `Reference`; values are coded against it if the whole group has the same one.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
 
 
 def _repeats_itself(tensor: torch.Tensor) -> bool:
-    """Whether two of its elements may be in one place."""
+    """Whether two of the tensor's elements may share memory."""
     reach = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < reach:
@@ -78,9 +78,9 @@ def _repeats_itself(tensor: torch.Tensor) -> bool:
 
 
 def _check_apart(tensors: Sequence[torch.Tensor]) -> None:
-    """Raise `ConfigError` for memory that is given twice: the second time it would be moved once more.
+    """Raise `ConfigError` for memory that is given twice: the average would be applied to it twice.
 
-    Views that share memory with gaps in it (columns of a matrix) may be apart.
+    Views that share memory with gaps in it (columns of a matrix) may be disjoint.
     """
     whole = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize, index)
@@ -104,7 +104,7 @@ class Vector:
     """Flat copies of a list of tensors.
 
     Args:
-        tensors: what is averaged; any floating dtype, shape, strides and device. Kept by reference.
+        tensors: the tensors to average; any floating dtype, shape, strides and device. Kept by reference.
         layout: of these tensors.
         memory: for the copies; None for memory of its own.
 
@@ -142,7 +142,7 @@ class Vector:
         return bad
 
     def forget(self, weight: float = 0.0) -> None:
-        """Drop what the last round summed and encoded. `copy_in` does it; a peer that only assists has to call it."""
+        """Drop the sums and encodings of the last round. `copy_in` does it; a peer that only assists has to call it."""
         self._sums.clear()
         self._wire.clear()
         for run in self._runs:
@@ -170,7 +170,7 @@ class Vector:
                     target.copy_(target.to(wide).add(moved, alpha=alpha))
 
     def overwrite(self) -> None:
-        """Set the tensors to the averages, whatever they are now. Call it under the owner's lock."""
+        """Set the tensors to the averages, whatever values they have now. Call it under the owner's lock."""
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
                 if tensor.numel():
@@ -223,11 +223,11 @@ class Vector:
         return run.residual is not None or run.reference is not None
 
     def settle(self, part: Part, *, averaged_here: bool, counted: bool = True) -> None:
-        """Keep what the next round needs to know of a part of a round that was committed.
+        """Keep the data of a committed part that the next round needs.
 
         Args:
             part: its average is in place.
-            averaged_here: whether that is the one that was made here.
+            averaged_here: whether this member made that average.
             counted: whether my values are in it.
         """
         run = self._runs[part.run]
@@ -237,7 +237,7 @@ class Vector:
             run.reference.keep(part, run.piece(run.result, part))
 
     def name_reference(self, name: bytes) -> None:
-        """After `settle` of all parts: the round. Before: empty."""
+        """Set the reference's name: the round's id after `settle` of all parts, empty before."""
         if any(run.reference is not None for run in self._runs):
             self.reference_name = name
 
@@ -246,7 +246,7 @@ class Vector:
     def begin_sum(self, part: Part, weight: float) -> None:
         """Start to sum a part with my own values, which `copy_in` found finite; with none of them if `weight` is 0.
 
-        What was summed before is forgotten.
+        Earlier sums are forgotten.
         """
         run = self._runs[part.run]
         mine, result = run.mine(part), run.piece(run.result, part)
@@ -301,7 +301,7 @@ class Vector:
         return self._wire.get(part.number)
 
     def average_bytes(self, part: Part, digest: bytes, digests: PartDigests) -> Buffer | None:
-        """The encoded average of a part that is held here, for whoever asks; None if it cannot be given bit by bit."""
+        """The encoded average of a part that is held here, for any member; None if it cannot be given bit by bit."""
         wire = self._wire.get(part.number)
         if wire is None:
             run = self._runs[part.run]
@@ -333,18 +333,19 @@ class Vector:
             run.codec.decode_into(data, run.dtype, result, part.sizes)
             if run.against is not None:
                 run.against.restore(part, result)
-            # What could be encoded again, for whoever asks, needs not be kept. A difference is not there any more.
+            # Bytes that can be made again by encoding need not be kept. After decoding, a difference is no longer
+            # there.
             if run.against is not None or not run.codec.idempotent(run.dtype):
                 self._wire[part.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 
     def averages(self) -> list[memoryview]:
-        """The memory of all averages, in order: who was not in the round gets them as they are."""
+        """The memory of all averages, in order: a peer that was not in the round gets them as they are."""
         return [view_bytes(run.result) for run in self._runs]
 
     def take_averages(self, data: memoryview) -> None:
-        """Set all averages to what `averages` gave elsewhere.
+        """Set all averages to those that `averages` gave at another peer.
 
         Raises:
             PeerProtocolError: some are not finite.

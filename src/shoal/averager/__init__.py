@@ -1,8 +1,8 @@
 """The async core of an averager: matchmaking, then the all-reduce, then the commit; and the state that it shares.
 
-`Averager` is the core; `settings` its numbers, `timeouts` how those follow from each other, `plan` what one step is to
-do, `lock` that of the tensors, `sharing` the state for newcomers, `group_finder` how a step comes to a group,
-`directory` how groups and donors find each other in the DHT. The synchronous class that users hold is
+`Averager` is the core; `settings` has its numbers, `timeouts` their relations, `plan` the plan of one step, `lock` the
+lock of the tensors, `sharing` the state for newcomers, `group_finder` the search for a group, `directory` the records
+by which groups and donors find each other in the DHT. The synchronous class that users hold is
 `shoal.DecentralizedAverager`, in `shoal.runtime`.
 """
 

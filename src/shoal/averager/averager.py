@@ -1,9 +1,9 @@
 """The averager's async core: look for a group, average with it, commit; again after a failure, until the deadline.
 
 Runs in one event loop (`shoal.runtime` gives it a thread, `shoal.sim` virtual time). The lock of the averaged tensors
-is held to copy in and to apply, never while anything is waited for on the network; it is waited for until the step's
-deadline, and when there is a group as long as the others wait for a silent member. A failed round leaves them as they
-were, also one whose average is agreed on and could not be applied in time.
+is held to copy in and to apply, never while the network is waited for. A step waits for the lock until its deadline;
+once there is a group, only as long as the others wait for a silent member. A failed round leaves the tensors as they
+were, even if its average is agreed on and only could not be applied in time.
 
 After each round that succeeded the group bits, unless they are empty, are drawn anew from the round's id, so that small
 groups mix and all peers come to the global average in a logarithmic number of rounds (Moshpit SGD).
@@ -39,7 +39,7 @@ from shoal.wire import Member, decode_plain
 __all__ = ["Averager"]
 
 _DIALED_AHEAD = 32
-"""In larger groups each member would hold more descriptors for it than it is worth: two for each other one."""
+"""In larger groups open links cost each member more than they gain: two descriptors for each other member."""
 
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
@@ -57,7 +57,7 @@ class Averager:
         compression: codec for averaging.
         state: gives the state to share; default the averaged tensors. Called under the lock.
         codecs: one codec for each tensor, in place of `compression`.
-        memory: that averagers share whose rounds never overlap: call `release` of one before a `step` of another.
+        memory: memory for averagers whose rounds never overlap: call `release` of one before a `step` of another.
 
     Attributes:
         group_tag: only peers with the same tag meet; empty or `@` and some text without dots.
@@ -100,13 +100,13 @@ class Averager:
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        core.rounds()  # from now on: whoever hears of a group before we do may open its streams at once
+        core.rounds()  # from now on: a member that hears of a group before we do may open its streams at once
         self._finder = GroupFinder(core, prefix, settings, self.vector)
         core.leavers.append(self.leave)
 
     @property
     def group_bits(self) -> str:
-        """Which of several groups the next search is for. What it is set to is not drawn anew before that search."""
+        """Which of several groups the next search is for. A value that is set is not redrawn before that search."""
         return self._finder.bits.bits
 
     @group_bits.setter
@@ -135,9 +135,9 @@ class Averager:
         """Find a group and average once.
 
         Args:
-            plan: what is to be done, for whoever wants to change it while the step goes on; in place of `weight` and
+            plan: the plan of the step, for callers that want to change it while the step goes on; replaces `weight` and
                 `gather`.
-            weight: of this peer's values: 0, or from 1e-9 to 1e12.
+            weight: the weight of this peer's values: 0, or from 1e-9 to 1e12.
             gather: a MessagePack value that all members get.
             prepare: called under the lock when the values are copied in; gives the weight, in place of the plan's, and
                 a factor for the values.
@@ -147,7 +147,7 @@ class Averager:
             apply: called under the lock with the averages in place of moving the tensors to them.
 
         Raises:
-            RoundFailed: no average; no tensor was touched.
+            RoundFailed: there is no average; no tensor was touched.
             SchemaMismatch: only peers with other tensors or settings were met.
             NobodyContributes: this peer is auxiliary, and so are all that look for a group.
             ConfigError: `gather` or `weight` cannot be sent.
@@ -185,7 +185,7 @@ class Averager:
                 await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
                 if not self.settings.auxiliary:
                     async with self._tensors(deadline):
-                        pass  # who cannot give its values would only keep a group waiting
+                        pass  # a member that cannot give its values would only keep a group waiting
                 with self.core.env.prompt():
                     result = await self._try_once(attempt, deadline)
                 if result is not None:
@@ -242,7 +242,7 @@ class Averager:
         )
 
     def _dial_ahead(self, group: Group) -> None:
-        """Any of those whom we met may be asked for the next group. With group bits that will be others."""
+        """Dial the last group's members: we may ask any of them next time. With group bits we will ask others."""
         if self.group_bits or len(group.members) > _DIALED_AHEAD:
             return
         asked = () if group.leads else group.controls
@@ -286,7 +286,7 @@ class Averager:
         formed = loop.time()
         weight = 0.0
         if not settings.auxiliary:
-            # No longer than the others wait for a silent member: if we decide, they cannot go on without us.
+            # Wait no longer than the others wait for a silent member: if we decide, they cannot go on without us.
             async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
                 attempt.plan.take_values()
                 weight, scale = attempt.prepare()
@@ -314,9 +314,9 @@ class Averager:
         await self._close_last_round()
 
     async def _close_last_round(self) -> None:
-        """It gave its averages to whoever was left out, until now that the vector is needed for others."""
+        """Close the last round: until now it gave its averages to members that were left out."""
         if self._closing is not None:
-            await asyncio.wait([self._closing])  # who is cancelled here leaves it alone; `_task_done` tells its errors
+            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_task_done` tells its errors
             self._closing = None
         if self._last_round is not None:
             await self._last_round.close(orderly=False)
@@ -324,7 +324,7 @@ class Averager:
 
     @asynccontextmanager
     async def _tensors(self, until: float, round_id: bytes | None = None, but: str = "") -> AsyncIterator[None]:
-        """Hold their lock, waited for `until` then (loop time); after that `RoundFailed` says `but`, and who had it."""
+        """Hold the tensors' lock; at `until` (loop time) raise `RoundFailed` with `but` and the lock's holder."""
         async with self.lock.held(max(0.0, until - asyncio.get_running_loop().time())) as has_come:
             if not has_come:
                 reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
@@ -377,7 +377,7 @@ class Averager:
         """Stop: no more steps, no more sharing. Safe to call twice.
 
         Args:
-            timeout_s: returns after that; what has not ended by then ends later.
+            timeout_s: returns after that; work that has not ended by then ends later.
         """
         if self._ending is None:
             self.core.leavers.remove(self.leave)
@@ -385,7 +385,7 @@ class Averager:
             self._finder.stop_serving()
             self._ending = asyncio.get_running_loop().create_task(self._end())
             self._ending.add_done_callback(self._task_done)
-        await asyncio.wait({self._ending}, timeout=timeout_s)  # what is left of it goes on: it holds memory
+        await asyncio.wait({self._ending}, timeout=timeout_s)  # the rest of it goes on, and holds memory
 
     async def _end(self) -> None:
         # The round first: it still uses the streams of its group.
@@ -400,7 +400,7 @@ class Averager:
 
 
 class _Attempt(msgspec.Struct, frozen=True):
-    """What all attempts of one step have in common."""
+    """The values that all attempts of one step share."""
 
     plan: StepPlan
     prepare: Prepare

@@ -43,8 +43,8 @@ class DhtDirectory:
     Args:
         node: the DHT node.
         endpoint: tells our own contact.
-        timeout_s: after this, what was found counts. Less than what matchmaking waits for the directory, so that one
-            node that does not answer costs time and not the whole read.
+        timeout_s: after this time, only results found so far count. It is less than matchmaking waits for the
+            directory, so that a node that does not answer costs time and not the whole read.
     """
 
     def __init__(self, node: DhtNode, endpoint: Endpoint, *, timeout_s: float) -> None:
@@ -52,7 +52,7 @@ class DhtDirectory:
         self._last: dict[str, float] = {}
 
     async def declare(self, group_key: str, expiration: float, contact: Contact) -> list[tuple[Contact, float]]:
-        """Say that this peer looks for a group until `expiration` (wall clock, seconds); returns who else does."""
+        """Say that this peer looks for a group until `expiration` (wall clock, seconds); returns the others that do."""
         entry = [[str(address) for address in contact.addresses], expiration]
         stored, found = await self._node.exchange(self._item(group_key, entry, expiration), timeout_s=self._timeout_s)
         if not stored:
@@ -60,7 +60,7 @@ class DhtDirectory:
         return _declared(found)
 
     async def withdraw(self, group_key: str) -> None:
-        """Take it back, by an entry that says nothing."""
+        """Take the entry back, by an empty one."""
         if (last := self._last.get(group_key)) is not None:
             item = self._item(group_key, None, last - _KEEP_S)
             if not (await self._node.store_many([item], timeout_s=self._timeout_s))[0]:
@@ -75,7 +75,7 @@ class DhtDirectory:
         return Item(group_key, value, record_expiration, self._endpoint.peer_id.raw)
 
     async def read(self, group_key: str) -> list[tuple[Contact, float]]:
-        """Who looks for a group under this key now, and until when."""
+        """The peers that look for a group under this key now, and until when."""
         return _declared(await self._node.get(group_key, latest=True, of_peers=True, timeout_s=self._timeout_s))
 
 
@@ -101,7 +101,7 @@ async def declare_donor(node: DhtNode, endpoint: Endpoint, prefix: str, priority
 
 
 async def find_donors(node: DhtNode, prefix: str, *, timeout_s: float) -> list[tuple[Contact, float]]:
-    """Who shares a state under `prefix` now, with its priority; this peer itself left out."""
+    """The peers that share a state under `prefix` now, with their priorities, without this peer itself."""
     found = await node.get(f"{prefix}.all_averagers", latest=True, of_peers=True, timeout_s=timeout_s)
     donors = []
     for peer, value in _entries(found.value if found else None):

@@ -1,8 +1,8 @@
-"""How an averager comes to a group: searches under the key of its group bits, one after another, until the deadline.
+"""How an averager finds a group: searches under the key of its group bits, one after another, until the deadline.
 
-With group bits a search lasts one window, and after one without a group the bits are drawn anew: else peers that are
-left under different keys would wait for each other there for ever. Without bits all peers have the same key, and one
-search goes on as long as there is time.
+With group bits a search lasts one window, and after a search without a group the bits are drawn anew: otherwise peers
+that are left under different keys would wait there for each other for ever. Without bits all peers have the same key,
+and one search goes on as long as there is time.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class GroupFinder:
             return f"the schema of {other} cannot be read: {error}"
 
     def _plan(self, members: Sequence[Member]) -> tuple[list[int], int]:
-        # Members come in an order drawn anew for each round. Where not all own a slice, the same ones shall own it
-        # again: the connections with them are there, and a new one takes two round trips.
+        # The order of members is drawn anew for each round. If not all own a slice, the same members should own one
+        # again: the connections with them exist, and a new one takes two round trips.
         order = sorted(range(len(members)), key=lambda index: members[index].contact.peer)
         known = [members[index] for index in order]
         sizes = balance(
@@ -87,7 +87,7 @@ class GroupFinder:
         return slices, self._settings.part_size_bytes
 
     async def find(self, gathered: bytes, *, tag: str, deadline: float, expected: Expected | None) -> Group:
-        """A group, which its owner must `release`.
+        """Find a group, which its owner must `release`.
 
         Args:
             gathered: our value for all other members.
@@ -136,7 +136,7 @@ class GroupFinder:
         self._matchmaker.forget_leader()
 
     def stop_serving(self) -> None:
-        """Take nobody in any more: another averager may use the same prefix now."""
+        """Let nobody join any more: another averager may use the same prefix now."""
         self._matchmaker.stop_serving()
 
     async def close(self) -> None:

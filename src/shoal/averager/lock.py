@@ -1,11 +1,11 @@
-"""The lock of the averaged tensors, which the user's threads and the loop have in the order in which they asked for it.
+"""The lock of the averaged tensors, which the user's threads and the loop get in the order in which they ask for it.
 
-They stand in one line, and the first of them has it. So a thread that comes again at once waits behind the others, and
-neither a round nor a snapshot starves.
+All of them stand in one line, and the first of them has the lock. So a thread that comes again at once waits behind the
+others, and neither a round nor a snapshot starves.
 
 An interrupt (Ctrl+C) at any moment costs nobody the lock. A place in the line is over as soon as its mark is set, and a
 `with` statement sets it by one call of C: Python looks for signals when a function of Python begins, and after calls,
-so an `__exit__` in Python might never run. Nobody is told: those who wait look every few milliseconds at most.
+so an `__exit__` in Python might never run. No thread is notified: waiting threads look every few milliseconds at most.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _Line = list["Turn"]
 class Turn(queue.SimpleQueue[object]):
     """A place in the line; in a `with` statement of a thread it waits there, and leaves at the end.
 
-    What is in the queue says that it is over.
+    An item in its queue means that the place is over.
 
     Args:
         line: of the lock.
-        holder: who stands there, in words.
+        holder: the name of the holder of the place, in words.
         timeout_s: longest wait, seconds.
 
     Attributes:
-        thread: who stands there; None: the loop.
+        thread: the thread that holds the place; None: the loop.
     """
 
     def __init__(self, line: _Line, holder: str, timeout_s: float, *, in_loop: bool = False) -> None:
@@ -46,7 +46,7 @@ class Turn(queue.SimpleQueue[object]):
         self.thread = None if in_loop else threading.get_ident()
 
     def __enter__(self) -> bool:
-        """Wait; False, without the lock, if others had it for all of the time."""
+        """Wait; False, without the lock, if others had it all that time."""
         try:
             return self.come()
         except BaseException:
@@ -63,11 +63,11 @@ class Turn(queue.SimpleQueue[object]):
         __exit__ = queue.SimpleQueue.put  # takes three arguments: all that matters is that the queue is not empty
 
     def leave(self) -> None:
-        """It is over. Without effect the second time."""
+        """Leave the line. A second call has no effect."""
         self.put(None)
 
     def come(self) -> bool:
-        """Join the line, and wait there: whether it is the first."""
+        """Join the line, and wait there; returns whether the place became the first."""
         waited_s = 0.0
         for pause_s in self.pauses():
             if waited_s >= self.timeout_s:
@@ -77,14 +77,14 @@ class Turn(queue.SimpleQueue[object]):
         return self.stands()
 
     def stands(self) -> bool:
-        """Whether it is the first in the line, else it leaves."""
+        """Whether the place is the first in the line; if not, it leaves."""
         if first(self._line) is self:
             return True
         self.leave()
         return False
 
     def pauses(self) -> Iterator[float]:
-        """Join the line; how long to wait until the next look, as long as it is not the first."""
+        """Join the line; yields how long to wait until the next look, as long as the place is not the first."""
         self._line.append(self)
         pause_s = _PAUSE_S
         while first(self._line) is not self:
@@ -93,17 +93,17 @@ class Turn(queue.SimpleQueue[object]):
 
 
 def first(line: _Line) -> Turn | None:
-    """Who has the lock; the places that are over are removed. In any thread, and interrupted anywhere."""
+    """The place that has the lock; removes places that are over. Works in any thread, and interrupted anywhere."""
     for turn in list(line):
         if turn.empty():
             return turn
-        with suppress(ValueError):  # somebody else did at the same time
+        with suppress(ValueError):  # another thread removed it at the same time
             line.remove(turn)
     return None
 
 
 class TensorLock:
-    """A lock for threads (`holding`) and for coroutines (`held`). Who has it must not ask again.
+    """A lock for threads (`holding`) and for coroutines (`held`). A holder must not ask for it again.
 
     Attributes:
         generation: grows whenever a holder may change the tensors.
@@ -115,21 +115,21 @@ class TensorLock:
 
     @property
     def holder(self) -> str:
-        """Who has it, in words; empty: nobody."""
+        """The name of the holder; empty if nobody has the lock."""
         turn = first(self._line)
         return "" if turn is None else turn.holder
 
     @property
     def mine(self) -> bool:
-        """Whether the calling thread has it, by `holding`."""
+        """Whether the calling thread has the lock, by `holding`."""
         turn = first(self._line)
         return turn is not None and turn.thread == threading.get_ident()
 
     def holding(self, holder: str = "", timeout_s: float | None = None, kind: Callable[..., Turn] = Turn) -> Turn:
-        """For a `with` statement of a thread: has it there; or yields False, if others had it for all of `timeout_s`.
+        """Hold the lock in a `with` statement of a thread; yields False if others had it for all of `timeout_s`.
 
         Args:
-            holder: who asks, in words that others can be told; empty: the thread, by its name.
+            holder: a name for the holder that others can read; empty: the name of the thread.
             timeout_s: longest wait, seconds; None: without limit.
             kind: what to make.
         """
@@ -138,7 +138,7 @@ class TensorLock:
 
     @asynccontextmanager
     async def held(self, timeout_s: float | None = None) -> AsyncIterator[bool]:
-        """Have it, in the loop, which goes on meanwhile; yields False, without it, if others had it for `timeout_s`.
+        """Hold the lock in a coroutine, while the loop goes on; yields False if others had it for `timeout_s`.
 
         Args:
             timeout_s: longest wait, seconds; None: without limit.

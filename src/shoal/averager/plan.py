@@ -1,4 +1,4 @@
-"""One step of an averager: what it is to do, which its owner may change until it is too late, and what came of it."""
+"""One step of an averager: its plan, which its owner may change until it is too late, and its result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class AveragingMode(enum.Enum):
     CLIENT = 1
     """Has values, and only dials."""
     AUX = 2
-    """Has none, and reduces those of others."""
+    """Has no values, and reduces those of others."""
 
 
 class AveragingStage(enum.Enum):
@@ -48,11 +48,11 @@ class AveragingStage(enum.Enum):
 
 
 class StepPlan:
-    """What one step is to do. Reading, `weight` and `scheduled_time` are for any thread; the methods are loop only.
+    """The plan of one step. Any thread may read it, and set `weight` and `scheduled_time`; the methods are loop only.
 
     Args:
-        weight: of this peer's values: 0, or from 1e-9 to 1e12.
-        gather: a MessagePack value that all members get.
+        weight: the weight of this peer's values: 0, or from 1e-9 to 1e12. gather: a MessagePack value that all members
+        get.
         scheduled_time: no search for a group before this, wall-clock seconds; None: at once.
         triggered: False: no search for a group before `allow_allreduce`.
 
@@ -75,7 +75,7 @@ class StepPlan:
     ) -> None:
         self.stage = AveragingStage.IDLE
         self.grouped = self.began = False
-        self._guard = threading.Lock()  # what is set counts, or is refused: nothing comes between
+        self._guard = threading.Lock()  # a value that is set either counts or is refused
         self.weight, self.scheduled_time = weight, scheduled_time
         self.gathered = _pack(gather)
         self._triggered = triggered
@@ -84,7 +84,7 @@ class StepPlan:
 
     @property
     def weight(self) -> float:
-        """Of this peer's values. Setting it raises `LocalError` when they were taken."""
+        """The weight of this peer's values. Setting it raises `LocalError` once the values were taken."""
         return self._weight
 
     @weight.setter
@@ -98,7 +98,7 @@ class StepPlan:
 
     @property
     def scheduled_time(self) -> float | None:
-        """No search for a group before this, wall-clock seconds. Setting it raises `LocalError` when there is one.
+        """No search for a group before this, wall-clock seconds. Setting it raises `LocalError` once there is a group.
 
         Call `changed` afterwards: a search that goes on is given up for a later time.
         """
@@ -124,7 +124,7 @@ class StepPlan:
         self._changed.set()
 
     def changed(self) -> None:
-        """The scheduled time is another one."""
+        """Tell that the scheduled time was changed."""
         self._changed.set()
         if self._search is not None and self._early_s(self._search[1]) > 0:
             self._search[0].reschedule(asyncio.get_running_loop().time())
@@ -183,7 +183,7 @@ class StepPlan:
         return group
 
     def take_values(self) -> None:
-        """They are taken now, with the present weight."""
+        """Mark the values as taken now; returns the present weight."""
         with self._guard:
             self.began = True
 
@@ -192,7 +192,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """One round that succeeded.
 
     Attributes:
-        gathered: what each member gave, in the group's order.
+        gathered: the `gather` values of the members, in the group's order.
         outcome: group, contributors, verdict.
         round_id: names the round.
         duration_s: from the group to the verdict.

@@ -35,11 +35,11 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         allreduce_timeout_s: longest time from the group to the verdict.
         sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
-            decider (which allows for its reports 2 more); None: twice `sender_timeout_s`. It must be more than
+            decider (which allows 2 s more for its reports); None: twice `sender_timeout_s`. It must be more than
             `sender_timeout_s`: an owner may be waiting for a sender.
         next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
         bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
-        min_vector_size: who would reduce fewer elements than this reduces none.
+        min_vector_size: a peer that would reduce fewer elements than this reduces none.
         auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
         client_mode: this peer cannot be dialed.
         group_bits: which of several groups, at most 64 of `0` and `1`; drawn anew after each round, and after each
@@ -70,7 +70,7 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
     settings: Mapping[str, str] = {}
 
     def check(self) -> None:
-        """Raise `ConfigError` for the first value that cannot be, or the first two that do not fit each other."""
+        """Raise `ConfigError` for the first invalid value, or the first two that do not fit each other."""
         check_timeouts({name: getattr(self, f"{name}_s") for name in TIMEOUTS})
         period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
         _need(_number(period) and 0 < period < math.inf, "declare_state_period", period, "a number of seconds above 0")
@@ -119,10 +119,10 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_group_bits(name: str, bits: object) -> str:
-    """The bits, if they are some.
+    """The bits, checked.
 
     Raises:
-        ConfigError: they are not; names the argument `name`.
+        ConfigError: they are not valid bits; names the argument `name`.
     """
     if not isinstance(bits, str) or set(bits) - {"0", "1"} or len(bits) > _MAX_BITS:
         raise ConfigError(f"{name} must be a text of 0 and 1, at most {_MAX_BITS} of them, got {bits!r}")

@@ -1,4 +1,4 @@
-"""The state that an averager shares with newcomers, and how it gets that of another peer."""
+"""The state that an averager shares with newcomers, and the download of another peer's state."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _FIND_DONORS_S = 10.0
 
 
 class StateSharing:
-    """Gives this peer's state to whoever asks, once it is `enabled`; loop only.
+    """Gives this peer's state to every peer that asks, once it is `enabled`; loop only.
 
     Args:
         core: this peer.
-        prefix: which state: donors and receivers give the same.
+        prefix: the name of the state; donors and receivers use the same one.
         settings: how often a donor declares itself, how old a copy may be, when a silent donor is left.
         lock: of the state's tensors.
         state: gives the state, called under the lock.
@@ -58,7 +58,7 @@ class StateSharing:
         return self._donor is not None
 
     def enable(self) -> None:
-        """Begin to give the state to whoever asks. Without effect if it goes on already."""
+        """Begin to give the state to every peer that asks. Has no effect if it goes on already."""
         if self._donor is None:
             core = self._core
             self._donor = StateDonor(
@@ -68,7 +68,7 @@ class StateSharing:
             self._declaring.add_done_callback(self._declaring_ended)
 
     def disable(self) -> None:
-        """Stop giving it, at once."""
+        """Stop giving the state at once."""
         if self._donor is not None and self._declaring is not None:
             self._donor.stop()
             self._declaring.cancel()
@@ -80,7 +80,7 @@ class StateSharing:
             self._core.env.events.emit(Warned(where=f"state of {self._prefix}", message=message))
 
     def changed(self) -> None:
-        """The state is another one: who asks from now on gets a new copy."""
+        """Tell that the state has changed: peers that ask from now on get a new copy."""
         self._version += 1
 
     def _state_version(self) -> tuple[int, int, int]:
@@ -108,7 +108,7 @@ class StateSharing:
             await declare_donor(core.node, core.endpoint, prefix, self.priority, expiration)
         except ClosedError:
             pass  # this peer leaves
-        except ShoalError as error:  # the next time, then
+        except ShoalError as error:  # the next declaration may succeed
             message = f"newcomers may not find this donor: {error}"
             core.env.events.emit(Warned(where=f"state of {prefix}", message=message))
 
@@ -135,5 +135,5 @@ class StateSharing:
 
     @property
     def limits(self) -> DownloadLimits:
-        """What a donor may cost us."""
+        """The limits on what a donor may cost us."""
         return msgspec.structs.replace(DownloadLimits(), stall_s=self._settings.next_chunk_timeout_s)

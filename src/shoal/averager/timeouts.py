@@ -1,6 +1,7 @@
-"""The time limits of an averager: those that were not given follow from those that were.
+"""The time limits of an averager: limits that were not given follow from those that were.
 
-Invariants: whatever is given, either an error names it, and nothing that was not given; or all limits fit each other.
+Invariant: for any given limits, either all limits fit each other, or an error names limits that were given, and no
+others.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def choose_timeouts(
     """All time limits of `AveragerSettings`, by its names.
 
     Args:
-        given: by the names of `DecentralizedAverager`; what is missing or None follows from the others.
-        names: under which the user knows these limits, where it is another one.
-        round_s: longest round, if nothing that was given asks for more.
+        given: the limits by the names of `DecentralizedAverager`; a missing one or None follows from the others.
+        names: the user's names for these limits, if they are other names.
+        round_s: longest round, unless a given limit needs more.
 
     Raises:
-        ConfigError: a limit that was given cannot be, or two of them do not fit each other.
+        ConfigError: a given limit is invalid, or two of them do not fit each other.
     """
     check_timeouts(given, names=names)
     limits = (given.get(name) for name in TIMEOUTS)
@@ -57,7 +58,7 @@ def choose_timeouts(
     if request is None:
         request = min(_REQUEST_S, expiration / 2)
     if sender is None:
-        # A round is to have time for a sender that falls silent, and then for an owner that was waiting for it.
+        # A round needs time for a sender that falls silent, and then for an owner that was waiting for it.
         most = min((allreduce or math.inf) / 3, (reducer or math.inf) / 2)
         sender = max(_MIN_SILENCE_S, min(chunk or _SILENCE_S, most))
     if allreduce is None:
@@ -67,7 +68,7 @@ def choose_timeouts(
 
 
 def check_timeouts(limits: Mapping[str, float | None], *, names: Mapping[str, str] = _AS_THEY_ARE) -> None:
-    """Raise `ConfigError` for the first limit that cannot be, or the first two that do not fit each other."""
+    """Raise `ConfigError` for the first invalid limit, or the first two that do not fit each other."""
 
     def need(holds: bool, name: str, what: str) -> None:
         if not holds:

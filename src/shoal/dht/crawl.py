@@ -1,7 +1,7 @@
 """Drives lookups over the network: many keys at once, one call per node for all keys that want to ask it.
 
-Every call that a DHT node makes goes through `Caller`, which tells `Neighbours` what came of it. Every record that
-comes back is checked here before anything else sees it.
+Every call that a DHT node makes goes through `Caller`, which tells `Neighbours` the result. Every record that comes
+back is checked here before anything else sees it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def report(where: str, error: BaseException) -> None:
 
 
 class _Gate:
-    """Who calls one peer, or waits to; and since when none of them has been answered."""
+    """The calls to one peer, under way or waiting; and since when none of them has been answered."""
 
     __slots__ = ("free", "since", "users")
 
@@ -48,7 +48,7 @@ class Caller:
 
     Args:
         endpoint: carries the calls.
-        local: its neighbours are told what came of them.
+        local: its neighbours are told the results.
     """
 
     def __init__(self, endpoint: Endpoint, local: Local) -> None:
@@ -59,7 +59,7 @@ class Caller:
 
     @property
     def silent(self) -> frozenset[PeerID]:
-        """Who was asked for a sign of life by somebody here, and gives none: not worth a call now."""
+        """The peers that were asked for a sign of life and gave none: they are not worth a call now."""
         return self._endpoint.silent
 
     def patience_s(self, peer: PeerID) -> float:
@@ -97,7 +97,7 @@ class Caller:
         return reply
 
     def _way_to(self, contact: Contact) -> Contact | PeerID:
-        """What we know ourselves goes before what others say: they could send us to the wrong place."""
+        """Addresses that we know ourselves come first: those that others name could send us to the wrong place."""
         if self._endpoint.connected(contact.peer):
             return contact.peer
         return self._neighbours.table.contact(contact.peer) or contact
@@ -130,7 +130,7 @@ class Caller:
             del self._gates[peer]
 
     def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that `close` ends. What it raises is told to the loop's exception handler."""
+        """Start a task that `close` ends. The loop's exception handler gets its exceptions."""
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks[task] = None
         task.add_done_callback(self._done)
@@ -186,7 +186,7 @@ class Search(Findings):
 
 
 class _Queue:
-    """What one node is to be asked in one run: one call at a time, and what comes up meanwhile goes into the next."""
+    """The keys to ask one node for in one run: one call at a time; keys that come up meanwhile go into the next."""
 
     __slots__ = ("contact", "members", "timers", "waiting")
 
@@ -239,14 +239,14 @@ class Crawler:
         self._neighbours.table.refreshed(target, now)
         seeds = self._neighbours.table.nearest(target, self._settings.bucket_size)
         count = count or self._settings.replicas
-        # Where we know so few, all of them will be asked anyway: then at once, unless one answer is enough.
+        # If we know only a few nodes, all will be asked anyway: ask them at once, unless one answer is enough.
         few = len(self._neighbours.table) <= count
         alpha = count if few and not first else self._settings.alpha
         lookup = Lookup(target, self._own, seeds, count=count, alpha=alpha)
         return Search(key, lookup, first=first)
 
     async def run(self, searches: Sequence[Search], *, values: bool) -> None:
-        """Run searches (of different keys) to their end. When it is cancelled, what was found so far is in them."""
+        """Run searches (of different keys) to their end. If it is cancelled, they hold all that was found so far."""
         run = _Run(searches, values=values)
         try:
             while True:
@@ -290,7 +290,8 @@ class Crawler:
     async def find_values(self, searches: Sequence[Search]) -> None:
         """Run searches for records; where the nodes that should hold a key have none, ask as many again beyond them.
 
-        After many nodes died at once their neighbours do not know all who are left, and a key may lie farther out.
+        After many nodes died at once, their neighbours do not know all nodes that are left, and a key may lie farther
+        out.
         """
         await self.run(searches, values=True)
         empty = [search for search in searches if not search.records]
@@ -299,7 +300,7 @@ class Crawler:
         await self.run(empty, values=True)
 
     async def _work(self, queue: _Queue, run: _Run) -> None:
-        """Ask one node until nobody in this run wants anything more of it, or it fails."""
+        """Ask one node until no search in this run needs more from it, or it fails."""
         peer = queue.contact.peer
         try:
             while queue.waiting and not run.over:
@@ -346,7 +347,7 @@ class Crawler:
         """Check the records that a node gave for one key, and add them to what was found.
 
         Raises:
-            PeerProtocolError: the node gave what no honest node holds.
+            PeerProtocolError: the node gave a record that no honest node holds.
         """
         now = self._env.clock.time()
         for number, record in enumerate(records):

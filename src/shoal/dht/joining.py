@@ -1,8 +1,8 @@
 """Getting into a network through its initial peers.
 
 All of them are tried at once, each again and again with growing pauses until the time is up: peers that were started
-together find each other in whatever order they come up. The first answer is enough to go on; one that says no (another
-protocol version, another identity) is not asked again.
+together find each other in whatever order they come up. The first answer is enough to go on; a peer that refuses
+(another protocol version, another identity) is not asked again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Knocking:
         self._knocking = len(contacts)
 
     async def join(self, timeout_s: float) -> None:
-        """Knock until somebody answers and the neighbourhood is known, or the time is up, or all have said no."""
+        """Knock until a peer answers and the neighbourhood is known, or the time is up, or all peers have refused."""
         knocks = [self._caller.spawn(self._knock(contact)) for contact in self._contacts]
         for knock in knocks:
             knock.add_done_callback(self._ended)

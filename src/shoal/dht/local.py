@@ -1,4 +1,4 @@
-"""What the parts of one DHT node share: who it is, its surroundings, what it knows and what it keeps."""
+"""The state that the parts of one DHT node share: its identity, surroundings, neighbours and records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Local:
         own: this node.
         env: clock, chance and events.
         settings: everything that can be set.
-        neighbours: what is known of the other nodes.
+        neighbours: the knowledge of the other nodes.
         vault: all records here.
     """
 

@@ -1,17 +1,17 @@
 """The iterative lookup: asks nodes nearer and nearer to an id until the nearest ones have answered (sans-IO).
 
-A state machine for one target: `next_queries` says whom to ask now, `reply`, `failed` and `slow` say what came of it,
-`done` when to stop. Whoever drives it sends the calls and keeps the time.
+A state machine for one target: `next_queries` returns the nodes to ask now, `reply`, `failed` and `slow` take the
+results, `done` says when to stop. The caller sends the calls and keeps the time.
 
 Invariants, held by the tests:
 
 - at most `alpha` queries wait at the same time while replies bring nearer nodes; after one that does not, the rest of
-  the nearest `count` are asked at once. Queries that were called slow do not count: a silent node costs one place for
-  a moment, not the lookup its time;
+  the nearest `count` are asked at once. Queries that were called slow do not count: a silent node takes one place for a
+  moment, and does not hold up the lookup;
 - it ends when the nearest `count` nodes of those that did not fail have answered; a slow one among them is waited for
   only while fewer than `count` others have, and fewer than four for each that is slow;
 - one reply adds at most 32 candidates, and there are never more than `max_queries` queries, so liars can lengthen a
-  lookup by a bounded amount only. What a reply says of a node counts as hearsay until that node answers itself.
+  lookup by a bounded amount only. A reply's word about another node counts as hearsay until that node answers itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Lookup:
 
     @property
     def complete(self) -> bool:
-        """Whether all nodes that it heard of have answered: there are no others, as far as these know."""
+        """Whether all nodes that the lookup heard of have answered: they know of no others."""
         return all(candidate.state is _State.REPLIED for candidate in self._ordered)
 
     @property
@@ -131,7 +131,7 @@ class Lookup:
     # ------------------------------------------------------------------------------------------------------- changing
 
     def next_queries(self) -> list[Contact]:
-        """Whom to ask now; each is asked once. Empty while enough queries wait, and when there is nobody left."""
+        """The nodes to ask now; each is asked once. Empty while enough queries wait, and when no node is left."""
         chosen: list[Contact] = []
         window = 0
         at_once = self._alpha if self._nearing else max(self._alpha, self.count)
@@ -168,7 +168,7 @@ class Lookup:
         self.count = count
 
     def _horizon(self) -> int | None:
-        """How far the nearest `count` of those that did not fail reach; None if there are fewer."""
+        """The distance of the `count`-th nearest node that did not fail; None if there are fewer."""
         living = 0
         for candidate in self._ordered:
             living += candidate.state is not _State.FAILED
@@ -177,7 +177,7 @@ class Lookup:
         return None
 
     def failed(self, peer: PeerID) -> None:
-        """The node did not answer, or not with sense. Ignored if it was not asked."""
+        """The node did not answer, or its answer made no sense. Ignored if it was not asked."""
         self._settle(peer, _State.FAILED)
 
     def slow(self, peer: PeerID) -> None:

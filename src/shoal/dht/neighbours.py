@@ -1,8 +1,9 @@
-"""What this node knows of the others: who is in the table, who is avoided, who was lost and may come back.
+"""This node's knowledge of the others: nodes in the table, avoided nodes, lost nodes that may come back.
 
 Invariants:
 
-- only a node that gave a sign of life itself enters the table; what others say of it is a hint whom to ask;
+- only a node that gave a sign of life itself enters the table; other nodes' words about it are only hints which nodes
+to ask;
 - a node that cannot be reached leaves at once, one that does not answer leaves at the second time, one that lied leaves
   and is not believed again for ten minutes;
 - nodes outside the table that failed are avoided for a growing while, so the dead that others still name cost little;
@@ -86,19 +87,19 @@ class Neighbours:
             self._note_lost(contact, now)
 
     def refused(self, peer: PeerID, now: float) -> None:
-        """The node answered, and said no: it lives. Another may have more time for us."""
+        """The node answered with a refusal: it lives. Another node may have more time for us."""
         if peer not in self.table:
             self._avoid(peer, now)
 
     def unreachable(self, peer: PeerID, now: float) -> None:
-        """There is no way to the node, or the way there was is gone."""
+        """The node cannot be reached, or its connection was lost."""
         contact = self.table.contact(peer)
         self._avoid(peer, now)
         if self.table.remove(peer) and contact is not None:
             self._note_lost(contact, now)
 
     def lied(self, peer: PeerID, now: float) -> None:
-        """The node sent what no honest node sends."""
+        """The node sent something that no honest node sends."""
         if self.table.remove(peer):
             self._note_gone(peer)
         self._lost.pop(peer, None)

@@ -7,9 +7,10 @@ signatures. The parts: `routing`, `lookup` and `storage` decide, without I/O; `c
 Rules:
 
 - Every public method ends within its `timeout_s`, and answers with what it has by then. Peers that fail, lie or stall
-  make answers poorer, never an exception here. What raises: wrong arguments, and use after `close`.
+  make answers poorer, but never raise an exception here. Only wrong arguments, and use after `close`, raise.
 - A node without addresses (client mode) stores and gets, but holds nothing for others and is in nobody's table.
-- `get` may miss what was stored a moment ago elsewhere; `get(latest=True)` asks all nodes that should hold the key.
+- `get` may miss a value that was stored a moment ago elsewhere; `get(latest=True)` asks all nodes that should hold the
+key.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ class DhtNode:
     async def bootstrap(
         self, addresses: Iterable[Address], *, timeout_s: float | None = None, required: bool = True
     ) -> None:
-        """Join the network of which these are members; with no addresses, begin a new one.
+        """Join the network of the peers at these addresses; without addresses, begin a new one.
 
         Tries all at once, again and again while nobody answers, and goes on as soon as one does. The others are tried
         in the background for as long as the node lives.
@@ -198,17 +199,17 @@ class DhtNode:
             self._table_changed()
 
     def contacts(self, count: int) -> list[Contact]:
-        """Nodes that were there lately, the nearest ones, and initial peers: where to come in again after a restart."""
+        """Addresses to join by after a restart: of recently seen nodes, the nearest ones, and initial peers."""
         known = self._neighbours.table.nearest(node_id(self.peer_id), count)
         return [*known, *self._neighbours.missing_initial()][:count]
 
     @property
     def was_given_peers(self) -> bool:
-        """Whether this node was told of others when it began."""
+        """Whether this node was given other peers when it began."""
         return self._neighbours.given
 
     async def look_around(self) -> None:
-        """Look up this node's own id: its neighbours get to know it, and where it listens now, and it them."""
+        """Look up this node's own id: so it and its neighbours learn of each other, and they learn its addresses."""
         self._check_open()
         await self._upkeep.look_around()
 
@@ -276,18 +277,18 @@ class DhtNode:
         return [count > 0 for count in copies]
 
     async def exchange(self, item: Item, *, timeout_s: float | None = None) -> tuple[bool, ValueWithExpiration | None]:
-        """Store one thing, and get what the nodes that take it hold under its key: `store` and `get`, in one call each.
+        """Store one thing, and get the records under its key from the nodes that take it, in one call to each node.
 
-        Each node takes the record before it answers. So of two peers that exchange under one key, and reach one honest
-        node both, at least one is shown the other's record. Once a node has answered, silent ones are waited for no
-        longer than `settings.slow_s`.
+        Each node takes the record before it answers. So if two peers exchange under one key and reach the same honest
+        node, at least one is shown the other's record. Once a node has answered, silent ones are waited for no longer
+        than `settings.slow_s`.
 
         Args:
-            item: what is stored; see `store`.
+            item: the thing to store; see `store`.
             timeout_s: longest time; default `settings.timeout_s`.
 
         Returns:
-            What `store` returns, and what `get(latest=True)` returns, with `of_peers` if the entry is under our own id.
+            The results of `store` and of `get(latest=True)`, with `of_peers` if the entry is under our own id.
 
         Raises:
             ConfigError: as `store`; or this node's own validators refuse it.
@@ -324,7 +325,7 @@ class DhtNode:
         return signed_record(self._identity, key, subkey, encode_value(item.value), float(expiration))
 
     def _refusal(self, item: Item, record: Record) -> str:
-        """What this node's own validators say against a record that it is to store; empty if nothing."""
+        """The objection of this node's own validators to a record that it should store; empty if there is none."""
         refusal = self._validators.refuses(record)
         return refusal and f"value for key {item.key!r:.80} is refused by this node's own validators: {refusal}"
 
@@ -336,11 +337,12 @@ class DhtNode:
         """The value of a key, with its expiration; None if nothing was found.
 
         Args:
-            key: what was given to `store`.
-            latest: True asks all nodes that should hold the key and merges what they say. False takes the first
-                answer, which may be what this node holds, wrote, or found within `settings.cache_s`.
-            of_peers: of the dictionary what peers say under their own ids, and nothing else: other entries, and a plain
-                value that hides the dictionary, anybody can write. Entries above `PEER_ENTRY_BYTES` are passed over.
+            key: the key that was given to `store`.
+            latest: True asks all nodes that should hold the key and merges their answers. False takes the first answer,
+                which may be a record that this node holds, wrote, or found within `settings.cache_s`.
+            of_peers: return only the entries of the dictionary that peers wrote under their own ids. Anybody can write
+                other entries, or a plain value that hides the dictionary. Entries above `PEER_ENTRY_BYTES` are passed
+                over.
             timeout_s: longest time; default `settings.timeout_s`.
 
         Returns:
@@ -382,7 +384,7 @@ class DhtNode:
         return {key: view(records[name], now, of_peers=of_peers) for key, name in names.items()}
 
     def _all_known(self, findings: Findings, now: float) -> list[Record]:
-        """What was found under a key, which is kept for a while, and what lies here."""
+        """The records found under a key, which are kept for a while, together with the records held here."""
         found = list(findings.records.values())
         if found:
             self._vault.found(findings.key, found, now, asyncio.get_running_loop().time())
@@ -407,7 +409,7 @@ class DhtNode:
     # ---------------------------------------------------------------------------------------------------------- closing
 
     async def close(self) -> None:
-        """Stop all work. Operations under way end with what they have. The endpoint stays open. Safe to call twice."""
+        """Stop all work. Operations under way return what they have. The endpoint stays open. Safe to call twice."""
         self._closed = True
         self._forget_losses()
         self._service.close()
@@ -426,7 +428,7 @@ class DhtNode:
 
     @asynccontextmanager
     async def _operation(self, timeout_s: float | None) -> AsyncIterator[None]:
-        """Wait in line, then work, both within the time limit. Past it, what was done so far counts."""
+        """Wait in line, then work, both within the time limit. After it, the work done so far counts."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._limit_s(timeout_s)), self._turn:
                 yield

@@ -1,8 +1,8 @@
 """Brings records to the nodes that should hold them: the `replicas` nodes nearest to the key, this one included.
 
 Peers write the same keys again and again (progress, declarations). So the nodes that a lookup found are remembered for
-`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls. Where
-all nodes of the network answered one lookup, as in a small one, that holds for every key.
+`route_s`, and as long as no node came into the table, left it, or failed: most stores take one round of calls. If all
+nodes of the network answered one lookup, as in a small network, these nodes serve every key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Route(NamedTuple):
 
 
 class Exchange(Findings):
-    """A record on its way to the nodes that should hold it, and what they hold under its key.
+    """A record on its way to the nodes that should hold it, and the records that they hold under its key.
 
     Args:
         record: the record, checked.
@@ -81,17 +81,17 @@ class Publisher:
         self._everyone = _Route([], float("-inf"), 0)
 
     async def exchange(self, exchange: Exchange) -> None:
-        """Bring a record to where it belongs, and take what is held there under its key.
+        """Bring a record to the nodes that should hold it, and take the records that they hold under its key.
 
-        Once a node has answered, the others have `slow_s` more to do so: one that is silent does not hold up who wants
-        to know. What is left is done in the background.
+        Once a node has answered, the others have `slow_s` more to do so: a silent node does not hold up the caller. The
+        rest is done in the background.
         """
         work = self._caller.spawn(self.publish([exchange.record], exchange.copies, exchange))
         await asyncio.wait((work, exchange.answered), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((work,), timeout=self._slow_s)
 
     async def publish(self, records: Sequence[Record], copies: list[int], exchange: Exchange | None = None) -> None:
-        """Find where the records belong and bring them there. When it is cancelled, `copies` is what was done so far.
+        """Find where the records belong and bring them there. If it is cancelled, `copies` says how far it came.
 
         Args:
             records: the records, checked.
@@ -193,7 +193,7 @@ class Publisher:
         return list(reply.refused)
 
     async def hand_over(self, contact: Contact, records: Sequence[Record]) -> None:
-        """Send any number of records to one node; what it says does not matter."""
+        """Send any number of records to one node; its answers do not matter."""
         for chunk in _chunks(range(len(records)), records):
             if None in await self.send(contact, [records[number] for number in chunk]):
                 return

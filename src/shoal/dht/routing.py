@@ -146,7 +146,7 @@ class RoutingTable:
     # -------------------------------------------------------------------------------------------------------- changing
 
     def seen(self, contact: Contact, now: float) -> bool:
-        """Note that a node gave a sign of life of its own. What others say about a node does not count.
+        """Note that a node gave a sign of life of its own. The word of others about a node does not count.
 
         Returns:
             True if the node is new in the table.
@@ -225,7 +225,7 @@ class RoutingTable:
         return due
 
     def random_id(self, bucket: int, rng: random.Random) -> int:
-        """An id drawn from the range of one bucket: what to look up to refresh it."""
+        """An id drawn from the range of one bucket, to look up for a refresh."""
         tail = ID_BITS - bucket - 1
         prefix = (self.own_id >> tail) ^ 1
         return (prefix << tail) | (rng.getrandbits(tail) if tail else 0)

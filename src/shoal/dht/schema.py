@@ -1,4 +1,4 @@
-"""Rules for the type of what lies under a key.
+"""Rules for the types of the records under a key.
 
 A key whose type is `dict[K, V]` is a dictionary: its entries have subkeys of type K and values of type V, and no plain
 value hides it. Any other type is that of a plain value. Types are met as they are: nothing is converted, but a whole
@@ -21,21 +21,21 @@ __all__ = ["SchemaValidator"]
 
 
 class SchemaValidator:
-    """Refuses what does not fit the type of its key. Of several schemas of one node, one that it fits is enough.
+    """Refuses records that do not fit the type of their key. With several schemas on a node, fitting one is enough.
 
     Args:
         schema: the type of each key: a mapping, or a class whose annotations are read. A type is anything that
             `msgspec` can convert to, such as `int`, `dict[str, Annotated[int, msgspec.Meta(ge=0)]]` or a
             `msgspec.Struct`. A pydantic model (of either version) judges by its own fields.
-        allow_extra_keys: let keys pass that are in no schema. Of several schemas one that lets them pass is enough.
-            False refuses what shoal itself stores, too: averagers and optimizers of such a peer do not work.
+        allow_extra_keys: let keys pass that are in no schema. With several schemas it is enough that one lets them
+            pass. False also refuses shoal's own records: averagers and optimizers of such a peer do not work.
         prefix: put before the name of each key, with `_`.
 
     Attributes:
-        kinds: by the hashes of keys, what may lie there.
+        kinds: the allowed type for each key, by the key's hash.
 
     Raises:
-        ConfigError: a type is none that can be checked; names its key.
+        ConfigError: a type cannot be checked; names its key.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SchemaValidator:
         self.kinds = {key_of(_prefixed(key, prefix)): [kind] for key, kind in _kinds_of(schema).items()}
 
     def union(self, other: SchemaValidator) -> SchemaValidator:
-        """One that accepts what either of the two accepts."""
+        """A schema that accepts all records that either of the two accepts."""
         both = SchemaValidator({}, self.allow_extra_keys or other.allow_extra_keys)
         for each in (self, other):
             for key, kinds in each.kinds.items():

@@ -1,7 +1,7 @@
-"""What a DHT node answers to others.
+"""The answers of a DHT node to others.
 
-Whoever asks pays with tokens: keys looked up and records sent are limited per peer and second. A reply is kept under
-the size that one message may have: keys that do not fit are marked `more`, and the asker asks for them again.
+Each request costs its sender tokens: keys looked up and records sent are limited per peer and second. A reply is kept
+under the size that one message may have: keys that do not fit are marked `more`, and the asker asks for them again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Service:
 
     Args:
         endpoint: where the calls come in.
-        local: its neighbours learn who called and are told to others, its vault holds the records.
+        local: its neighbours learn which peers called, and are named to others; its vault holds the records.
         on_held: called with each record that was newly taken in.
     """
 
@@ -49,7 +49,7 @@ class Service:
         endpoint.serve(DhtStore, self.store)
 
     def ping(self, peer: PeerID, _: DhtPing) -> DhtPong:
-        """We are a node, and this is where we listen."""
+        """Answer that we are a node, with our addresses."""
         self._meet(peer)
         self._pay(self._finds, peer, 1, "calls")
         return DhtPong(self._endpoint.contact)
@@ -75,10 +75,10 @@ class Service:
         return DhtFindReply(found)
 
     def store(self, peer: PeerID, request: DhtStore) -> DhtStoreReply | Coroutine[Any, Any, DhtStoreReply]:
-        """Hold these records, as far as the rules allow, then say what is held for the key that is asked for.
+        """Hold these records, as far as the rules allow, then return the records of the key that is asked for.
 
-        In this order: of two peers that store and ask under one key, the second one is shown the first one's record.
-        Where records are many, signatures take a while.
+        The order matters: if two peers store and ask under one key, the second one is shown the first one's record.
+        With many records, checking signatures takes a while.
         """
         self._meet(peer)
         self._pay(self._stores, peer, max(1, len(request.records)), "records")
@@ -100,7 +100,7 @@ class Service:
         return DhtStoreReply(refused, self._shown(peer, request.find))
 
     def _shown(self, peer: PeerID, key: bytes | None) -> list[Record]:
-        """What a peer that stores is shown of the key that it asks for."""
+        """The records that a storing peer is shown under the key that it asks for."""
         if key is None:
             return []
         records = self._vault.shown(key, self._env.clock.time())
@@ -133,5 +133,5 @@ class Service:
 
 
 def _contact_bytes(contact: Contact) -> int:
-    """What a contact takes in a message, in bytes; a little more than it really does."""
+    """The size of a contact in a message, in bytes; slightly more than it really takes."""
     return 48 + sum(len(address.host) + 96 for address in contact.addresses)

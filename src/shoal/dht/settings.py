@@ -25,16 +25,16 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
         call_timeout_s: longest wait for one call, dialing included, seconds.
         slow_s: a call that takes longer no longer holds up a lookup: another node is asked meanwhile.
         timeout_s: longest time for one operation (`get`, `store`, …) that was not given its own.
-        cache_s: for how long `get(latest=False)` may answer with what an earlier `get` found.
-        cache_bytes: memory for that.
+        cache_s: for how long `get(latest=False)` may answer with the result of an earlier `get`.
+        cache_bytes: memory for these results.
         route_s: for how long the next `store` of a key goes to the nodes that were found, while the table is the same.
         refresh_s: a bucket without lookups, and a node without a sign of life, for so long are looked after.
         republish_s: records that were not written again for so long are given to the nodes that should hold them now.
-        repair_delay_s: after a node came or went, records are moved to where they belong after this (and some chance).
-        retry_lost_s: how often a few lost nodes are dialed again: this is how two halves of a network find together.
+        repair_delay_s: so long after a node came or went (plus a random time) records are moved to where they belong.
+        retry_lost_s: how often a few lost nodes are dialed again, so that two halves of a network find each other.
         find_keys_per_s: keys that one peer may look up here per second, in the long run.
         store_records_per_s: records that one peer may send per second, in the long run. Bursts of 16 s are allowed.
-        storage: bounds of what is held for others.
+        storage: bounds of the records held for others.
     """
 
     bucket_size: int = 16

@@ -1,18 +1,18 @@
-"""Where records are kept until they expire, in bounded space (sans-IO).
+"""The store of records until they expire, in bounded space (sans-IO).
 
 **Merging.** A slot is (key, subkey); no subkey is a slot, too. Of two records for one slot the later expiration wins;
 between equal ones the greater (value, owner, signature) in byte order, so that all nodes agree without talking. Merging
 is taking a maximum: in any order, grouping and repetition it ends the same.
 
 **Plain value and dictionary.** A key can hold both: its plain value is one slot, its entries are others, and neither
-displaces the other. What `get` shows is decided when it is read: the kind whose latest record expires later; the
-dictionary if they expire at once.
+displaces the other. A read decides which one `get` shows: the kind whose latest record expires later; the dictionary if
+both expire at the same time.
 
 **Bounds.** A record is refused if it has expired or expires too far ahead, or if its owner or the peer that sent it
 holds too much already. Sizes count a flat overhead per record, so many tiny records are not free. When a key or the
 whole store is full, the source that holds the most of it gives up its records that expire first, never a smaller
-source: one peer can fill its own share and no more. When a cache (`fair=False`) is full whatever expires first goes;
-a key that is full takes no more there.
+source: one peer can fill its own share and no more. When a cache (`fair=False`) is full, it drops the record that
+expires first; a key that is full takes no more there.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ __all__ = [
 K = TypeVar("K")
 
 RECORD_OVERHEAD_BYTES = 1024
-"""What a held record costs in memory beside its value and subkey: objects, index entries, signature."""
+"""Memory of a held record beside its value and subkey: objects, index entries, signature."""
 
 PEER_ENTRY_BYTES = 8 << 10
-"""The largest entry that is looked at where shoal itself reads: more than peers say, less than costs time to decode."""
+"""The largest entry that shoal itself reads: larger than peers write, and still cheap to decode."""
 
 WIRE_OVERHEAD_BYTES = 192
-"""What a record costs in a message beside its value and subkey: key, owner, signature, expiration, framing."""
+"""Bytes of a record in a message beside its value and subkey: key, owner, signature, expiration, framing."""
 
 _EVICTED_FRACTION = 16
 
@@ -96,12 +96,12 @@ class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def record_bytes(record: Record) -> int:
-    """What a record counts for, in bytes."""
+    """The size for which a record counts, in bytes."""
     return len(record.value) + len(record.subkey or b"") + RECORD_OVERHEAD_BYTES
 
 
 def wire_bytes(record: Record) -> int:
-    """What a record takes in a message, in bytes; a little more than it really does."""
+    """The size of a record in a message, in bytes; slightly more than it really takes."""
     return len(record.value) + len(record.subkey or b"") + WIRE_OVERHEAD_BYTES
 
 
@@ -125,14 +125,14 @@ def merge(records: Iterable[Record]) -> dict[bytes | None, Record]:
 
 
 def view(records: Iterable[Record], now: float, *, of_peers: bool = False) -> ValueWithExpiration | None:
-    """What the records of one key say at this time: its plain value, or its dictionary; None if all have expired.
+    """The content of one key's records at this time: its plain value, or its dictionary; None if all have expired.
 
     An entry that cannot be decoded does not exist.
 
     Args:
         records: of one key.
         now: wall clock, seconds.
-        of_peers: of its dictionary what peers say under their own ids, in `PEER_ENTRY_BYTES` at most; nothing else.
+        of_peers: only entries of its dictionary that peers wrote under their own ids, of at most `PEER_ENTRY_BYTES`.
     """
     plain: ValueWithExpiration | None = None
     entries: dict[Subkey, ValueWithExpiration] = {}
@@ -171,7 +171,8 @@ class RecordStore:
 
     Args:
         limits: the bounds.
-        fair: what makes room when all is full: True, the source that holds the most; False, whatever expires first.
+        fair: the records that make room in a full store: True, those of the largest source; False, those that expire
+            first.
     """
 
     def __init__(self, limits: StorageLimits, *, fair: bool = True) -> None:
@@ -244,7 +245,7 @@ class RecordStore:
         return refusal
 
     def purge(self, now: float) -> None:
-        """Drop what has expired."""
+        """Drop all expired records."""
         queue = self._by_expiration
         while queue and queue[0][0] <= now:
             self._pop_first()
@@ -314,7 +315,7 @@ class RecordStore:
         return sources
 
     def _evict(self, source: PeerID, size: int) -> bool:
-        """Make room for `size` bytes from `source`; False if that would be at the cost of someone who holds less."""
+        """Make room for `size` bytes from `source`; False if that would cost a source that holds less."""
         if not self._fair:
             while self._by_expiration and self.bytes + size > self.limits.total_bytes:
                 self._pop_first()

@@ -1,4 +1,4 @@
-"""What a DHT node does unasked, so that records stay where they are looked for while nodes come and go.
+"""The background work of a DHT node: it keeps records where others look for them while nodes come and go.
 
 ==============  =========================================================================================
 when            what
@@ -43,7 +43,7 @@ _KNOCK_S = 5.0
 
 
 class _Placed:
-    """Who should hold a key, as of the last time this was looked at, and when a record of it last came in."""
+    """The nodes that should hold a key, as of the last check, and when a record of the key last came in."""
 
     __slots__ = ("at", "nodes")
 
@@ -98,7 +98,7 @@ class Upkeep:
     # ------------------------------------------------------------------------------------------------------- records
 
     def record_held(self, record: Record) -> None:
-        """A record was taken in: whoever sent it gave it to the nodes that are nearest now, too."""
+        """A record was taken in: its sender also gave it to the nodes that are nearest now."""
         now = asyncio.get_running_loop().time()
         placed = self._placed.get(record.key)
         if placed is not None:
@@ -163,7 +163,7 @@ class Upkeep:
         await self._move(moves)
 
     def _lost_near(self, lost: list[PeerID]) -> bool:
-        """Whether one of these was among the nearest to this node: whose place others have to take."""
+        """Whether one of these was among the nearest to this node, so that others have to take its place."""
         own = node_id(self._own)
         nearest = self._neighbours.table.nearest(own, self._settings.bucket_size)
         if len(nearest) < self._settings.bucket_size:
@@ -200,7 +200,7 @@ class Upkeep:
                 await self._publisher.hand_over(contact, records)
 
     async def republish(self) -> None:
-        """Publish again what this node wrote, and keys held here that nobody renewed and nobody nearer looks after."""
+        """Publish again this node's records, and keys held here that nobody renewed and no nearer node looks after."""
         now, at = self._env.clock.time(), asyncio.get_running_loop().time()
         self._vault.own.purge(now)
         own = list(self._vault.own)
@@ -221,7 +221,7 @@ class Upkeep:
     # --------------------------------------------------------------------------------------------------------- nodes
 
     async def look_around(self) -> None:
-        """Look up this node's own id: its neighbours get to know it, and it them."""
+        """Look up this node's own id, so that it and its neighbours learn of each other."""
         search = self._crawler.search(node_id(self._own).to_bytes(32), count=self._settings.bucket_size)
         await self._crawler.run([search], values=False)
 
@@ -236,7 +236,7 @@ class Upkeep:
         await self._ping(table.quiet(before))
 
     async def retry_lost(self) -> None:
-        """Ask a few lost nodes; if one is back, or never was gone, meet its neighbourhood."""
+        """Ask a few lost nodes; if one is back, or was never gone, get to know its neighbourhood."""
         now = asyncio.get_running_loop().time()
         missed = self._neighbours.missed(_LOST_AT_ONCE, self._env.rng, now)
         if missed and await self._ping(missed):

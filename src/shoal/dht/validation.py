@@ -1,4 +1,4 @@
-"""What a record is made of, who may write it, and what else it must satisfy.
+"""The form of a record, the peers that may write it, and the other rules for it.
 
 A record's value and subkey are MessagePack. A subkey is text, bytes or an integer, in its one shortest encoding, so
 that two subkeys that read the same are the same entry.
@@ -8,11 +8,11 @@ that two subkeys that read the same are the same entry.
 
 **Entries that name a peer.** A subkey of exactly 32 *bytes* names the peer with these bytes as its id
 (`subkey=peer_id.to_bytes()`). Only that peer can write the entry. Other subkeys, and keys without subkeys, belong to
-nobody: whoever writes the later expiration wins.
+nobody: the writer with the later expiration wins.
 
-**Validators** say no by text. Nodes ask them before they hold a record and before they believe one that they were
-given; all of them must agree, but for schemas (`shoal.dht.schema`), of which one is enough. Nodes with different
-validators live in one network: each keeps its own rules.
+**Validators** refuse a record by returning a text. Nodes ask them before they hold a record and before they believe one
+that they were given. All validators must agree; only of schemas (`shoal.dht.schema`) one is enough. Nodes with
+different validators live in one network: each keeps its own rules.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 RECORD_CONTEXT = b"dht record"
-"""What records are signed for: a signature made for anything else is worth nothing here."""
+"""The context of record signatures: a signature made for anything else is worth nothing here."""
 
 MAX_VALUE_BYTES = 65536
 MAX_SUBKEY_BYTES = 256
 
 Subkey = str | bytes | int
-"""What names an entry of a dictionary."""
+"""The type of a subkey, the name of a dictionary's entry."""
 
 _logger = logging.getLogger("shoal.dht")
 
@@ -66,7 +66,7 @@ def encode_value(value: object) -> bytes:
     """A value as it lies in a record.
 
     Raises:
-        ConfigError: it is not made of what MessagePack knows, or is longer than 64 KiB.
+        ConfigError: MessagePack cannot encode it, or it is longer than 64 KiB.
     """
     try:
         data = encode_plain(value)
@@ -149,7 +149,7 @@ class RecordValidator(Protocol):
     """Decides whether this node accepts a record."""
 
     def refuses(self, record: Record) -> str:
-        """Why the record is not accepted, in a phrase that is told to whoever sent it; empty if it is."""
+        """Why the record is not accepted, in a phrase that its sender is told; empty if it is accepted."""
         ...
 
 
@@ -179,7 +179,7 @@ class SignatureValidator:
 
 
 class FormValidator:
-    """Refuses what no reader could read. Every node uses it."""
+    """Refuses records that no reader could read. Every node uses it."""
 
     def refuses(self, record: Record) -> str:
         if not math.isfinite(record.expiration):
@@ -194,14 +194,15 @@ class FormValidator:
 @runtime_checkable
 class _Unites(Protocol):
     def union(self, other: Any) -> RecordValidator:
-        """One that accepts what either of two of its kind accepts."""
+        """A validator that accepts all records that either of two of its kind accepts."""
         ...
 
 
 class CompositeValidator:
-    """Accepts what all its validators accept; they are asked in order, up to the first refusal.
+    """Accepts a record that all its validators accept; they are asked in order, up to the first refusal.
 
-    Those of one kind that has a `union` (schemas) count as one: what one of them accepts they accept together.
+    Validators of one kind that has a `union` (schemas) count as one: together they accept all records that one of them
+    accepts.
 
     Args:
         validators: the first ones; `add` takes more.
@@ -226,7 +227,7 @@ class CompositeValidator:
             try:
                 refusal = validator.refuses(record)
             except Exception as error:
-                # A validator is the user's code, and what it chokes on came from the network: the record is at fault.
+                # A validator is the user's code. If it raises, the record from the network is at fault.
                 _logger.warning("%s failed on a record", type(validator).__name__, exc_info=error)
                 return f"{type(validator).__name__} failed: {type(error).__name__}"
             if refusal:

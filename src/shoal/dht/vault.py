@@ -1,7 +1,8 @@
 """All records of one node, and the rules for letting one in.
 
-Three stores: `held` for others, as one of the nodes nearest to the key; `own`, what this node wrote and keeps renewing;
-`cache`, what it found lately. A record that lies in one of them was checked, and is not checked again.
+Three stores: `held` for others, as one of the nodes nearest to the key; `own`, the records that this node wrote and
+keeps renewing; `cache`, the records that it found lately. A record that lies in one of them was checked, and is not
+checked again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Vault:
 
     def __init__(self, own: PeerID, settings: DhtSettings, validators: CompositeValidator) -> None:
         limits = settings.storage
-        unshared = limits.total_bytes  # what this node wrote or read itself is bounded as a whole only
+        unshared = limits.total_bytes  # this node's own writes and reads are bounded only as a whole
         self.held = RecordStore(limits)
         self.own = RecordStore(_unshared(limits, unshared))
         self.cache = RecordStore(_unshared(limits, settings.cache_bytes), fair=False)
@@ -54,7 +55,7 @@ class Vault:
         return self._validators.refuses(record)
 
     def accept(self, record: Record, source: PeerID, now: float) -> str:
-        """Hold a record that `source` sent, if all rules allow it; else say why not. This node forges nothing."""
+        """Hold a record that `source` sent, if all rules allow it; else say why not. This node never forges records."""
         if self.held.holds(record) and self.timely(record, now):
             return ""
         if not self.timely(record, now):
@@ -67,7 +68,7 @@ class Vault:
         self.own.put(record, self._peer, now)
 
     def found(self, key: bytes, records: list[Record], now: float, at: float) -> None:
-        """Keep what a `get` found, for a short time. `now` is wall-clock time, `at` the other."""
+        """Keep the records that a `get` found for a short time. `now` is wall-clock time, `at` the other clock."""
         for record in records:
             self.cache.put(record, self._peer, now)
         self._cached_at[key] = at
@@ -81,9 +82,9 @@ class Vault:
         return self.held.records(key, now) + self.own.records(key, now)
 
     def shown(self, key: bytes, now: float) -> list[Record]:
-        """What others are shown: all that is known here. What this node wrote is at least where they ask it for that.
+        """The records that others are shown: all that are known here, so that this node's own are found at least here.
 
-        The nodes that should hold a record may all be one attacker's, who chose its keys for it.
+        The nodes that should hold a record may all belong to one attacker, who chose their keys for that.
         """
         held = self.held.records(key, now)
         return held + [record for record in self.own.records(key, now) if not self.held.holds(record)]

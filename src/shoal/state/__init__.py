@@ -1,7 +1,7 @@
 """Serve, fetch, verify and resume a peer's state.
 
-`manifest` and `plan` are pure: what a state looks like, and which chunks are missing. `snapshot` and `donor` are the
-donor's side, `assembly` and `download` the receiver's. See those for their invariants.
+`manifest` and `plan` are pure: the layout of a state, and its missing chunks. `snapshot` and `donor` are the donor's
+side, `assembly` and `download` the receiver's. See those for their invariants.
 """
 
 from shoal.state.donor import ShareLimits, StateDonor

@@ -1,9 +1,9 @@
-"""Where a state is put together: one buffer per tensor, filled chunk by chunk, handed over only when all is verified.
+"""The buffers of a download: one per tensor, filled chunk by chunk, handed over only when all chunks are verified.
 
 Invariants: the state is held once. A tensor that travels uncompressed is received into its final memory. The encoding
 of a compressed one is received into the end of that memory, and decoded to its front, slice by slice, when all is
-there. Memory is taken when a tensor's first byte arrives, not when a donor announces it. No tensor leaves before every
-chunk was verified, and the values were looked at.
+there. Memory is taken when a tensor's first byte arrives, not when a donor announces it. No tensor is handed over
+before every chunk was verified and the values were checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Assembly:
     """The buffers of one download.
 
     Args:
-        manifest: the layout; only that matters here, and the hashes are the plan's.
+        manifest: the layout; the hashes in it are used by the plan only.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -39,7 +39,7 @@ class Assembly:
         self._buffers.clear()
 
     def buffers(self, chunk: int) -> list[memoryview]:
-        """The places, one after another, that the bytes of a chunk go to.
+        """The places in memory, one after another, for the bytes of a chunk.
 
         Raises:
             PeerProtocolError: the machine does not have the memory for a tensor that was announced.
@@ -83,7 +83,7 @@ class Assembly:
         decoded = tensor[: spec.raw_bytes].view(spec.dtype)
         try:
             for first, last, start, stop in spec.slices():
-                encoded = bytearray(data[start:stop])  # what is decoded may be written over it
+                encoded = bytearray(data[start:stop])  # decoded values may be written over it
                 spec.codec.decode_into(encoded, spec.dtype, decoded[first:last])
         except ConfigError as error:
             raise PeerProtocolError(f"tensor {position} of its state cannot be decoded: {error}") from error
@@ -91,15 +91,15 @@ class Assembly:
 
 
 def _is_final(spec: TensorSpec) -> bool:
-    """Whether what arrives is the tensor. A bool is looked at first: bytes from elsewhere need not be 0 or 1."""
+    """Whether the arriving bytes are the tensor. A bool must be checked first: its bytes need not be 0 or 1."""
     return spec.raw and spec.dtype is not torch.bool
 
 
 def _decoding_bytes(spec: TensorSpec) -> int:
     """Room for a tensor and its encoding at the end, such that decoding a slice overwrites no later one's encoding.
 
-    It is the tensor's own size, unless a codec needs more room for a slice than its values do: for a few elements at
-    the end, or if a donor has chosen badly.
+    It has the tensor's own size, unless a codec needs more room for a slice than its values do: for a few elements at
+    the end, or if a donor has chosen a bad codec.
     """
     left = spec.encoded_bytes
     most = left

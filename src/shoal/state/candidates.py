@@ -1,11 +1,11 @@
-"""Whom to ask next for a state: the order of the donors, and what each has done so far. No loop: `now` is an argument.
+"""The donors of a state: the order in which they are asked, and their record so far. No loop: `now` is an argument.
 
-- Donors of higher priority come first, equal ones in an order drawn by chance. Priority says whom to ask first, not
-  whom to wait for: one that is busy is passed over, and asked again later.
+- Donors of higher priority come first, equal ones in an order drawn by chance. Priority says which donor to ask first,
+  not which to wait for: a busy donor is passed over, and asked again later.
 - Keys are free, hosts less so: donors at an address where others have failed, or were busy, come after those elsewhere.
 - A donor that breaks the protocol is not asked again. One that was lost or fell silent is asked again if its turn
-  brought at least one chunk, and after that may fail twice in a row: so turns come to an end.
-- A donor whose state is another one than what is being fetched is put aside until nobody is left who has that.
+  brought at least one chunk, and otherwise may fail twice in a row. So turns come to an end.
+- A donor whose state is not the one being fetched is put aside until no donor is left that has that one.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Donor:
 
     @property
     def peer(self) -> PeerID:
-        """Who it is."""
+        """The id of the peer."""
         return self.contact.peer if isinstance(self.contact, Contact) else self.contact
 
     @property
     def host(self) -> str:
-        """Where it says that it is; empty if it does not say so."""
+        """The host that it announces; empty if it announces none."""
         addresses = self.contact.addresses if isinstance(self.contact, Contact) else ()
         return addresses[0].host if addresses else ""
 
 
 @dataclass(eq=False, slots=True)
 class _Standing:
-    """How one donor stands with us."""
+    """The record of one donor."""
 
     donor: Donor
     backoff: Backoff
@@ -75,7 +75,7 @@ class Candidates:
     Args:
         donors: in any order; of two entries for a peer the last one counts.
         rng: draws the order of equal donors, and pauses.
-        me: is not asked.
+        me: this peer, which is not asked.
     """
 
     def __init__(self, donors: Sequence[Donor], rng: random.Random, me: PeerID) -> None:
@@ -85,18 +85,18 @@ class Candidates:
         ordered = sorted(shuffled, key=lambda donor: -donor.priority)
         self._all = {donor.peer: _Standing(donor, Backoff(rng, first_s=0.2, max_s=2.0)) for donor in ordered}
         self._reasons: dict[PeerID, str] = {}
-        self._vain: Counter[str] = Counter()  # turns in vain, by host
+        self._vain: Counter[str] = Counter()  # turns without success, by host
 
     def next(self, now: float, level: float | None) -> Donor | None:
         """Give the next donor its turn.
 
         Args:
             now: seconds.
-            level: the lowest priority of those that have a turn; None if nobody has. Then donors put aside, and those
-                of lower priority, have a chance too.
+            level: the lowest priority of the donors that have a turn; None if no donor has. Then donors put aside, and
+                donors of lower priority, have a chance too.
         """
         waiting = [each for each in self._eligible(level) if each.ready_at <= now]
-        # Whoever has not failed yet goes first.
+        # Donors that have not failed yet go first.
         chosen = min(waiting, key=self._order, default=None)
         if chosen is None:
             return None
@@ -107,7 +107,7 @@ class Candidates:
         return each.failures, self._vain[each.donor.host], -each.donor.priority
 
     def ready_at(self, level: float | None) -> float | None:
-        """When `next` has somebody; None if nobody waits who could come next."""
+        """When `next` will return a donor; None if no waiting donor could come next."""
         return min((each.ready_at for each in self._eligible(level)), default=None)
 
     def _eligible(self, level: float | None) -> list[_Standing]:
@@ -115,19 +115,19 @@ class Candidates:
         return [each for each in waiting if level is None or (each.donor.priority >= level and not each.aside)]
 
     def describe(self) -> str:
-        """What each donor did."""
+        """A text with the record of each donor."""
         return "; ".join(f"{peer.short()}: {reason}" for peer, reason in self._reasons.items()) or "nobody to ask"
 
     # --------------------------------------------------------------------------------------------- how a turn has ended
 
     def busy(self, donor: Donor, now: float) -> None:
-        """It asked us to come again."""
+        """The donor asked us to come again."""
         self._reasons[donor.peer] = "busy"
         self._vain[donor.host] += 1
         self._wait(donor, now, pause=True)
 
     def refused(self, donor: Donor, reason: str, now: float) -> None:
-        """It described its state and would not send it: busy by now, most likely, unless it happens again and again."""
+        """The donor described its state but did not send it: it is probably busy, unless this happens repeatedly."""
         each = self._all[donor.peer]
         each.refusals += 1
         if each.refusals < _BUSY_REFUSALS:
@@ -136,22 +136,22 @@ class Candidates:
             self._reasons[donor.peer] = reason
 
     def other_state(self, donor: Donor, now: float) -> None:
-        """Its state is not the one that is being fetched."""
+        """The donor's state is not the one that is being fetched."""
         self._reasons[donor.peer] = "has another state"
         self._wait(donor, now, pause=False)
         self._all[donor.peer].aside = True
 
     def again(self, donor: Donor, now: float) -> None:
-        """Its turn was ended by us."""
+        """We ended the donor's turn."""
         self._wait(donor, now, pause=False)
 
     def beaten(self, donor: Donor, now: float) -> None:
-        """Others were faster with what it was to send; no fault of its own."""
+        """Others were faster with the donor's chunks; no fault of its own."""
         self._reasons[donor.peer] = "slower than the others"
         self._wait(donor, now, pause=True)
 
     def failed(self, donor: Donor, reason: str, now: float, *, brought_chunks: bool) -> None:
-        """It was lost, fell silent or refused."""
+        """The donor was lost, fell silent or refused."""
         each = self._all[donor.peer]
         each.failures += 1
         self._vain[donor.host] += not brought_chunks
@@ -164,7 +164,7 @@ class Candidates:
             self._wait(donor, now, pause=True)
 
     def dropped(self, peer: PeerID, reason: str) -> None:
-        """It broke the protocol: never again."""
+        """The donor broke the protocol: it is never asked again."""
         self._reasons[peer] = reason
         self._all[peer].waiting, self._all[peer].out = False, True
 

@@ -1,8 +1,8 @@
-"""The donor's side: shows what state there is, and sends it.
+"""The donor's side: describes the state, and sends it.
 
-Invariants: what is sent is a snapshot, never a live tensor, and there is one at a time; receivers and upload are
-bounded; what a receiver asks for is checked, and a wrong request costs it the stream; one that does not read, or keeps
-its stream and asks for nothing, is left after `send_stall_s`.
+Invariants: a donor sends a snapshot, never a live tensor, and there is one snapshot at a time. Receivers and upload are
+bounded. Requests are checked, and a wrong request costs the receiver its stream. A receiver that does not read, or that
+keeps its stream and asks for nothing, is dropped after `send_stall_s`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _MESSAGE_ROOM = 1024
 
 
 class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What sharing state may cost this peer.
+    """The limits on the costs of sharing state.
 
     Attributes:
         upload_bytes_per_s: the rate at which state is sent, over all receivers; None for no limit.
         beside_rounds: while this peer sends other things (rounds of averaging), states get at most this fraction of
-            what those get, so that newcomers do not slow them; None: as much as there is.
+            their traffic, so that newcomers do not slow them; None: no such limit.
         max_receivers: streams that are served at the same time; more are asked to come again.
         max_receivers_per_peer: how many of them may be one peer's.
         join_s: there is one copy of a state at a time. While it is being taken, newcomers are given the same one for so
             long after it was made, though the state has moved on; after that they wait for the next.
-        hold_s: for so long after that readers may keep a copy from those who wait for the next one, then they are sent
-            away. As long as a download may take if its user does not say otherwise.
-        linger_s: how long a copy that nobody takes is kept, seconds.
+        hold_s: for so long after that, readers may keep an old copy while others wait for the next one; then the
+            readers are sent away. As long as a download may take if its user does not say otherwise.
+        linger_s: how long a copy that nobody downloads is kept, seconds.
         send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none, is left.
     """
 
@@ -64,12 +64,12 @@ class StateDonor:
     Args:
         endpoint: where it is served; other donors may serve other prefixes there.
         env: chance, executor, events.
-        prefix: what receivers ask for it by.
+        prefix: the name by which receivers ask for it.
         hold: `async with hold() as state` gives the state and keeps it still (the owner's lock) until the end of the
             block, which lasts as long as it takes to copy the tensors.
         version: the current version of the state, such as (epoch, digest): any value, cheap to get, different whenever
             the state is. Receivers that ask at the same version share one copy.
-        limits: what it may cost.
+        limits: the limits on its costs.
         pacer: an upload limit that is shared with others; None makes one from `limits`.
 
     Attributes:
@@ -119,7 +119,7 @@ class StateDonor:
 
     @property
     def prefix(self) -> str:
-        """What receivers ask for it by."""
+        """The name by which receivers ask for the state."""
         return self._prefix
 
     @property
@@ -133,7 +133,7 @@ class StateDonor:
         return self._store.held
 
     def stop(self) -> None:
-        """Share it no more: frees the snapshots, and receivers being served are told so. Safe to call twice."""
+        """Stop sharing: free the snapshots, and tell the receivers that are being served. Safe to call twice."""
         if not self._stopped:
             self._stopped = True
             for unserve in self._unserve:
@@ -150,7 +150,7 @@ class StateDonor:
         limits = self._limits
         if self._serving.total() >= limits.max_receivers or self._serving[peer] >= limits.max_receivers_per_peer:
             return True
-        # Keys are free: the last quarter of the places is not for a host that has all the others.
+        # Keys are free: a host that has all other places does not get the last quarter.
         return self._hosts[self._endpoint.hosts_of(peer)[1]] >= limits.max_receivers - limits.max_receivers // 4
 
     async def _show(self, peer: PeerID, request: GetManifest) -> ManifestReply | ManifestPending:
@@ -215,7 +215,7 @@ class StateDonor:
 
 
 class _Wishes:
-    """What one receiver has asked for and was not sent yet; reads on while chunks are sent.
+    """The chunks that one receiver has asked for and not yet got; reads on while chunks are sent.
 
     Args:
         stream: the receiver's.
@@ -249,7 +249,7 @@ class _Wishes:
 
         Raises:
             PeerError: the receiver is gone, or has broken the protocol.
-            PeerRefused: it has asked for nothing for `timeout_s`.
+            PeerRefused: the receiver has asked for nothing for `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):

@@ -5,15 +5,17 @@ the others stand by for those that fail.
 Of the snapshots that they describe one is chosen; all donors whose tensors are the same, chunk hash by chunk hash, feed
 the download in parallel (see `feed`). Rules:
 
-- What is returned is exactly one donor's snapshot: complete, every chunk verified, metadata and epoch of its manifest.
-  Otherwise `StateUnavailable`, and nothing was handed over. Metadata does not tell states apart: of donors whose
-  tensors are the same it is the chosen one's, also if that donor is lost on the way.
-- Of several states the one of the latest epoch is chosen; then the one that most donors have; then the first asked's.
-- Donors of another state wait until nobody is left who has the chosen one. Then they are asked anew: chunks whose hash
+- The result is exactly one donor's snapshot: complete, every chunk verified, with the metadata and the epoch of its
+  manifest. Otherwise `StateUnavailable` is raised, and nothing was handed over. Metadata does not tell states apart: if
+  several donors have the same tensors, the metadata is the chosen donor's, even if that donor is lost on the way.
+- Of several states the one of the latest epoch is chosen; then the one that most donors have; then that of the donor
+asked first.
+- Donors of another state wait until no donor is left that has the chosen one. Then they are asked anew: chunks whose
+hash
   is the same are kept. If the state is laid out differently the download begins anew.
-- A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is somebody
-  else to ask, else after `_HOPELESS_S`. So nobody is kept from a good state, or from going on, by a donor that gives a
-  few bytes now and then.
+- A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is another
+  donor to ask, else after `_HOPELESS_S`. So a donor that gives a few bytes now and then keeps nobody from a good state,
+  or from going on without one.
 - A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
   did not tell of) is dropped by name and not asked again.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
@@ -47,23 +49,23 @@ _PROMPT_S = 2.0
 """Donors of lower priority are asked, too, where those above have described nothing within this time."""
 
 _SLOW_S, _HOPELESS_S = 10.0, 120.0
-"""So long it is looked how fast a state comes, before it is given up for another one, or for good."""
+"""The pace of a state is watched for so long before the state is given up for another one, or for good."""
 
 _HOPE = 4.0
-"""It may become so many times as fast as it was: other things go first on our line."""
+"""A download may become so many times as fast as it was, because other traffic goes first on our line."""
 
 _CHOOSE_WITHIN_S = 0.3
-"""After the first donor has described its state the others have so long, before one of the states is chosen."""
+"""After the first donor has described its state, the others have so long before one of the states is chosen."""
 
 
 class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a donor may cost us, and we them.
+    """The limits on what a donor may cost us, and we may cost donors.
 
     Attributes:
         max_state_bytes: the largest state that is taken.
         answer_timeout_s: for each answer of a donor that is asked for its state. One that needs longer to make its
             snapshot says "not yet" after two seconds.
-        stall_s: a donor that sends nothing for this long is left.
+        stall_s: a donor that sends nothing for this long is dropped.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         max_donors: donors that are asked, and send, at the same time; others take the places of those that end.
     """
@@ -83,8 +85,8 @@ class DownloadedState:
         metadata: plain values, from the donor whose snapshot this is.
         tensors: new tensors in host memory.
         epoch: the epoch that the donor says it is of.
-        donors: whose chunks these are; the first is the one whose snapshot this is.
-        bytes_received: payload received, what had to be fetched again included.
+        donors: the donors that sent the chunks; the first is the one whose snapshot this is.
+        bytes_received: payload received, including chunks that were fetched again.
         duration_s: seconds.
     """
 
@@ -114,15 +116,15 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
         endpoint: reaches the donors.
         env: chance (order of equal donors), executor (memory, last checks), events.
         prefix: which state.
-        donors: whom to ask.
+        donors: the donors to ask.
         timeout_s: longest time in all, seconds.
         min_epoch: a state of an earlier epoch is not wanted.
         accept: looks at each manifest before anything is fetched; None takes any. See `matching`.
-        limits: what a donor may cost.
-        may_read: awaited before every read, for what has to come first on our line.
+        limits: the limits on what a donor may cost.
+        may_read: awaited before every read, so that other traffic can come first on our line.
 
     Raises:
-        StateUnavailable: no donor gave it; the message has each donor's reason. Nothing was changed.
+        StateUnavailable: no donor gave the state; the message has each donor's reason. Nothing was changed.
         ConfigError: `timeout_s` is not positive, or no donor may be asked.
     """
     limits = limits or DownloadLimits()
@@ -165,22 +167,22 @@ class _Download:
         self._min_epoch, self._accept, self._limits, self._may_read = min_epoch, accept, limits, may_read
         self._candidates = Candidates(donors, env.rng, endpoint.peer_id)
         self._turns: dict[asyncio.Task[None], Donor] = {}
-        self._described: dict[PeerID, Manifest] = {}  # by each donor, the last time
-        self._offers: dict[Donor, Manifest] = {}  # what was described while no state is chosen
+        self._described: dict[PeerID, Manifest] = {}  # the last manifest of each donor
+        self._offers: dict[Donor, Manifest] = {}  # the states described while none is chosen
         self._choose_at: float | None = None
         self._chosen = asyncio.Event()
         self._news = asyncio.Event()
         self._target: Target | None = None
-        self._first: PeerID | None = None  # whose snapshot is fetched
+        self._first: PeerID | None = None  # the donor whose snapshot is fetched
         self._spoiled: list[Manifest] = []
         self._bytes_before = 0  # received for states that were given up
         self._started = self._now()
         self._deadline = math.inf
-        self._asked_at = self._started  # when somebody was asked, of whom nobody has described a state
-        self._looked = (self._started, 0)  # how fast it comes is counted from here: when, and the bytes until then
+        self._asked_at = self._started  # when donors were asked of which none has described a state
+        self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
 
     def describe(self, what: str) -> str:
-        """What happened, and what each donor did."""
+        """What happened, with the record of each donor."""
         return f"{what} for {self._prefix!r} ({self._candidates.describe()})"
 
     async def run(self, timeout_s: float) -> DownloadedState:
@@ -219,7 +221,7 @@ class _Download:
             donor = self._candidates.next(self._now(), self._level)
             if donor is None:
                 return
-            if not self._turns:  # nobody is left who has what was chosen
+            if not self._turns:  # no donor is left that has the chosen state
                 self._offers.clear()
                 self._chosen.clear()
                 self._asked_at = self._now()
@@ -233,7 +235,7 @@ class _Download:
             if task.cancelled():
                 self._candidates.failed(donor, "too slow", self._now(), brought_chunks=False)
             else:
-                task.result()  # a turn handles whatever a donor does: the rest is for our caller
+                task.result()  # a turn handles all errors of a donor: others are for our caller
 
     async def _end_turns(self) -> None:
         for task, donor in self._turns.items():
@@ -244,7 +246,7 @@ class _Download:
         self._turns.clear()
 
     async def _wait(self) -> None:
-        """Until a turn has ended, the state is complete, or it is time to choose or to ask somebody."""
+        """Wait until a turn has ended, the state is complete, or it is time to choose a state or to ask a donor."""
         now, since = self._now(), self._looked[0]
         times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
         if not self._chosen.is_set() and now < self._asked_at + _PROMPT_S:
@@ -321,7 +323,7 @@ class _Download:
                 return manifest
             if reply.busy:
                 raise _Busy
-            await asyncio.sleep(0.05)  # it has waited for us already, unless it is out to make us spin
+            await asyncio.sleep(0.05)  # a good donor has waited already; a bad one could make us spin
         raise PeerTimeout(f"made no snapshot within {limits.manifest_timeout_s:g} s", donor.peer)
 
     async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
@@ -349,7 +351,7 @@ class _Download:
         )
 
     def _choose(self) -> None:
-        """Choose a state once all who were asked have described theirs, or had time to."""
+        """Choose a state once all donors that were asked have described theirs, or had time to."""
         if self._chosen.is_set() or not self._offers:
             return
         if len(self._offers) < len(self._turns) and self._choose_at is not None and self._now() < self._choose_at:
@@ -374,7 +376,7 @@ class _Download:
     # ----------------------------------------------------------------------------------------------------- all of it
 
     async def _finish(self, target: Target) -> DownloadedState | None:
-        """Hand the state over; None if its values are no good."""
+        """Hand the state over; None if its values are bad."""
         assert self._first is not None, "a state was chosen"
         manifest, first = target.manifest, self._first
         ending = [task for task, donor in self._turns.items() if self._ends(target, donor)]
@@ -383,7 +385,7 @@ class _Download:
         await self._end_turns()
         donors = tuple(dict.fromkeys((first, *target.plan.contributors)))
         bytes_received = self._bytes_before + target.bytes_received
-        # Whatever comes of it, the buffers are used up: another state would begin anew.
+        # In every case the buffers are used up: another state would begin anew.
         self._target, self._bytes_before = None, bytes_received
         try:
             parts = shares(manifest.tensors)

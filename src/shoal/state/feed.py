@@ -1,14 +1,14 @@
 """One donor's stream of chunks into a download that several donors feed.
 
-A feed takes missing chunks from the plan, ahead of what arrives by about half a second of its donor's pace. When
-nothing is missing any more, it *doubles* chunks that others were asked for and are late with: so a slow donor holds up
-nothing at the end.
+A feed asks for missing chunks of the plan about half a second ahead, at its donor's pace. When no chunks are missing
+any more, it *doubles* chunks that other donors are late with, so that a slow donor does not delay the end.
 
 Invariants:
 
-- Only the owner of a chunk receives it into its final place, if it owned it when the chunk began. Whoever doubles a
-  chunk receives it beside, and copies it to its place once its hash was found right and the owner has stopped.
-- A chunk is verified by its digest, whoever it comes from; a wrong one is the fault of who sent it.
+- Only the owner of a chunk receives it into its final place, if it owned it when the chunk began. A feed that doubles a
+  chunk receives it into other memory, and copies it to its place once its hash was found right and the owner has
+  stopped.
+- A chunk is verified by its digest, whichever donor it comes from; a wrong one is the fault of its sender.
 - A feed that ends has nothing in flight, and nothing of it writes into the state any more.
 """
 
@@ -37,18 +37,19 @@ __all__ = ["Feed", "MayRead", "Target"]
 
 _READ_BYTES = 128 << 10
 """Within the stall limit a whole piece must arrive, or this much of a larger one. A donor cuts pieces as small as its
-upload limit needs (`Pacer`), so that slow is not stalled: what bounds slow ones is the deadline of the download."""
+upload limit needs (`Pacer`), so that a slow donor does not look stalled. Slow donors are bounded by the deadline of the
+download."""
 
 _READ_AT_ONCE = 32 << 10
-"""Where something else may have to come first."""
+"""Awaited before a read when other traffic may have to come first."""
 
 MayRead = Callable[[], Awaitable[None]]
 
 _LOOKS = 8
-"""How often it is looked within the stall limit how much of a piece has come."""
+"""How often within the stall limit the arrived bytes of a piece are checked."""
 
 END_WITHIN_S = 1.0
-"""For a stream to end in order, when all has come."""
+"""Time for a stream to end in order, when all chunks have come."""
 _LOOK_AGAIN_S = 0.1
 """A donor with nothing to send looks this often whether another one is late."""
 
@@ -57,10 +58,10 @@ _FASTER = 2.0
 
 
 class Target:
-    """The snapshot that is being fetched, and who feeds it.
+    """The snapshot that is being fetched, and its feeds.
 
     Args:
-        manifest: whose content is fetched. Donors of an equal content may feed it.
+        manifest: the snapshot to fetch. Donors of an equal content may feed it.
         on_change: called when chunks were verified, or given back.
     """
 
@@ -79,14 +80,14 @@ class Target:
         return self.plan.manifest
 
     def move_to(self, manifest: Manifest) -> None:
-        """Fetch this snapshot from now on, of which equal chunks are kept; nobody feeds now."""
+        """Fetch this snapshot from now on, and keep equal chunks; no feed may be running."""
         assert not self.feeds, "move_to() while donors feed"
         if not self.plan.move_to(manifest):
             self.assembly.clear()  # freed before the next one takes memory
             self.assembly = Assembly(manifest)
 
     def changed(self) -> None:
-        """Wake whoever waits: chunks were verified, or given back."""
+        """Wake all waiting tasks: chunks were verified, or given back."""
         self._news.set()
         self._news = asyncio.Event()
         self._on_change()
@@ -128,9 +129,9 @@ class Feed:
         prefix: which state.
         contact: the donor.
         snapshot: the snapshot's name at this donor.
-        target: what is fed.
-        stall_s: a donor that sends neither a piece nor much of one for this long is left.
-        may_read: awaited before every read, for what has to come first on our line; None: nothing has.
+        target: the snapshot to feed.
+        stall_s: a donor that sends neither a piece nor much of one for this long is dropped.
+        may_read: awaited before every read, so that other traffic can come first on our line; None: nothing has to.
 
     Attributes:
         chunks_brought: chunks that were verified, from this donor, in this turn.
@@ -190,7 +191,7 @@ class Feed:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was asked for is still to come."""
+        """Whether all chunks that were asked for have come."""
         return not self._queue
 
     def due_s(self, chunk: int, now: float) -> float:
@@ -208,11 +209,11 @@ class Feed:
     # ---------------------------------------------------------------------------------------------------- what to fetch
 
     def _choose(self) -> list[int]:
-        """Chunks to ask for now: missing ones, else one that another donor is late with."""
+        """Chunks to ask for now: missing ones, otherwise one that another donor is late with."""
         plan, ahead = self._plan, self._tempo.ahead()
         if len(self._queue) > ahead // 2:
             return []
-        # Towards the end everybody gets less ahead, so that all end at about the same time.
+        # Towards the end each feed asks for fewer chunks ahead, so that all end at about the same time.
         ahead = min(ahead, max(MIN_AHEAD, plan.missing // len(self._target.feeds)))
         if chunks := plan.take(self._peer, max(0, ahead - len(self._queue))):
             return chunks
@@ -252,7 +253,7 @@ class Feed:
             stream.abort()  # nothing to do after an orderly end
 
     def _expect(self, chunks: list[int]) -> None:
-        """These were asked for: while they are on their way, another thread has the system give memory for them."""
+        """While these chunks are on their way, another thread makes the system provide memory for them."""
         self._queue.extend(chunks)
         places = [self._target.assembly.buffers(chunk) for chunk in chunks if self._plan.owner(chunk) == self._peer]
         if places:  # a doubled chunk has no place of its own
@@ -271,7 +272,7 @@ class Feed:
                         digest = await self._receive_chunk(stream, chunk, patience)
                         queue.popleft()
                         self._tempo.arrived(loop.time())
-                        patience.pause()  # whoever else is at this chunk takes our time, not the donor's
+                        patience.pause()  # another feed of this chunk takes our time, not the donor's
                         await self._check(chunk, digest)
                         patience.renew()
                         if chunks := self._choose():
@@ -283,13 +284,13 @@ class Feed:
             raise PeerTimeout(f"sent nothing for {self._stall_s:g} s", self._peer) from None
 
     async def _finish(self, stream: Stream[MoreChunks, Chunk]) -> None:
-        """End in order, so that the connection can carry the next stream. Whatever comes now does not matter."""
+        """End in order, so that the connection can carry the next stream. Bytes that still come do not matter."""
         with suppress(PeerError, TimeoutError):
             async with asyncio.timeout(min(self._stall_s, END_WITHIN_S)):
                 await stream.finish()
 
     async def _receive_chunk(self, stream: Stream[MoreChunks, Chunk], chunk: int, patience: _Patience) -> bytes:
-        """Returns the digest of what has come: each piece is hashed while it is in the processor's cache."""
+        """Return the digest of the arrived bytes: each piece is hashed while it is in the processor's cache."""
         found = chunk_hash()
         start, stop = self._plan.manifest.chunk_range(chunk)
         places = deque(self._places(chunk, stop - start))
@@ -348,11 +349,11 @@ class Feed:
 
 
 class _Patience:
-    """Keeps the limit of a read `stall_s` ahead of what came last: a piece, or `_READ_BYTES` of one that is still read.
+    """Keeps the limit of a read `stall_s` after the last arrival: a piece, or `_READ_BYTES` of an unfinished one.
 
     Args:
-        stream: where they come from.
-        limit: around what waits for them.
+        stream: the stream that is read.
+        limit: the timeout around the read.
         stall_s: longest silence.
     """
 
@@ -363,12 +364,12 @@ class _Patience:
         self._timer = self._loop.call_later(stall_s / _LOOKS, self._look)
 
     def renew(self) -> None:
-        """Wait again for so long."""
+        """Give the donor `stall_s` again."""
         self._seen = self._stream.bytes_received
-        self._until = self._loop.time() + self._stall_s  # the timer sees it: to move that for each piece takes longer
+        self._until = self._loop.time() + self._stall_s  # the timer checks it: moving the timer takes longer
 
     def pause(self) -> None:
-        """What takes time now is not the donor's, until `renew`."""
+        """Do not count time against the donor until `renew`."""
         self._until = math.inf
 
     def _look(self) -> None:
@@ -381,5 +382,5 @@ class _Patience:
             self._timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._until), self._look)
 
     def close(self) -> None:
-        """Look no more."""
+        """Stop watching."""
         self._timer.cancel()

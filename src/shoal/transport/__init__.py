@@ -1,1 +1,1 @@
-"""Ways to reach a peer. `base` says what a transport is; nothing above this package knows which one it is."""
+"""Ways to reach a peer. `base` defines a transport; code above this package does not know which one it uses."""

@@ -1,4 +1,4 @@
-"""What a transport is: a way to listen, to dial, and to get an authenticated pipe of bytes.
+"""The seam of a transport: a way to listen, to dial, and to get an authenticated pipe of bytes.
 
 The seam is small on purpose. A `Connection` is a reliable, ordered pipe of bytes, both ways, to *one proven peer*.
 Messages, calls and streams are built on it in `shoal.rpc`, once for all transports. A stream of tensor data has a
@@ -8,7 +8,7 @@ Rules that every transport keeps (held by one conformance suite, `tests/conforma
 
 - `write` returns when its buffers may be reused and the queue is below the high-water mark.
 - `readinto` fills the whole buffer or raises; bytes come in order, none twice, none lost.
-- `close` delivers what was written, then ends the pipe: the other side reads it all, then gets `PeerUnreachable`.
+- `close` delivers all written bytes, then ends the pipe: the other side reads it all, then gets `PeerUnreachable`.
 - `abort` ends it at once, also for a writer or reader that waits; both sides notice.
 - The other side's identity was proved before `dial` returned or the acceptor was called.
 """
@@ -43,7 +43,7 @@ class Connection(Protocol):
 
     @property
     def peer_id(self) -> PeerID:
-        """Who is on the other side (proved)."""
+        """The peer on the other side (proved)."""
         ...
 
     @property
@@ -68,14 +68,14 @@ class Connection(Protocol):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that came so far: taken by `readinto`, for a read that still waits, and perhaps for none yet."""
+        """Bytes that came so far: taken by `readinto`, or for a read that still waits, or perhaps not yet read."""
         ...
 
     @property
     def bytes_acked(self) -> int:
         """Bytes that the other machine has acknowledged, read there or not, and what they were wrapped in.
 
-        Its process may stand still: the system takes what comes until its buffers are full. 0 where nobody can tell.
+        The other process may stand still: its system takes bytes until its buffers are full. 0 if this cannot be known.
         """
         ...
 
@@ -107,11 +107,11 @@ class Connection(Protocol):
         ...
 
     async def close(self) -> None:
-        """Send what is queued (for a few seconds at most), then end the pipe. Safe to call twice."""
+        """Send the queued bytes (for a few seconds at most), then end the pipe. Safe to call twice."""
         ...
 
     def abort(self) -> None:
-        """End the pipe at once; what is queued is lost. Safe to call twice."""
+        """End the pipe at once; queued bytes are lost. Safe to call twice."""
         ...
 
 
@@ -147,7 +147,7 @@ class Transport(Protocol):
 
         Raises:
             PeerUnreachable: nobody answered at any address.
-            PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
+            PeerRefused: a peer answered, but with another identity or another protocol version, or it refused.
             PeerTimeout: not done within `timeout_s`.
             ClosedError: this transport is closed, or was while it dialed.
         """
@@ -176,11 +176,11 @@ class Pipe(Protocol):
 
     @property
     def acked_bytes(self) -> int:
-        """Bytes that have come to the other host, also while its process stands still, and of which word is back."""
+        """Bytes known to have come to the other host, even while its process stands still."""
         ...
 
     def send(self, data: bytes) -> None:
-        """Send these bytes: they arrive in one `data_received`. Never waits; whoever sends minds `queued_bytes`."""
+        """Send these bytes: they arrive in one `data_received`. Never waits; the sender must watch `queued_bytes`."""
         ...
 
     def consumed(self, nbytes: int) -> None:
@@ -188,7 +188,7 @@ class Pipe(Protocol):
         ...
 
     def finish(self) -> None:
-        """Send what is queued, then end the pipe. `pipe_lost` is called here once all has left, there once it came."""
+        """Send the queued bytes, then end the pipe. `pipe_lost` is called here once all left, there once all came."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -197,10 +197,10 @@ class Pipe(Protocol):
 
 
 class PipeUser(Protocol):
-    """Who uses one end of a `Pipe`. The network calls these in the loop, one after another."""
+    """The user of one end of a `Pipe`. The network calls these in the loop, one after another."""
 
     def pipe_opened(self, pipe: Pipe, greeting: bytes) -> None:
-        """The pipe is open. `greeting` is what the other side gave to `open` or `listen`."""
+        """The pipe is open. `greeting` is the value that the other side gave to `open` or `listen`."""
         ...
 
     def data_received(self, data: bytes) -> None:
@@ -208,7 +208,7 @@ class PipeUser(Protocol):
         ...
 
     def resume_writing(self) -> None:
-        """What was queued has sunk to `HIGH_WATER_BYTES` or less."""
+        """The queue has sunk to `HIGH_WATER_BYTES` or less."""
         ...
 
     def pipe_lost(self, reason: str) -> None:
@@ -217,11 +217,11 @@ class PipeUser(Protocol):
 
 
 PipeAcceptor = Callable[[bytes], PipeUser | None]
-"""Called with the greeting of whoever opens a pipe: returns who uses our end of it, or None to refuse."""
+"""Called with the greeting of the side that opens a pipe: returns the user of our end, or None to refuse."""
 
 
 class Network(Protocol):
-    """Hosts by name, ports, and pipes between them: what `transport.memory` stands on. `shoal.sim` has one."""
+    """Hosts by name, ports, and pipes between them: the base of `transport.memory`. `shoal.sim` has one."""
 
     def listen(self, host: str, port: int, acceptor: PipeAcceptor, *, greeting: bytes) -> int:
         """Take in pipes at this port of `host` (0: any that is free); returns the port.
@@ -238,7 +238,7 @@ class Network(Protocol):
     async def open(self, source: str, host: str, port: int, *, greeting: bytes, user: PipeUser) -> None:
         """Open a pipe from host `source` to a port of `host`; returns after `user.pipe_opened` was called.
 
-        Waits for as long as no answer comes: the caller sets the deadline, and whoever gives up cancels.
+        Waits for as long as no answer comes: the caller sets the deadline, and cancels to give up.
 
         Raises:
             PeerUnreachable: there is no such host, or nobody listens there.

@@ -1,7 +1,7 @@
 """TLS settings: version 1.3 only, no session tickets, and a certificate that only carries the channel.
 
-Nobody checks the certificate as such: who the peers are is proved inside the channel (`shoal.transport.handshake`), by
-signatures that cover the certificate's hash.
+Nobody checks the certificate itself: the peers prove their identities inside the channel (`shoal.transport.handshake`),
+by signatures that cover the certificate's hash.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
-    # `ssl` reads keys from files only: what touches the disk is encrypted with a password that never does.
+    # `ssl` reads keys from files only: the key on the disk is encrypted with a password that never touches the disk.
     password = secrets.token_bytes(32).hex()
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(password.encode()))
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:

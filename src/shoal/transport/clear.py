@@ -20,7 +20,7 @@ class ClearLayer:
 
     Args:
         scratch: shared memory.
-        received: what has come already and was not read.
+        received: bytes that have come already and were not read.
     """
 
     pause_bytes = PAUSE_BYTES

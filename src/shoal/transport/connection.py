@@ -8,13 +8,13 @@ driven here, by one `BufferedProtocol`:
 - *In.* Bytes are received into one buffer that all connections of a transport share (the event loop fills it and calls
   `buffer_updated` in one go), and are decrypted straight into the buffer that the reader gave to `readinto`. Without a
   reader they stay as they came, and from the layer's `pause_bytes` on the socket is not read.
-- *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took what was before; then the loop has
-  a turn, also where one piece after another is written and the socket takes all of each. What the socket did not take
-  is kept, but no reference to a caller's buffer is left when `write` returns.
-- *End.* `close` sends what is queued, then TCP FIN, then reads and throws away until the other side's FIN: a socket
-  closed with unread bytes would send RST, which destroys what the other side has not read yet. A FIN ends the pipe in
-  both directions; the side that sees it first drops its socket, but what it had received stays readable. A FIN is not
-  signed by anybody: that all was said, the protocols above say themselves (END, Bye).
+- *Out.* At most `BUNCH_BYTES` are encrypted and sent at a time, once the socket took the bytes before them; then the
+  loop has a turn, even if the socket takes all of one piece after another. Bytes that the socket did not take are kept,
+  but no reference to a caller's buffer is left when `write` returns.
+- *End.* `close` sends the queued bytes, then TCP FIN, then reads and throws away bytes until the other side's FIN. A
+  socket closed with unread bytes would send RST, which destroys bytes that the other side has not read yet. A FIN ends
+  the pipe in both directions; the side that sees it first drops its socket, but the bytes that it had received stay
+  readable. Nobody signs a FIN: the protocols above say themselves that they are complete (END, Bye).
 
 Invariant: a message is never followed by anything but its own rest. A `write` cancelled between two of its pieces, and
 a `readinto` cancelled while it waits, abort the connection.
@@ -41,11 +41,11 @@ from shoal.transport.tls import TlsLayer
 __all__ = ["CLOSE_S", "TcpConnection"]
 
 CLOSE_S = 5.0
-"""Longest time that `close` sends what is queued, and that the other side's FIN is waited for after it."""
+"""Longest time that `close` sends queued bytes, and longest wait for the other side's FIN after that."""
 
 _JOINED_BYTES = 16 << 10
 _TRANSPORT_KEEPS_VIEWS = sys.version_info >= (3, 12)
-"""Of what the socket did not take at once; before, asyncio copied that."""
+"""From Python 3.12 on, asyncio keeps a view of bytes that the socket did not take at once; before, it copied them."""
 
 _NOTHING = memoryview(b"")
 
@@ -76,7 +76,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._closing = False
         self._lost = self._loop.create_future()
         # reading
-        self._target = _NOTHING  # what the reader still waits for
+        self._target = _NOTHING  # the part of the buffer that the reader still waits for
         self._reader: asyncio.Future[None] | None = None
         self._reading_paused = False
         # writing
@@ -86,7 +86,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._drained: asyncio.Future[None] | None = None
         self._linger: asyncio.TimerHandle | None = None
 
-    # What `Connection` asks for
+    # The interface of `Connection`
 
     @property
     def peer_id(self) -> PeerID:
@@ -96,7 +96,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def proved_peer_id(self) -> PeerID | None:
-        """Who is on the other side, or None before it has proved it."""
+        """The peer on the other side, or None before it has proved its identity."""
         return self._peer_id
 
     @property
@@ -122,7 +122,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def bytes_received(self) -> int:
-        # With what waits for the rest of its record: on a slow line that takes long, and is no silence.
+        # This includes bytes that wait for the rest of their record: on a slow line that takes long, and is no silence.
         return self._bytes_received + self._layer.pending
 
     @property
@@ -178,7 +178,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             self._target = _NOTHING
 
     async def close(self) -> None:
-        """Send what is queued (for `CLOSE_S` at most), then end the pipe. Safe to call twice."""
+        """Send the queued bytes (for `CLOSE_S` at most), then end the pipe. Safe to call twice."""
         if self.closed:
             return
         self._closing = True
@@ -195,10 +195,10 @@ class TcpConnection(asyncio.BufferedProtocol):
             raise
 
     def abort(self, reason: str = "aborted by this side") -> None:
-        """End the pipe at once; what is queued is lost. Safe to call twice.
+        """End the pipe at once; queued bytes are lost. Safe to call twice.
 
         Args:
-            reason: what waiting readers and writers are told.
+            reason: the text of the error that waiting readers and writers get.
         """
         self._discard()
         self._end(reason)
@@ -229,7 +229,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return tls.certificate
 
     def authenticated(self, peer_id: PeerID, protocol_version: int) -> None:
-        """Set who the other side has proved to be."""
+        """Set the identity that the other side has proved."""
         self._peer_id, self._protocol_version = peer_id, protocol_version
 
     def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
@@ -247,7 +247,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return self._tls
 
     def start_counting(self) -> None:
-        """Forget what the proofs of identity took."""
+        """Free the memory of the proofs of identity."""
         self._bytes_sent = self._bytes_received = 0
 
     async def wait_lost(self) -> None:
@@ -283,7 +283,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     def eof_received(self) -> None:
         self._end("closed by the other side")
         if self._transport is not None:
-            self._transport.abort()  # nobody reads what we still have queued; all that was sent to us is here
+            self._transport.abort()  # nobody reads our queued bytes; all bytes sent to us are here
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"connection lost: {exc}" if exc is not None else "connection lost")
@@ -373,7 +373,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.is_closing()
 
     def _discard(self) -> None:
-        """From now on throw away what comes in, read or not."""
+        """From now on throw away all incoming bytes."""
         self._discarding = True
         _wake(self._reader)
         self._resume_reading()

@@ -1,8 +1,8 @@
-"""How two peers prove who they are, inside a TLS channel whose certificates nobody vouches for.
+"""How two peers prove their identities, inside a TLS channel whose certificates nobody vouches for.
 
-The server's certificate is self-signed and lives as long as its transport. What ties the channel to the peers is that
-both sign, with their Ed25519 keys, the certificate *that they see*: a man in the middle has to show another one, so
-what he relays does not verify. The signed message (context `transport`) is::
+The server's certificate is self-signed and lives as long as its transport. The channel is tied to the peers because
+both sign, with their Ed25519 keys, the certificate *that they see*. A man in the middle has to show another
+certificate, so the proofs that he relays do not verify. The signed message (context `transport`) is::
 
     role (b"client" or b"server") 0x00 | version u16 | SHA-256 of the server's certificate (DER)
     | client's PeerID | server's PeerID | client's nonce | server's nonce        (32 bytes each)
@@ -108,7 +108,7 @@ _decoder: msgspec.msgpack.Decoder[_Frame] = msgspec.msgpack.Decoder(_Hello | _Pr
 
 
 class _Channel(NamedTuple):
-    """What both proofs are about."""
+    """The values that both proofs sign."""
 
     version: int
     certificate: bytes
@@ -131,7 +131,7 @@ async def greet_as_client(
     Args:
         connection: a fresh TCP connection.
         identity: our own.
-        wanted: who must be on the other side.
+        wanted: the peer that must be on the other side.
         versions: what we speak.
         clear: send data as it is, if the server wants that too; else it is sealed.
 
@@ -173,7 +173,7 @@ async def greet_as_server(
     admit: Callable[[PeerID], str | None],
     clear: bool = False,
 ) -> None:
-    """Do the TLS handshake, prove who we are if we are the one wanted, and make the client prove who it is.
+    """Do the TLS handshake, prove our identity if the client wants us, and make the client prove its own.
 
     Args:
         connection: a fresh TCP connection.
@@ -212,7 +212,7 @@ async def greet_as_server(
 
 
 def _leave_tls(connection: TcpConnection, sending_key: bytes, receiving_key: bytes, *, clear: bool) -> None:
-    """The last frame was sent or read: what comes next is not TLS any more."""
+    """The last frame was sent or read: the following bytes are no longer TLS."""
     if clear:
         connection.unseal()
     else:

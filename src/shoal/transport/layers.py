@@ -1,8 +1,8 @@
-"""What lies between the bytes of a connection's user and the bytes on its socket.
+"""The layers between the bytes of a connection's user and the bytes on its socket.
 
-A connection begins with TLS, inside which both sides prove who they are and give each other keys (`handshake`). Then
-its data goes sealed under those keys, or in the clear where both sides asked for that. Here is what a layer is; `tls`,
-`sealed` and `clear` are the three.
+A connection begins with TLS, inside which both sides prove their identities and give each other keys (`handshake`).
+Then its data goes sealed under those keys, or in the clear if both sides asked for that. This module defines a layer;
+`tls`, `sealed` and `clear` are the three layers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from shoal.transport.base import Buffer
 __all__ = ["BUNCH_BYTES", "RECORD_BYTES", "BrokenLayer", "Held", "Layer", "Scratch"]
 
 RECORD_BYTES = 512 << 10
-"""The longest record's plaintext. Each one costs a call, and a moment in which another thread can take the interpreter:
-then its lock is had back only after `sys.getswitchinterval()`."""
+"""The longest record's plaintext. Each record costs a call, and a moment in which another thread can take the
+interpreter's lock: this thread then gets it back only after `sys.getswitchinterval()`."""
 
 BUNCH_BYTES = (1 << 20) + (16 << 10)
 """At most this much is written in one turn of the loop, about 0.7 ms: a part of the usual size with its header."""
 
 _AHEAD_BYTES = 64 << 10
 _RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES + 2 * RECORD_BYTES
-"""What the other side writes in one turn fits, with its tags and with what was read ahead of it; and there is room for
-the rest of a record behind its beginning, which came last, so that it seldom has to be moved."""
+"""There is room for all bytes that the other side writes in one turn, with tags, and for bytes that were read before.
+There is also room for the rest of a record behind its beginning, which came last, so that it seldom has to be moved."""
 
 _LENT_ROOM = RECORD_BYTES + 1024
-"""Where less is left, the rest of a record might not fit."""
+"""If less room is left, the rest of a record might not fit."""
 
 _LENT_BYTES = 32 << 10
-"""Less is copied, in no time, rather than that memory is lent for it."""
+"""Fewer bytes than this are copied, which is quick; memory is lent only for more."""
 
 _NOTHING = memoryview(b"")
 
@@ -41,18 +41,18 @@ def _nobody() -> None:
 
 
 class BrokenLayer(Exception):
-    """What came cannot be what the other side sent: the connection has to end."""
+    """The received bytes cannot be those that the other side sent: the connection has to end."""
 
 
 class Scratch:
     """Memory that all connections of one loop share: nothing stays in it when a callback of the loop returns.
 
-    It is lent to one connection at a time, beside which there is another of 2 MiB: enough where one has the loop to
-    itself, as in a state download. In rounds more of them made no difference that could be measured.
+    It is lent to one connection at a time; meanwhile there is another block of 2 MiB. This is enough if one connection
+    has the loop to itself, as in a state download. In rounds more of them made no difference that could be measured.
 
     Attributes:
         receiving: where the socket's bytes come to.
-        sending: where what goes to the socket is made.
+        sending: memory in which the bytes for the socket are made.
     """
 
     def __init__(self) -> None:
@@ -66,30 +66,30 @@ class Scratch:
         self.sending = memoryview(bytearray(len(self.sending)))
 
     def lend_receiving(self, held: Held) -> memoryview | None:
-        """Leave the memory of `receiving` to whom its bytes are for; others get another. None if somebody has one."""
+        """Lend the memory of `receiving` to the owner of its bytes; others get another. None if it is lent already."""
         if self._lent_to() is not None:
             return None
-        self._lent_to = ref(held)  # who is gone has none any more
+        self._lent_to = ref(held)  # a borrower that is gone holds no memory
         lent, self.receiving = self.receiving, self._spare or memoryview(bytearray(_RECEIVE_BYTES))
         self._spare = None
         return lent
 
     def give_back(self, lent: memoryview) -> None:
-        """It is needed no more."""
+        """Give the lent memory back."""
         self._lent_to, self._spare = _nobody, lent
 
 
 class Held:
     """Received bytes that wait, for a reader or for the rest of their record.
 
-    Many stay where they came, and that memory is lent to them: most of the next ones come right behind. A few are
-    copied to memory of their own size, and go in front of what comes next, in the shared memory. Where little comes at
-    a time that would copy every byte many times: then they get memory with room, and the next ones come into that. So
-    no byte is copied more than a few times, and a connection on which nothing waits has no memory.
+    Many bytes stay where they came, and that memory is lent to them: most of the next bytes come right behind. A few
+    bytes are copied to memory of their own size, and go in front of the next bytes, in the shared memory. If only
+    little comes at a time, that would copy every byte many times: then they get memory with room, and the next bytes
+    come into it. So no byte is copied more than a few times, and a connection on which nothing waits has no memory.
 
     Args:
         scratch: shared memory.
-        received: what has come already.
+        received: bytes that have come already.
     """
 
     def __init__(self, scratch: Scratch, received: bytes) -> None:
@@ -113,7 +113,7 @@ class Held:
     def receive_buffer(self, wanted: int) -> memoryview:
         """Where the socket's next bytes may be written, not empty; `wanted`: how many a reader waits for.
 
-        There is room for little more than those: what comes behind them has to be kept.
+        There is room for little more than those: bytes behind them have to be kept.
         """
         room = min(wanted, BUNCH_BYTES) + _AHEAD_BYTES
         if self._has_room:
@@ -131,7 +131,7 @@ class Held:
         return self._scratch.receiving[: len(self) + nbytes]
 
     def keep(self, rest: memoryview) -> None:
-        """All but this end of what `received` or `view` returned was taken."""
+        """All bytes that `received` or `view` returned were taken, except so many at the end."""
         if rest and rest.obj is self._memory.obj:
             self._start = self._end - len(rest)
             return
@@ -168,7 +168,7 @@ class Layer(Protocol):
         ...
 
     def receive_buffer(self, target: memoryview) -> memoryview:
-        """Where the socket's next bytes may be written, not empty. `target`: what the reader still waits for."""
+        """Where the socket's next bytes may be written, not empty. `target`: the buffer that a reader waits for."""
         ...
 
     def received(self, nbytes: int, target: memoryview) -> int:
@@ -180,15 +180,15 @@ class Layer(Protocol):
         ...
 
     def read(self, target: memoryview) -> int:
-        """Fill `target` from what waits, as far as that goes. Returns how many bytes.
+        """Fill `target` from the waiting bytes, as far as they go. Returns how many bytes.
 
         Raises:
-            BrokenLayer: what waits cannot have been sent like this.
+            BrokenLayer: the waiting bytes cannot have been sent like this.
         """
         ...
 
     def protect(self, bunch: Sequence[memoryview]) -> Sequence[Buffer]:
-        """What to send for these few buffers, at most `BUNCH_BYTES` in all. Only good until the next call.
+        """The bytes to send for these few buffers, at most `BUNCH_BYTES` in all. Only valid until the next call.
 
         Raises:
             BrokenLayer: the layer cannot go on.

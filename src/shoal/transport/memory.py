@@ -1,12 +1,12 @@
 """A transport without sockets: connections over a `Network` of named hosts, such as the simulated one of `shoal.sim`.
 
-It runs on any asyncio loop, real or virtual. What travels when, and what is lost, is the network's affair; here are the
-connection's promises: bytes in order, writers that wait while too much is queued, readers that wait until their buffer
-is full, an end that both sides see.
+It runs on any asyncio loop, real or virtual. The network decides when bytes travel and which are lost; this module
+keeps the connection's promises: bytes in order, writers that wait while too much is queued, readers that wait until
+their buffer is full, an end that both sides see.
 
-Whoever opens a pipe greets with two peer ids, its own and the one it wants; who listens greets with its own. Nothing is
-signed: everybody on such a network lives in this process. Bytes are copied twice, out of the writer's buffer and into
-the reader's.
+The side that opens a pipe greets with two peer ids, its own and the one it wants; the listening side greets with its
+own. Nothing is signed: all peers on such a network live in this process. Bytes are copied twice, out of the writer's
+buffer and into the reader's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEGMENT_BYTES = 64 << 10
 """A longer write travels in pieces of this size, so that others get their turn between them."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for what is queued to leave."""
+"""How long `close` waits for queued bytes to leave."""
 
 _CLOSED_HERE = "closed on this side"
 
@@ -37,7 +37,7 @@ class HasPeerID(Protocol):
 
     @property
     def peer_id(self) -> PeerID:
-        """Who it is."""
+        """The peer's id."""
         ...
 
 
@@ -55,7 +55,8 @@ class MemoryConnection:
         self._turn = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None
         self._gone: asyncio.Future[None] | None = None
-        # Reading: what came and nobody took, from byte `_head` of its first piece on; or the buffer that waits for it.
+        # Reading: bytes that nobody took yet, from byte `_head` of the first piece on; or the buffer that waits for
+        #     them.
         self._pieces: deque[bytes] = deque()
         self._head = 0
         self._target: memoryview | None = None
@@ -267,7 +268,7 @@ class MemoryTransport:
     """`Transport` over a `Network`.
 
     Args:
-        identity: who we are, or just the peer id.
+        identity: our identity, or just the peer id.
         network: the network; all transports on it are in this process.
         host: the name of the host we are on. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
         port: where to listen; 0 takes a free port.
@@ -308,7 +309,7 @@ class MemoryTransport:
             self._acceptor = acceptor
             return
         port = self._network.listen(self._host, self._port, self._accept, greeting=self._peer_id.raw)
-        # What the acceptor starts belongs to whoever listens, not to the network that calls it.
+        # Tasks that the acceptor starts belong to the listener, not to the network that calls it.
         self._acceptor, self._context = acceptor, contextvars.copy_context()
         self._addresses = (Address(self._host, port, self._peer_id),)
 

@@ -1,8 +1,8 @@
 r"""Records of AES-256-GCM: how data goes on a connection once both sides are proved.
 
 TLS has done its work then: inside it each side has sent 32 random bytes, made for this connection and this direction.
-What they seal is as secret and as fresh as what TLS itself would carry. TLS 1.3's own records hold 16 KiB, and pass
-through two more buffers on each side: they took 2.3 CPU-seconds per GiB at both ends together where these take 0.8
+Data sealed with them is as secret and as fresh as data that TLS itself carries. TLS 1.3's own records hold 16 KiB, and
+pass through two more buffers on each side: they took 2.3 CPU-seconds per GiB at both ends together, these take 0.8
 (`docs/decisions/0010-sealed-records.md`).
 
 ====  ==============  ============================================================================================
@@ -85,7 +85,7 @@ class SealedLayer:
         sending_key: 32 random bytes that this side gave to the other one.
         receiving_key: those that it got.
         scratch: shared memory.
-        received: what has come already and was not read.
+        received: bytes that have come already and were not read.
     """
 
     pause_bytes = PAUSE_BYTES
@@ -93,7 +93,7 @@ class SealedLayer:
     def __init__(self, sending_key: bytes, receiving_key: bytes, scratch: Scratch, received: bytes = b"") -> None:
         self._sending, self._receiving, self._scratch = _Key(sending_key), _Key(receiving_key), scratch
         self._sealed = Held(scratch, received)  # the beginning of a record, or whole records that nobody reads
-        self._opened = memoryview(b"")  # the rest of a record that was longer than what was read
+        self._opened = memoryview(b"")  # the rest of a record that was longer than the read
 
     @property
     def pending(self) -> int:

@@ -66,8 +66,8 @@ def new_socket(family: int) -> socket.socket:
 async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
     """The next connection and where it comes from. Cancelled, it has accepted nothing.
 
-    `loop.sock_accept` accepts in one step of the loop and hands over in the next: who is cancelled in between loses a
-    socket that nobody closes. Raises `OSError`.
+    `loop.sock_accept` accepts in one step of the loop and hands over in the next: a caller that is cancelled in between
+    loses a socket that nobody closes. Raises `OSError`.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -96,8 +96,8 @@ def tune(sock: socket.socket) -> None:
     """Set up a socket (also an accepted one): no waiting, no Nagle, BBR where the kernel lets a socket choose.
 
     At 1 % random loss on 100 Mbit/s and 50 ms BBR moves 83 Mbit/s, cubic 4. Connections that wait for their next stream
-    say nothing for as long as that takes; home routers and load balancers forget those that are silent for minutes, so
-    the kernel keeps them awake, and notices when they are gone.
+    send nothing meanwhile. Home routers and load balancers forget connections that are silent for minutes. So the
+    kernel keeps them awake, and notices when they are gone.
     """
     open_sockets.add(sock)
     sock.setblocking(False)
@@ -154,7 +154,7 @@ def open_files_limit() -> int:
 
 
 def outside_host(host: str) -> str:
-    """What to announce for `host`: for all interfaces, the address this machine uses towards the outside.
+    """The address to announce for `host`: for all interfaces, the one this machine uses towards the outside.
 
     Without a default route it is that of the first interface that has one; 127.0.0.1, or ::1, if there is none.
     """

@@ -1,10 +1,10 @@
 """Peers over TCP and TLS 1.3: listening, dialing, limits.
 
-`connection` is one connection, `layers` what its bytes go through (`tls`, then `sealed` or `clear`), `handshake` proves
-identities, `certificate` has the TLS settings, `sockets` the sockets; here connections are made, counted and closed.
-Strangers are cheap: at most `max_unauthenticated` connections have not proved who they are, each for at most
-`auth_timeout_s`. When one more arrives, the oldest of the host that holds most of them goes: closing the new one
-instead would let a few silent connections a second keep every good peer out.
+`connection` is one connection, `layers` its layers (`tls`, then `sealed` or `clear`), `handshake` proves identities,
+`certificate` has the TLS settings, `sockets` the sockets; here connections are made, counted and closed. Strangers are
+cheap: at most `max_unauthenticated` connections have not proved who they are, each for at most `auth_timeout_s`. When
+one more arrives, the oldest of the host that holds most of them goes: closing the new one instead would let a few
+silent connections a second keep every good peer out.
 
 Invariant: after `close` there is no task, no socket and no timer of this transport.
 """
@@ -70,8 +70,8 @@ class TcpLimits:
         auth_timeout_s: seconds for the TLS handshake and both proofs together.
         max_connections_per_peer: connections with one peer; counted both ways, refused when it dials.
         max_connections: connections with all peers, counted both ways. At most three fifths of the files that this
-            process may open (`ulimit -n`): the rest is the program's. When somebody dials and there are as many, the
-            host that has most of them loses the one that has carried least.
+            process may open (`ulimit -n`): the rest is the program's. When a peer dials and the limit is reached, the
+            host that has most connections loses the one that has carried least.
     """
 
     max_unauthenticated: int = 256
@@ -80,7 +80,7 @@ class TcpLimits:
     max_connections: int = 2048
 
     def within(self, files: int) -> TcpLimits:
-        """What fits into so many open files."""
+        """The limits that fit into so many open files."""
         most = max(8, min(self.max_connections, files * 3 // 5))
         return replace(self, max_connections=most, max_unauthenticated=min(self.max_unauthenticated, max(4, most // 4)))
 
@@ -97,13 +97,13 @@ class TcpTransport:
         identity: our key.
         host: where to listen: an IP address or name of this machine; `0.0.0.0` or `::` for all its interfaces.
         port: where to listen; 0 takes any free port.
-        announce_host: what others should dial, if that is not `host` (behind a port forwarding, or for a public name).
-            By default `host`, or for all interfaces the address that this machine uses towards the first peer that it
-            dials, until then towards the outside.
+        announce_host: the host that others should dial, if that is not `host` (behind a port forwarding, or for a
+            public name). By default `host`, or for all interfaces the address that this machine uses towards the first
+            peer that it dials, until then towards the outside.
         announce_port: the port that others should dial, if that is not the one we listen on; None or 0: it is.
         client_mode: never listen, only dial.
         protocol_versions: lowest and highest protocol version that this side speaks.
-        limits: what others may ask of us.
+        limits: the limits on what others may cost us.
         encrypt: False sends data as it is to peers that have it False, too: only for networks where nobody can listen
             or meddle. Identities are proved all the same.
 
@@ -203,13 +203,13 @@ class TcpTransport:
         passed over.
 
         Args:
-            peer_id: who must answer.
+            peer_id: the peer that must answer.
             addresses: where to try.
             timeout_s: seconds for all of it.
 
         Raises:
             PeerUnreachable: nobody answered at any address, or not as a peer does.
-            PeerRefused: somebody answered, but not with this identity or not with our protocol version, or said no.
+            PeerRefused: a peer answered, but with another identity or another protocol version, or it refused.
             PeerTimeout: not done within `timeout_s`.
         """
         if self._closed:
@@ -376,7 +376,7 @@ class TcpTransport:
         finally:
             task = None  # tasks hold their exceptions, whose tracebacks hold this frame
             del failure
-            for each in racing:  # not awaited: who is cancelled while it waits would lose the winner
+            for each in racing:  # not awaited: a caller that is cancelled while it waits would lose the winner
                 each.cancel()
                 each.add_done_callback(_abort)
 
@@ -388,7 +388,7 @@ class TcpTransport:
         except PeerUnreachable as error:
             reason = f"lost {address.host}:{address.port} while proving identities: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
-        except PeerProtocolError as error:  # by whoever is at this address: it has not proved to be the peer
+        except PeerProtocolError as error:  # the fault of the host at this address, which has not proved to be the peer
             reason = f"{address.host}:{address.port} does not greet as peers do: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
         except TimeoutError as error:
@@ -435,6 +435,6 @@ class TcpTransport:
 
 
 def _abort(attempt: asyncio.Task[TcpConnection]) -> None:
-    """Give up what came of an attempt to connect."""
+    """Close the result of an attempt to connect."""
     if not attempt.cancelled() and attempt.exception() is None:
         attempt.result().abort("another address was faster")

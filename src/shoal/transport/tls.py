@@ -54,11 +54,11 @@ class TlsLayer:
         return self._tls.getpeercert(binary_form=True) or b""
 
     def to_send(self) -> bytes:
-        """What TLS itself has to say."""
+        """The bytes that TLS itself has to send."""
         return self._outgoing.read()
 
     def unread(self) -> bytes:
-        """What came behind the last TLS record that was read. OpenSSL takes from its BIO no more than one record."""
+        """The bytes behind the last TLS record that was read. OpenSSL takes at most one record from its BIO."""
         return self._incoming.read()
 
     def receive_buffer(self, target: memoryview) -> memoryview:

@@ -83,6 +83,32 @@ def test_a_trainer_interrupted_between_step_and_telling_goes_on() -> None:
     sim.run(main, seed=1)
 
 
+def test_one_interrupt_while_a_step_is_told_disables_a_peer_for_good() -> None:
+    """It was cancelled while it left those that it had followed: a step was due for ever, and there was none."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        first, second = await two_at_their_first_step(run)
+        collaboration = first.collaboration
+        leaving = asyncio.Event()
+
+        async def left_slowly() -> None:
+            leaving.set()
+            await sim.sleep(1.0)
+
+        collaboration._catch_up.joined = left_slowly  # type: ignore[method-assign]
+        turn = run.swarm.spawn("p0", first.take_turn())
+        await leaving.wait()
+        turn.cancel()
+        await run.swarm.run_on("p1", second.take_turn)
+        await asyncio.wait([turn])
+        await train_until(run, epoch=3)
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=2)
+
+
 def test_an_average_of_states_keeps_no_trainer_waiting() -> None:
     """It is computed while one trains and the other is away, and each takes it at its next step.
 

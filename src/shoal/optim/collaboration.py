@@ -603,9 +603,10 @@ class Collaboration:
             self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
-            await self._catch_up.joined()
         self._renewed()
         self._move(Phase.COLLECTING)
+        if update.is_step and self.state == update.name:
+            await to_the_end(self._catch_up.joined())  # last: an interrupted trainer cancels this
 
     def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
         """The user has loaded a checkpoint: name what is there now (under `lock`, in the trainer's thread).

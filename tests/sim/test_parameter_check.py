@@ -10,6 +10,8 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
+from shoal.optim import collaboration
+from shoal.optim.check import Check
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1", "p2"]
@@ -60,6 +62,22 @@ def test_equal_parameters_pass_the_check() -> None:
         assert check is not None
         assert check[0] == 10
         assert check[1] == check[2]
+
+    sim.run(main, seed=1)
+
+
+def test_a_peer_alone_makes_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nobody to compare with, so its parameters are not read through."""
+    made = list[str]()
+
+    def count(*_: object) -> Check:
+        made.append("a check")
+        return Check(b"", bytes(16), b"")
+
+    async def main() -> None:
+        monkeypatch.setattr(collaboration, "check_of", count)
+        await train(NAMES[:1], 13, nothing)
+        assert not made
 
     sim.run(main, seed=1)
 

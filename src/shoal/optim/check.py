@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -155,13 +156,14 @@ def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
     total = sum(each.numel() for each in parameters)
     generator = torch.Generator().manual_seed(int.from_bytes(name[:7], "little"))
     places = torch.randint(total, (min(_SAMPLE, total),), generator=generator).sort().values
-    begin, values = 0, []
+    found, begin, first, values = places.tolist(), 0, 0, []
     with torch.no_grad():
         for parameter in parameters:
-            here = places[(places >= begin) & (places < begin + parameter.numel())] - begin
-            if len(here):
-                values.append(parameter.detach().flatten()[here.to(parameter.device)].to("cpu", torch.float32))
-            begin += parameter.numel()
+            stop = begin + parameter.numel()
+            if (last := bisect_left(found, stop, first)) > first:
+                here = (places[first:last] - begin).to(parameter.device)
+                values.append(parameter.detach().flatten()[here].to("cpu", torch.float32))
+            begin, first = stop, last
     return bytes(view_bytes(torch.cat(values))) if values else b""
 
 

@@ -657,9 +657,11 @@ class Collaboration:
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)
         self._gossip.renamed()
-        self._gossip.tell(self.view(), now=True)
+        view = self.view()
+        self._gossip.tell(view, now=True)
         self._news.set()
-        self._begin_check()
+        if len(view.peers) > 1:  # else there is nobody to compare with
+            self._begin_check()
 
     async def _average_state(self) -> None:
         """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards.

@@ -421,9 +421,8 @@ class Optimizer(torch.optim.Optimizer):
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
         with self._lock.holding():
             state, training = self._collaboration.state, self._training
-            values, _ = training.export()
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
-            where = {**name, "scheduled": values["scheduled"], "fingerprint": training.fingerprint().hex()}
+            where = {**name, "scheduled": training.scheduled, "fingerprint": training.fingerprint().hex()}
             return {**training.optimizer.state_dict(), "shoal": where}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

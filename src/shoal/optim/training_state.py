@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from blake3 import blake3
-from torch.nn.utils import get_total_norm
 
 from shoal.allreduce.run_buffers import LARGEST, sum_dtype
 from shoal.compression import view_bytes
@@ -296,7 +295,7 @@ class TrainingState:
                 self._give_back(own)  # an interrupt may have come in between
                 if self.epoch != before:
                     self.discard()
-        self._move_schedule(self._scheduled + 1)
+        self._move_schedule(self.scheduled + 1)
         self.whole = True
 
     def _give_back(self, own: Sequence[torch.Tensor | None]) -> None:
@@ -325,14 +324,14 @@ class TrainingState:
                 )
 
     @property
-    def _scheduled(self) -> int:
+    def scheduled(self) -> int:
         """Where the schedule stands: by its own count, which the user may have loaded."""
         count = getattr(self.scheduler, "last_epoch", None)
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
     def adopt(self, scheduler: Scheduler) -> None:
         """Let this be the schedule of the run: it is brought to the steps that were taken, if it is not further."""
-        count = self._scheduled
+        count = self.scheduled
         self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
         self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._move_schedule(count)
@@ -350,7 +349,7 @@ class TrainingState:
         with warnings.catch_warnings():
             # A peer that starts from a downloaded state moves its schedule before its first own step.
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step.*", category=UserWarning)
-            for count in range(self._scheduled, to):
+            for count in range(self.scheduled, to):
                 try:
                     advance(self.scheduler)
                 except Exception as error:  # noqa: BLE001 (its end, or the user's own code: the state is whole without)
@@ -394,7 +393,7 @@ class TrainingState:
         values = self._kept.export(tensors)
         return {
             "epoch": self.epoch,
-            "scheduled": self._scheduled,
+            "scheduled": self.scheduled,
             "fixed": len(self.parameters) + len(self.extra_tensors),
             "optimizer": values,
         }, tensors
@@ -473,7 +472,7 @@ class TrainingState:
         # Schedulers compute from their own count: bring it there, then keep the rates.
         groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
         rates = [float(group["lr"]) for group in groups]
-        if scheduled < self._scheduled:
+        if scheduled < self.scheduled:
             # A client that ran ahead alone goes back: its schedule begins anew.
             self._restart_schedule()
         self._move_schedule(scheduled)
@@ -539,9 +538,15 @@ def _not_summable(gradients: Sequence[torch.Tensor], batch_size: int) -> int | N
     return _beyond(values, [LARGEST[sum_dtype(each.dtype)] / (2 * batch_size) for each in values])
 
 
+def _norm(tensors: Sequence[torch.Tensor]) -> float:
+    """Of all their values: `torch.nn.utils.get_total_norm` without what it does besides."""
+    norms = torch._foreach_norm(list(tensors))  # noqa: SLF001 (as torch itself does)
+    return float(torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms])))
+
+
 def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
     """The first tensor with a value that is NaN, or larger than its limit; None if there is none."""
-    if not tensors or float(get_total_norm(tensors)) <= min(limits):  # takes half as long, and one wait for the device
+    if not tensors or _norm(tensors) <= min(limits):  # takes half as long, and one wait for the device
         return None
     for index, (tensor, limit) in enumerate(zip(tensors, limits, strict=True)):
         if tensor.numel():

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except (KeyboardInterrupt, click.Abort):
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone: nothing more can be said, nor flushed at exit.
+        # The reader of our output has gone: nothing more can be written, nor flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     sys.exit(code)

@@ -94,7 +94,7 @@ def _fields(entry: TraceEntry) -> dict[str, Any]:
 
 
 def lines_of(trace: Trace, last: int = 1000) -> list[str]:
-    """A time line for people: seconds before now, what happened, to whom."""
+    """A time line for people: seconds before now, the event, the peer."""
     entries = trace.entries[-last:]
     began = time.strftime("%H:%M:%S", time.localtime(trace.began))
     process = f", process {trace.pid}" if trace.pid else ""

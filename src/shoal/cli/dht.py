@@ -1,7 +1,7 @@
 """`shoal dht`: a peer that trains nothing, and by which others find each other.
 
-What scripts need, the invite, is the one line on stdout; what people like to know goes to stderr. Everything is printed
-by the main thread: a terminal that does not take more output must not hold up the peer.
+Scripts need the invite: it is the one line on stdout. Information for people goes to stderr. Everything is printed by
+the main thread: a terminal that does not take more output must not hold up the peer.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dht(
     places = [maddr_of(*_host_and_port(announce))] if announce else []
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
     where = maddr_of(host, port)
-    # A peer that only dials introduces nobody: this one announces where it listens in any case.
+    # A peer that only dials introduces nobody: this one announces its address in any case.
     peer = DHT(join, host_maddrs=where, announce_maddrs=places, identity_path=identity, client_mode=False)
     if not quiet:
         peer.events.subscribe(news.put)
@@ -132,7 +132,7 @@ def _host_and_port(announce: str) -> tuple[str, int]:
 
 
 def maddr_of(host: str, port: int) -> str:
-    """Where to listen, as `shoal.DHT` takes it. Raises `ConfigError` for what is no host."""
+    """Where to listen, as `shoal.DHT` takes it. Raises `ConfigError` for text that is no host."""
     if "/" in host or not host:
         raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
     try:
@@ -143,7 +143,7 @@ def maddr_of(host: str, port: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing: whoever waits for it never reads half an invite."""
+    """Write the whole file or nothing: a reader never sees half an invite."""
     from shoal.runtime.files import replace_file
 
     try:

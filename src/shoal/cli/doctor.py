@@ -1,4 +1,4 @@
-"""`shoal doctor`: what would keep this machine from training with others, a verdict and a remedy per line.
+"""`shoal doctor`: finds what keeps this machine from training with others; each line has a verdict and a remedy.
 
 Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would,
 and asks the peers that it meets: whether they can dial this machine, what their clocks show, how fast they take bytes.
@@ -37,8 +37,8 @@ class Finding:
 
     Attributes:
         verdict: `ok`, `so-so` or `bad`; empty where it could not be told.
-        what: what was looked at.
-        text: what was found, and what to do.
+        what: the thing that was checked.
+        text: the finding, and the remedy.
     """
 
     verdict: str
@@ -57,7 +57,7 @@ class Finding:
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
-    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # all that it warns of is said here
+    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # the report says all that it would warn of
     bad = False
     for finding in _all(invite, host, port, run_id, timeout):
         click.echo(str(finding))
@@ -139,7 +139,7 @@ def _memory() -> Finding:
 
 
 def look_at_port(dht: DHT) -> Iterator[Finding]:
-    """Where a peer listens here, and what it announces."""
+    """The address where a peer listens here, and the one it announces."""
     from shoal.transport.sockets import is_loopback
 
     listens_at = dht.core().endpoint.listens_at[0]
@@ -232,7 +232,7 @@ async def _speed(core: PeerCore) -> Finding:
 
 
 def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
-    """Who trains the run, and its settings, which must be equal here."""
+    """The peers that train the run, and its settings, which must be equal here."""
     from shoal.cli.status import read_run, summary_of
 
     if not run_id:

@@ -1,4 +1,4 @@
-"""`shoal plan`: what each stage of ZeRO would cost, before anything runs."""
+"""`shoal plan`: the costs of each stage of ZeRO, before anything runs."""
 
 from __future__ import annotations
 

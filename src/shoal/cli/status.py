@@ -1,9 +1,9 @@
-"""`shoal status`: who trains in a run, and where they stand.
+"""`shoal status`: the peers that train in a run, and their progress.
 
-It joins the network as a client, reads what the peers of the run publish (`shoal.wire.Progress`, in the DHT under
-`RUN_ID_progress`), and asks each of them for a sign of life. One that gives none, and has not renewed what it says for
-some seconds either, is gone, and left out. What a peer says of itself is shown as it says it; entries that cannot be
-read are left out.
+It joins the network as a client, reads the entries that the peers of the run publish (`shoal.wire.Progress`, in the DHT
+under `RUN_ID_progress`), and asks each peer for a sign of life. A peer that gives none, and has not renewed its entry
+for some seconds either, is gone, and is left out. An entry is shown as its peer wrote it; unreadable entries are left
+out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["RunStatus", "read_run", "status", "summary_of", "table_of"]
 EXIT_NOT_FOUND = 3
 _ANSWER_S = 2.0
 _RENEWED_S = 3.0
-"""Peers renew what they say every two seconds."""
+"""Peers renew their entries every two seconds."""
 
 _WATCH_S = 2.0
 _MOST = 1e18
-"""Samples a second: nobody has more, whatever it says. So sums stay finite."""
+"""Samples a second: larger numbers count as this, so that sums stay finite."""
 
 _ABSURD = 1e12
 """Numbers from here on are shown rounded."""
@@ -46,7 +46,7 @@ class RunStatus:
 
     Attributes:
         run_id: its name.
-        peers: what each peer says, the best state first.
+        peers: the entry of each peer, the best state first.
         answering: the ids of those that gave a sign of life.
     """
 
@@ -69,13 +69,13 @@ class RunStatus:
         return peer in self.together and peer.check is not None and peer.check[2] != self._state_at(peer.check[0])
 
     def _state_at(self, epoch: int) -> bytes | None:
-        """What most peers at the best state have found to be the state, at the check of this epoch."""
+        """The digest that most peers at the best state have found at the check of this epoch."""
         found = [peer.check[2] for peer in self.together if peer.check is not None and peer.check[0] == epoch]
         return max(sorted(set(found)), key=found.count, default=None)
 
     @property
     def checked(self) -> str | None:
-        """What the last check of the parameters has found, of the peers at the best state; None if there was none."""
+        """The result of the last check of the parameters, of the peers at the best state; None if there was none."""
         checks = [peer.check for peer in self.together if peer.check is not None]
         if not checks:
             return None
@@ -106,7 +106,7 @@ class RunStatus:
 
     @property
     def end_epoch(self) -> int | None:
-        """Where the run ends, as more than half of the peers at its best state announce it, or earlier."""
+        """The epoch by which the run ends, as more than half of the peers at its best state announce it."""
         said = sorted(math.inf if peer.end_epoch is None else peer.end_epoch for peer in self.together)
         middle = said[len(said) // 2] if said else math.inf
         return None if middle == math.inf else int(middle)
@@ -181,7 +181,7 @@ def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeo
 
 
 def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
-    """Show the run again and again, at once when a link tells that somebody is gone; Ctrl+C ends it."""
+    """Show the run again and again, at once when a link shows that a peer is gone; Ctrl+C ends it."""
     import threading
 
     from rich.console import Console, Group
@@ -213,7 +213,7 @@ def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
 
 
 def read_run(dht: DHT, run_id: str, *, lost: frozenset[str] = frozenset()) -> RunStatus | None:
-    """Read from the network where the peers of a run stand; None if there are none.
+    """Read the progress of a run's peers from the network; None if there are none.
 
     Args:
         dht: reads it.
@@ -238,7 +238,7 @@ def _read(dht: DHT, run_id: str) -> list[Progress]:
 
 
 def _decode(entries: object) -> list[Progress]:
-    """What can be read of the entries, the best state first."""
+    """The readable entries, the best state first."""
     import msgspec
 
     from shoal.progress import StateKey
@@ -336,7 +336,7 @@ def _rate(peer: Progress) -> float:
 
 
 def _short(number: float) -> str:
-    """Whatever a peer says, in a few characters."""
+    """A text of a peer, in a few printable characters."""
     if number >= _ABSURD:
         return f"{number:.1e}"
     return str(number) if isinstance(number, int) else f"{number:.1f}"

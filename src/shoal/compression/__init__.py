@@ -1,11 +1,11 @@
 """How tensor values become bytes: codecs, chosen per tensor and named on the wire.
 
-`base` says what a codec is and what it promises, `memory` sees tensors as bytes without copies. `floating` has the
-codecs that convert each element by itself; those whose elements share a scale or a codebook stand on `packed`:
-`scaled`, `uniform`, `quantile`, `blockwise`, `sparse`. `feedback` says that what a codec loses is sent later,
-`differences` that it is for what changed since the last average (both are `wrapped` around another one). `adaptive`
-chooses among all of them. Other codecs join by `register_codec`, or by `compress` and `extract` through `own`.
-`docs/compression.md` says which one is for what.
+`base` defines a codec and its promises, `memory` sees tensors as bytes without copies. `floating` has the codecs that
+convert each element by itself. Codecs whose elements share a scale or a codebook build on `packed`: `scaled`,
+`uniform`, `quantile`, `blockwise`, `sparse`. `feedback` sends the losses of a codec later, `differences` codes only the
+changes since the last average (both are `wrapped` around another codec). `adaptive` chooses among all of them. Other
+codecs join by `register_codec`, or by `compress` and `extract` through `own`. `docs/compression.md` says when to use
+each.
 """
 
 from shoal.compression.adaptive import (

@@ -1,8 +1,8 @@
 """Codecs that are none: they choose one for each tensor, by its size, its role or its key.
 
-`choose` returns the concrete codec, whose name goes on the wire; where the choice fell on another codec of this kind,
-that one chooses on. They choose by nothing but the `CompressionInfo`, so that peers with equal tensors agree. Argument
-names are those of hivemind 1.1.12.
+`choose` returns the concrete codec, whose name goes on the wire; if the chosen codec is of this kind itself, it chooses
+in its turn. They choose only by the `CompressionInfo`, so that peers with equal tensors agree. Argument names are those
+of hivemind 1.1.12.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 class AdaptiveCompression(CompressionBase):
-    """Base of what chooses. It encodes nothing itself: all but `choose`, `name` and equality raise `LocalError`."""
+    """Base of codecs that choose. All methods but `choose`, `name` and equality raise `LocalError`."""
 
     @abstractmethod
     def pick(self, info: CompressionInfo) -> CompressionBase:
@@ -140,7 +140,7 @@ class PerTensorCompression(AdaptiveCompression):
         tensor_compressions: a mapping from keys to codecs, or a sequence where the key is the position.
 
     Raises:
-        ConfigError: it is neither, or holds something else than codecs.
+        ConfigError: it is neither, or holds other values than codecs.
     """
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[str | int, CompressionBase]) -> None:
@@ -170,7 +170,7 @@ def choose_codecs(
 ) -> list[CompressionBase]:
     """The codec of each tensor, chosen by its shape, dtype, role and position.
 
-    What is no tensor keeps `codec`: it is refused when the tensors are described.
+    A value that is not a tensor keeps `codec`: it is refused when the tensors are described.
 
     Args:
         codec: chooses.

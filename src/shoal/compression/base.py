@@ -1,4 +1,4 @@
-"""What a codec is: a pure, named mapping between tensor values and bytes.
+"""The definition of a codec: a pure, named mapping between tensor values and bytes.
 
 Invariants that every codec keeps, and that one set of property tests holds:
 
@@ -8,16 +8,18 @@ Invariants that every codec keeps, and that one set of property tests holds:
   limits and buffers are fixed before a byte arrives.
 - **No scale crosses a tensor's border.** Pieces of several tensors may be encoded at once: `sizes` says how many
   elements each has. By default their encodings stand one after another; codecs with scales do them all together.
-- **The error is stated.** What is decoded differs from the value by at most `error_bound`, element by element.
+- **The error is stated.** Each decoded element differs from its value by at most `error_bound`.
 - **Finite stays finite, and the rest is never hidden.** A tensor without NaN and infinities decodes to one without,
   also when it is then converted back to its dtype. A value that is not finite decodes to one that is not: to itself
-  under a codec that keeps elements apart (`none`, `float16`, `bfloat16`); under one whose elements share a scale or a
-  codebook the whole unit that shares it (a block, or all that is encoded at once) decodes to NaN. Whoever applies
-  values has to look at them, and needs to look at nothing else.
-- **Any bytes of the right size decode**, whoever made them: to some values, finite or not, and nothing else happens.
-- **Decoding is exact.** Equal bytes give equal bits on every machine: what is computed is rounded once, or not at all,
-  so that neither the processor's instructions nor the order of operations show. The averages of a round rely on it.
-- **What was decoded can be encoded again**, and gives the same bytes where `idempotent` says so.
+  under a codec that keeps elements apart (`none`, `float16`, `bfloat16`). Under a codec whose elements share a scale or
+  a codebook, the whole unit that shares it (a block, or all elements encoded at once) decodes to NaN. Code that applies
+  decoded values has to check them, and needs to check nothing else.
+- **Any bytes of the right size decode**, whichever peer made them: to some values, finite or not, and without any other
+effect.
+- **Decoding is exact.** Equal bytes give equal bits on every machine: each computed value is rounded once, or not at
+  all, so that neither the processor's instructions nor the order of operations show. The averages of a round rely on
+  it.
+- **Decoded values can be encoded again**, and give the same bytes if `idempotent` says so.
 
 Which codec a tensor gets is decided by `choose`, from a `CompressionInfo`: a codec that picks by role, size or key
 returns the concrete one. Class and argument names are those of hivemind 1.1.12 where it has them.
@@ -54,7 +56,7 @@ _FEW_BYTES = 1 << 16
 
 
 class TensorRole(enum.Enum):
-    """What a tensor is for; codecs may be chosen by it."""
+    """The role of a tensor; codecs may be chosen by it."""
 
     ACTIVATION = "activation"
     PARAMETER = "parameter"
@@ -83,12 +85,12 @@ class TensorDescriptor:
 
 @dataclass(frozen=True, slots=True)
 class CompressionInfo:
-    """What is known about a tensor when its codec is chosen.
+    """The facts about a tensor by which its codec is chosen.
 
     Attributes:
         key: name or position of the tensor, the same on all peers.
         descriptor: its shape and dtype.
-        role: what it is for.
+        role: its role.
     """
 
     key: str | int | None
@@ -125,7 +127,7 @@ class CompressionBase(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the codec is called on the wire: `family` or `family:parameters`, at most 64 characters."""
+        """The codec's name on the wire: `family` or `family:parameters`, at most 64 characters."""
 
     @abstractmethod
     def supports(self, dtype: torch.dtype) -> bool:
@@ -147,7 +149,7 @@ class CompressionBase(ABC):
     def idempotent(self, dtype: torch.dtype) -> bool:
         """Whether finite values of `dtype`, encoded, decoded into `dtype` and encoded again, give the same bytes.
 
-        Where they do, whoever holds decoded values can prove, or serve, the encoding that they came from.
+        If they do, a holder of decoded values can prove, or serve, the encoding that they came from.
         """
 
     @abstractmethod
@@ -200,7 +202,7 @@ class CompressionBase(ABC):
         """Encode a tensor. Any shape, strides and device; elements in row-major order.
 
         Args:
-            values: what to encode; it is not changed.
+            values: the tensor to encode; it is not changed.
             out: writable bytes, exactly `encoded_bytes(values.numel(), values.dtype)` of them.
             sizes: where `values` are pieces of several tensors, one after another in one dimension: how many elements
                 each has, none of them 0. `out` then has `pieces_bytes(sizes, values.dtype)`.
@@ -281,7 +283,7 @@ class CompressionBase(ABC):
         return float(self.error_bound(values).max()) if values.numel() else 0.0
 
     def _check_dtype(self, dtype: torch.dtype) -> None:
-        dtype_name(dtype)  # raises for what no codec can send
+        dtype_name(dtype)  # raises if no codec can send this dtype
         if not self.supports(dtype):
             raise ConfigError(f"codec {self.name!r} does not support {dtype}: use NoCompression for such tensors")
 

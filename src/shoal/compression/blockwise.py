@@ -18,9 +18,9 @@ in the low half.
 
 Scale times code is exact in float32 (8 and 7 significant bits), and the largest value of a block always takes the code
 127 or -127, although the scale is rounded: 127 times half a unit in its last place is less than half a step. From both
-follows that what was decoded encodes to the same bytes again; also after it was rounded to bfloat16 (a test tries all
-scales and codes) or float16, but for 4 bits below 2^-14, where float16 is coarser than the gaps. A block of zeros stays
-zeros. A block with a value that is not finite has a scale of NaN, and decodes to NaN.
+it follows that decoded values encode to the same bytes again. This also holds after they were rounded to bfloat16 (a
+test tries all scales and codes) or float16, except for 4 bits below 2^-14, where float16 is coarser than the gaps. A
+block of zeros stays zeros. A block with a value that is not finite has a scale of NaN, and decodes to NaN.
 
 Why equal steps for eight bits and not steps that grow with the value, as bitsandbytes has in blocks of 4096 (and
 hivemind through it): in blocks of 64 they have about half the error (rms, normal data), and need no table to decode.
@@ -97,7 +97,7 @@ class BlockwiseQuantization(PackedCompression):
             as_tensor(out[:split], torch.uint8).copy_(wire.view(torch.uint8))
         steps = blocks.scale(values, scales.reciprocal_(), torch.empty_like(values))
         if not all_finite:
-            steps.nan_to_num_(0.0, 0.0, 0.0)  # what integer a NaN becomes is up to the processor
+            steps.nan_to_num_(0.0, 0.0, 0.0)  # the processor decides which integer a NaN becomes
         if self.bits == 8:
             as_tensor(out[split:], torch.int8).copy_(steps.round_())
         else:
@@ -133,7 +133,7 @@ def _gather(table: torch.Tensor, pairs: torch.Tensor, *, out: torch.Tensor) -> N
 
 @cache
 def _pack_table() -> torch.Tensor:
-    """For each pair of codes from -128 to 127, little-endian: the byte that says their nearest levels."""
+    """For each pair of codes from -128 to 127, little-endian: the byte with their nearest levels."""
     levels = torch.tensor(_LEVELS)
     codes = torch.arange(256).to(torch.int8).to(torch.int64)
     nearest = torch.bucketize(codes * 2, levels[1:] + levels[:-1]).to(torch.uint8)

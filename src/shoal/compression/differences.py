@@ -1,10 +1,10 @@
-"""Differences to the last average: so that small updates of parameters survive a coarse codec.
+"""Differences from the last average, so that small updates of parameters survive a coarse codec.
 
 8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth, and an update is
-smaller: sent by itself it would be rounded away, or drowned. `Differences` says that what is encoded in a round of
-averaging is the difference to the last average that was committed, which all members of the group hold bit by bit
-(`shoal.allreduce.reference`; decisions 0011 and 0014).
-If they do not, the round is lossless. Where nothing is averaged, as in downloads of a state, it is the codec within.
+smaller: sent by itself it would be rounded away, or drowned. With `Differences`, a round of averaging encodes the
+difference from the last committed average, which all members of the group hold bit by bit (`shoal.allreduce.reference`;
+decisions 0011 and 0014). If they do not, the round is lossless. Where nothing is averaged, as in downloads of a state,
+it acts as the inner codec.
 
 The name on the wire is `difference:NAME`.
 """
@@ -26,7 +26,7 @@ _ELEMENTS = 1 << 12
 
 
 class Differences(WrappedCompression):
-    """A codec of what changed since the last average: for parameters, and whatever else stays nearly what it was.
+    """A codec of the changes since the last average: for parameters, and other tensors that change little.
 
     Tensors that the codec sends as they are have no use for it. For error feedback write
     ``Differences(ErrorFeedback(codec))``.
@@ -48,7 +48,7 @@ class Differences(WrappedCompression):
 
 
 def for_parameters(codec: CompressionBase, dtype: torch.dtype) -> CompressionBase:
-    """What parameters of this dtype are averaged with where this codec was chosen: differences, unless it is exact.
+    """The codec that averages parameters of this dtype if this one was chosen: differences, unless it is exact.
 
     An update may be smaller than any float16, so that `Float16Compression` becomes `ScaledFloat16Compression`.
     """

@@ -1,12 +1,12 @@
-"""Error feedback: what an encoding of a contribution lost is sent with the next one.
+"""Error feedback: the loss of one contribution's encoding is sent with the next contribution.
 
-The codec itself has no memory: `ErrorFeedback` says that whoever averages with it keeps one, the *residual*
+The codec itself has no memory: `ErrorFeedback` tells the averaging code to keep one, the *residual*
 (`shoal.allreduce.residual`; Seide et al. 2014, "1-bit stochastic gradient descent"; Stich et al. 2018,
-arXiv:1809.07599; Karimireddy et al. 2019, arXiv:1901.09847). The bytes are those of the codec within. Where nothing is
-averaged, as in downloads of a state, it is that codec.
+arXiv:1809.07599; Karimireddy et al. 2019, arXiv:1901.09847). The bytes are those of the inner codec. Where nothing is
+averaged, as in downloads of a state, it acts as that codec.
 
 The name on the wire is `feedback:NAME`: the peers of a run agree on it as on any other codec, as the sum over rounds is
-right only if all of them keep what they lose.
+right only if all of them keep their losses.
 """
 
 from __future__ import annotations

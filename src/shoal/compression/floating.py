@@ -10,8 +10,8 @@ bfloat16 float64, float32,     2                   ``|x| · (2^-8 + 2^-23) + 2^-
          float16, bfloat16                         bfloat16 (3.39e38) what was cut off; float16: none
 ======== ===================== =================== =========================================================
 
-Both casts round to nearest, ties to even, and cut *finite* values to the largest of the 16-bit format, so that what was
-finite stays finite; an infinity stays one and NaN stays NaN, so that what was not finite is still seen as such.
+Both casts round to nearest, ties to even, and cut *finite* values to the largest of the 16-bit format, so that finite
+values stay finite; an infinity stays one and NaN stays NaN, so that values that are not finite can still be seen.
 
 `bfloat16` keeps the range of float32 with three significant digits fewer than `float16` has bits for. float16 tensors
 it sends as they are: there is nothing to save. `float16` loses most of the precision of float64, and for bfloat16 it
@@ -145,7 +145,7 @@ class Float16Compression(_Rounding):
         return torch.float16
 
     def idempotent(self, dtype: torch.dtype) -> bool:
-        return True  # bfloat16 cannot hold all of float16, but what it holds comes back
+        return True  # bfloat16 cannot hold all of float16, but the values that it holds come back
 
 
 class BFloat16Compression(_Rounding):

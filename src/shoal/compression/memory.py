@@ -1,7 +1,7 @@
 """Tensors as raw bytes, without copies and without numpy.
 
-What is sent is always little-endian, which is what every machine that PyTorch has wheels for holds in memory: the
-conversion is to look at the same bytes. Invariants: a view keeps the memory that it shows alive; the bytes of an empty
+Values are always sent as little-endian. Every machine that PyTorch has wheels for holds them so in memory, so the
+conversion only looks at the same bytes. Invariants: a view keeps the memory that it shows alive; the bytes of an empty
 tensor are an empty view; a view is writable and of format `B`.
 """
 
@@ -91,10 +91,10 @@ def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
 
 
 def populate(views: Iterable[memoryview]) -> None:
-    """Have the system give the memory behind these views now, in this thread, whatever it holds.
+    """Make the system provide the memory behind these views now, in this thread, whatever its content.
 
-    To touch new memory takes longer than to fill it: who is to fill it finds it there. Other threads run meanwhile.
-    Where the system does not know how (it takes Linux 5.14), nothing is done.
+    Touching new memory takes longer than filling it: the thread that fills it later finds it there. Other threads run
+    meanwhile. Where the system does not know how (it takes Linux 5.14), nothing is done.
     """
     if _madvise is None:
         return

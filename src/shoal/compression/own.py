@@ -1,9 +1,9 @@
 """Codecs that users write as for hivemind: `compress(tensor, info, allow_inplace)` and `extract(serialized)`.
 
-A subclass of `CompressionBase` that has both becomes a whole codec: what is missing in it is taken from here when the
-class is made. It sees pieces of one tensor each, in one dimension. Sizes must be known before a byte arrives, so the
-bytes of as many zeros are counted: they must depend on the number of elements and the dtype alone. The name on the wire
-is that of the class and its attributes; all peers make the codec themselves, nothing is pickled.
+A subclass of `CompressionBase` that has both becomes a whole codec: it gets its missing methods from here when the
+class is made. Each call sees a piece of one tensor, in one dimension. Sizes must be known before a byte arrives, so the
+encoding of as many zeros is measured: its size must depend only on the number of elements and the dtype. The name on
+the wire is that of the class and its attributes; all peers make the codec themselves, nothing is pickled.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _made: dict[str, CompressionBase] = {}
 
 @dataclass(frozen=True)
 class SerializedTensor:
-    """What `compress` returns and `extract` gets. Only `buffer` is sent; the rest is made anew where it arrives.
+    """The result of `compress` and the argument of `extract`. Only `buffer` is sent; the receiver makes the rest anew.
 
     Attributes:
         buffer: the bytes.
@@ -48,7 +48,7 @@ class SerializedTensor:
 
 
 class _Own(CompressionBase):
-    """What a class with `compress` and `extract` lacks."""
+    """The methods that a class with only `compress` and `extract` lacks."""
 
     def compress(self, tensor: torch.Tensor, info: CompressionInfo, *, allow_inplace: bool) -> Any:
         raise NotImplementedError
@@ -157,7 +157,7 @@ def _plain(codec: CompressionBase, key: str, value: object) -> str:
 
 
 def _try(codec: CompressionBase) -> None:
-    """Raise `ConfigError` if it does not return what it was given, or what is near to it."""
+    """Raise `ConfigError` if the codec does not return the given values, or values near to them."""
     values = torch.linspace(-1.0, 1.0, _TRIED)
     data = codec.encode(values)
     decoded = codec.extract(SerializedTensor(bytes(data), (_TRIED,), "float32", compression=codec.name))  # type: ignore[attr-defined]

@@ -1,13 +1,13 @@
 """Base of the codecs whose elements share something: a scale, a center or a codebook in a header.
 
-It does for all of them what has nothing to do with how they round:
+It does the work that does not depend on how they round:
 
-- **Small tensors are sent as they are**, exactly: of less than `TINY` elements, and what header and codes would take no
-  fewer bytes for. So no encoding is larger than the tensor.
+- **Small tensors are sent as they are**, exactly: tensors of fewer than `TINY` elements, and tensors for which header
+  and codes would take no fewer bytes. So no encoding is larger than the tensor.
 - **Each piece has a scale of its own** where several tensors are encoded at once.
 - **Values come as float32**, one after another, in host memory. Finite float64 values beyond its range are cut to it.
-- **What is decoded fits the tensor's dtype**: a step of a 16-bit tensor's largest value may be rounded up, out of its
-  range. It is cut there.
+- **Decoded values fit the tensor's dtype**: a step of a 16-bit tensor's largest value may be rounded up, out of its
+  range. Such values are cut to the range.
 
 Non-finite values: `_pack` writes a header that decodes the unit that they are in to NaN. It sees them for free, in the
 extremes that it computes anyway.
@@ -28,7 +28,7 @@ __all__ = ["MIN_STEP", "TINY", "PackedCompression"]
 _LARGEST = torch.finfo(torch.float32).max
 
 MIN_STEP = 2.0**-100
-"""No scale is smaller, so that its inverse is finite: what is below half of it becomes 0."""
+"""No scale is smaller, so that its inverse is finite: values below half of it become 0."""
 
 TINY = 16
 """Tensors of fewer elements, scalars for instance, are averaged and downloaded as they are."""
@@ -37,7 +37,7 @@ _RAW = NoCompression()
 
 
 class PackedCompression(CompressionBase):
-    """A codec with a header. What it packs is not empty, float32, 1-D and contiguous."""
+    """A codec with a header. The values that it packs are float32, 1-D, contiguous and not empty."""
 
     @abstractmethod
     def packed_bytes(self, sizes: tuple[int, ...]) -> int:

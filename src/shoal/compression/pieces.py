@@ -1,8 +1,8 @@
-"""What shares a scale, and how scales are found and applied where values of several tensors are encoded at once.
+"""Units that share a scale: finding and applying scales when values of several tensors are encoded at once.
 
 A part of a round holds pieces of several tensors, one after another, and no scale crosses a tensor's border. A piece of
-many values is worked on by itself, as fast as torch is. Of short ones, biases for instance, what takes time is the
-number of operations: neighbours are worked on together.
+many values is worked on by itself, as fast as torch is. With short pieces, for instance biases, the number of
+operations takes the time: neighbours are worked on together.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Pieces:
         return values
 
     def spread(self, each: Sequence[float]) -> torch.Tensor:
-        """For each value what its piece has (float64)."""
+        """For each value the number of its piece (float64)."""
         return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64), torch.tensor(self.sizes))
 
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -156,7 +156,7 @@ class Blocks:
         return out
 
     def spread(self, each: torch.Tensor) -> torch.Tensor:
-        """For each value what its block has."""
+        """For each value the number of its block."""
         return self.scale(
             torch.ones(sum(self._cuts), dtype=each.dtype), each, torch.empty(sum(self._cuts), dtype=each.dtype)
         )

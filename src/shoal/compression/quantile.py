@@ -7,12 +7,12 @@ quantile8bit 1029 + 1 per element  ``range / 85``, and ``|x - center| · (2^-11 
                                    for the way the nearest level is found, plus 2^-100
 ============ ===================== =================================================================================
 
-The codebook is 256 levels in ascending order, the smallest and the largest value among them; an element is sent as the
+The codebook is 256 levels in ascending order, including the smallest and the largest value; an element is sent as the
 number of the nearest one. A quarter of the levels is spread evenly over the range. Three quarters lie as densely as the
 cube root of the values' own density, which makes the squared error least (Panter and Dite 1951); levels at equal
 quantiles, as hivemind has them, are too far apart where values are rare, and there is no bound on the error of an
-outlier. The density is told by quantiles of a sample, of about 1000 values, every so many of all. If there are values
-of both signs, the level nearest to 0 is 0, so that a zero stays one.
+outlier. The density is estimated from quantiles of a sample of about 1000 values, evenly spaced among all. If there are
+values of both signs, the level nearest to 0 is 0, so that a zero stays one.
 
 *The bound.* Because of the even quarter, two of 256 levels are at most ``4 · range / 255`` apart, half as much again
 where one moved to 0; no value is farther from a level than half of that.
@@ -22,12 +22,12 @@ after scaling, and its 16 bits look up the code in a table, which is made anew e
 can choose the second nearest where both are about equally near: the other terms of the bound. The center is the median
 of the sample, so the table is finest where values are.
 
-*Several tensors at once* share a codebook, which is the most of what is sent beside the codes, and no scale: each piece
-is scaled by a power of two, to the same range, and centered as by `scaled_float16`. Half of the sample is as many
-values of each piece. The range in the bound is then that of all pieces after scaling, times the piece's scale: at most
-four times its own.
+*Several tensors at once* share a codebook, which is most of the data beside the codes, and no scale: each piece is
+scaled by a power of two, to the same range, and centered as by `scaled_float16`. Half of the sample is as many values
+of each piece. The range in the bound is then that of all pieces after scaling, times the piece's scale: at most four
+times its own.
 
-Encoding again what was decoded makes other levels: the bytes differ. A scale of NaN makes its piece NaN.
+Encoding decoded values again makes other levels: the bytes differ. A scale of NaN makes its piece NaN.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HALVES = 0x7C00
 """Finite float16 numbers of one sign."""
 
 _LARGEST = 2.0**15
-"""What the farthest value from the center is scaled to."""
+"""The number to which the farthest value from the center is scaled."""
 
 _BYTES = tuple(bytes([code]) for code in range(_LEVELS))
 
@@ -117,7 +117,7 @@ class Quantile8BitQuantization(PackedCompression):
 
 
 def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float]], float, float]:
-    """For each piece what its values are scaled and centered by, and between what they all are then.
+    """The scale and the center of each piece, and the limits between which all values are then.
 
     One piece stays as it is. A piece with a value that is not finite has a scale of NaN.
     """
@@ -148,7 +148,7 @@ def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float
 
 @lru_cache(maxsize=64)
 def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which values of several pieces are in the sample, and of which piece each is.
+    """The values of several pieces that are in the sample, and the piece of each.
 
     Half of them are as many of each piece, so that the levels suit the small ones too, half of all. An odd stride meets
     all columns of a matrix.

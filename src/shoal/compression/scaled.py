@@ -7,11 +7,11 @@ scaled_float16 5 + 2 per element   ``|x - center| · (2^-11 + 2^-22) + span · 2
 ============== =================== ==============================================================================
 
 An element is sent as float16 of ``(x - center) / scale``. The scale is the power of two that takes the largest
-difference, `span`, to between 2^14 and 2^15: nothing is cut, what is 2^29 times smaller keeps its 11 significant bits,
-and to scale costs no accuracy. The center is 0 unless 0 is farther from the values than they are from each other; then
-it is the middle between the smallest and the largest, and what they have in common costs no bits. So a zero among other
-values stays exactly 0. Behind the values are the centers (float32) of all pieces of tensors, then their scales, which
-are powers of two, as the exponents of float32 (bytes); 255 is NaN.
+difference, `span`, to between 2^14 and 2^15: nothing is cut, a value that is 2^29 times smaller keeps its 11
+significant bits, and scaling costs no accuracy. The center is 0 unless 0 is farther from the values than they are from
+each other; then it is the middle between the smallest and the largest, and their common part costs no bits. So a zero
+among other values stays exactly 0. Behind the values are the centers (float32) of all pieces of tensors, then their
+scales, which are powers of two, as the exponents of float32 (bytes); 255 is NaN.
 
 16-bit tensors are sent as they are. (hivemind has one mean and deviation for each row of the last axis; here there is
 one center and scale for each tensor, or piece of it, because a part of a round knows no rows.)

@@ -1,4 +1,4 @@
-"""The few largest elements, and where they are.
+"""The few largest elements, and their places.
 
 =============  ==================================================  ====================================================
 name           bytes, for k = fraction · elements, rounded up      error
@@ -9,14 +9,14 @@ topk:FRACTION  from 1/256: 3 k + 1 per 255 elements;               what `bfloat1
 
 So 0.01 takes 0.034 bytes for each element of float32. k is of all that is encoded at once: of each part of a round.
 
-Made for use with `ErrorFeedback`, which sends later what is left out here: else small elements are never sent.
+It is made for use with `ErrorFeedback`, which sends the left-out values later: otherwise small elements are never sent.
 
 *On the wire*: the k values (bfloat16), in the order of their places; for each its offset in its block; for each block
 how many of its elements are sent. Offsets and counts are of one byte and blocks of 255 elements, or of two bytes and
 65,535: a block has one element fewer than its count has values, so that a full one can be told. Gaps between places
 would take as much in the worst case, and could not be decoded at once. Bytes that name no k places decode to NaN.
 
-Which of several equal elements is sent is not laid down, and encoding again what was decoded may choose other zeros.
+It is not defined which of several equal elements is sent, and encoding decoded values again may choose other zeros.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class TopKCompression(PackedCompression):
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the `count` largest absolute values, ascending.
 
-    To look among those only that reach what about a third more of a sample reach takes half of the time.
+    It looks only among values above a threshold, which about a third more of a sample reach: this takes half of the
+    time.
     """
     size = values.abs()
     sample = size[:: (size.numel() // _SAMPLE) | 1]

@@ -8,17 +8,17 @@ uniform8bit  3 + 1 per element  ``top / 254``, and ``top / 510`` where no two va
 ============ ================== ================================================================================
 
 An element is sent as the nearest multiple of a step. Values of both signs take codes from -127 to 127; where all values
-that do not round to 0 have one sign (second moments of Adam, what comes out of a ReLU), codes from 0 to 255 of half the
-step, which is negative if they are. So 0 stays exactly 0, and nothing is ever clipped: hivemind clips beyond three
-standard deviations, and its error there has no bound.
+that do not round to 0 have one sign (second moments of Adam, the output of a ReLU), codes from 0 to 255 of half the
+step, which is negative if the values are. So 0 stays exactly 0, and nothing is ever clipped: hivemind clips beyond
+three standard deviations, and its error there has no bound.
 
 The step has 15 significant bits, so that step times code is exact in float32, and the largest value always takes the
-last code. From both follows that what was decoded encodes to the same bytes again. It does in 16-bit dtypes too: where
-such a dtype is coarser than the step, it rounds what was decoded back to the very value that was encoded.
+last code. From both it follows that decoded values encode to the same bytes again. This holds in 16-bit dtypes too: if
+such a dtype is coarser than the step, it rounds a decoded value back to the very value that was encoded.
 
-The header has three bytes for each piece of a tensor: the upper ones of the step (float32), whose lowest bit is none of
-it. It is set for codes from 0 to 255, which are written less 128. A step of NaN makes all values NaN. The codes of all
-pieces follow.
+The header has three bytes for each piece of a tensor: the upper ones of the step (float32). Their lowest bit does not
+belong to the step: it is set for codes from 0 to 255, which are written less 128. A step of NaN makes all values NaN.
+The codes of all pieces follow.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LESS = 128
 """Codes from 0 to 255 are written less this, as signed bytes."""
 
 _ROUNDS_TO_ZERO = 0.5 + 2.0**-20
-"""In steps. A little more than a half, so that what is larger surely does not round to 0, however it is computed."""
+"""In steps. Slightly more than a half, so that larger values surely do not round to 0, however they are computed."""
 
 
 class Uniform8BitQuantization(PackedCompression):
@@ -71,7 +71,7 @@ class Uniform8BitQuantization(PackedCompression):
             if math.isnan(step) or (one_sided and low < 0.0 < high):
                 start = sum(sizes[:piece])
                 here = magic[start : start + sizes[piece]]
-                # What would round to 0 with codes of both signs; NaN.
+                # Values that would round to 0 with codes of both signs; NaN.
                 here.nan_to_num_(0.0).clamp_(min=zeros[piece])
         as_tensor(out[split:], torch.int8).copy_(magic.view(torch.int32))
 
@@ -97,7 +97,7 @@ def _write_steps(out: memoryview, fits: list[tuple[float, bool]]) -> None:
 
 
 def _read_steps(data: memoryview) -> tuple[Sequence[float], list[int]]:
-    """The steps, and what codes were written less of."""
+    """The steps, and the offsets that were subtracted from the codes."""
     lowest = bytes(data[::_HEADER_BYTES])
     words = bytearray(4 * len(lowest))
     words[1::4] = bytes([byte & 254 for byte in lowest])

@@ -1,4 +1,4 @@
-"""Base of codecs whose bytes are those of another one: they say what is done around it in a round of averaging."""
+"""Base of codecs whose bytes are those of another one: they define the work around it in a round of averaging."""
 
 from __future__ import annotations
 

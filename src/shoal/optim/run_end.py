@@ -1,18 +1,19 @@
-"""Where a run ends, and when a peer that got there may leave.
+"""The end of a run, and when a peer that got there may leave.
 
-No single word ends a run. Each peer says where it ends as far as it is concerned, or says nothing, and may change its
-mind. It says so when it joins a round. The run ends at the median of what the contributors to the last steps said,
-weighted by their samples (see `committed`); one that says nothing says "never". So it ends where more than half of the
-work is done by peers that want no more. A run does not end in its past: an end that was over when it was said is none.
+No single peer ends a run. Each peer says at which epoch the run ends for it, or says nothing, and may change its mind.
+It says so when it joins a round. The run ends at the median of the epochs that the contributors to the last steps said,
+weighted by their samples (see `committed`); a contributor that says nothing counts as "never". So the run ends where
+peers that want no more do more than half of the work. A run does not end in its past: an end that was over when it was
+said does not count.
 
-All who are at one state know the same words and the same weights, so the run ends for all of them or for none. A peer
-that is at the end may say a later one, or none: then it goes on.
+All peers at one state know the same words and the same weights, so the run ends for all of them or for none. A peer
+that is at the end may name a later end, or none: then it goes on.
 
 A peer at a state of which it knows no steps goes by its own word, and so does one that has made all of them alone.
-Without a word of its own it goes by what more than half of all whom it knows say.
+Without a word of its own it goes by the word of more than half of all peers that it knows.
 
-Who is first at the end holds what the others still need: the last round may have failed for one of them, which would
-then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
+The first peer at the end holds data that the others still need: the last round may have failed for one of them, which
+would then make a last step of its own, and end with other weights. So a peer at the end waits for the others it knows.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class RunEnd:
         patience_s: how long a peer at the end waits for the others, seconds.
 
     Attributes:
-        said: where it ends as far as this peer is concerned; None if it has not said so.
-        epoch: where it ends; None if that is not settled.
+        said: the epoch at which the run ends for this peer; None if it has named none.
+        epoch: the epoch at which the run ends; None if that is not settled.
     """
 
     def __init__(self, me: PeerID, patience_s: float) -> None:
@@ -48,18 +49,18 @@ class RunEnd:
         self._over_at: int | None = None
 
     def say(self, end: int | None, epoch: int) -> None:
-        """As far as this peer, at this epoch, is concerned the run ends there; None for nowhere."""
+        """Set the end that this peer, now at `epoch`, names; None for no end."""
         was_over = self.reached(epoch) or self._goes_on_at == epoch
         self.said = end
         self._goes_on_at = epoch if was_over and (end is None or end > epoch) else None
 
     def settle(self, epoch: int, committed: Committed, words: Mapping[PeerID, int | None]) -> None:
-        """Find out where the run ends.
+        """Compute the epoch at which the run ends.
 
         Args:
             epoch: of this peer.
             committed: the steps that led to its state.
-            words: where the run ends for others who are alive, as they say now.
+            words: the ends that other live peers name now.
         """
         if self._goes_on_at == epoch:
             self.epoch = self.said
@@ -81,8 +82,8 @@ class RunEnd:
     def look(self, epoch: int, view: SwarmView, now: float) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
-        It may when everybody it knows has its state, or when it has waited long enough for them; never while there is a
-        better state than its own.
+        It may leave when all peers that it knows have its state, or when it has waited long enough for them; never
+        while there is a better state than its own.
         """
         before = self.over(epoch)
         if not self.reached(epoch):

@@ -1,4 +1,4 @@
-"""What users give, checked: each message names the argument and says what to do."""
+"""Checks of the users' arguments: each message names the argument and says what to do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def check_tensors(tensors: object) -> None:
-    """Raise `ConfigError` for what is no sequence of tensors."""
+    """Raise `ConfigError` for anything but a sequence of tensors."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Sequence):
         raise ConfigError("averaged_tensors must be a sequence of tensors: put it in a list")
 
 
 def codec_argument(name: str, codec: CompressionBase | None) -> CompressionBase:
-    """The codec, `NoCompression` for None; raises `ConfigError` for what is none."""
+    """The codec, `NoCompression` for None; raises `ConfigError` for anything that is no codec."""
     if codec is not None and not isinstance(codec, CompressionBase):
         raise ConfigError(f"{name} must be a codec such as shoal.compression.Float16Compression(), got {codec!r}")
     return codec or NoCompression()
@@ -34,7 +34,7 @@ def codec_argument(name: str, codec: CompressionBase | None) -> CompressionBase:
 def choose_codecs(
     tensors: Sequence[torch.Tensor], codec: CompressionBase, infos: Sequence[CompressionInfo] | None
 ) -> list[CompressionBase]:
-    """One codec for each tensor; what is no tensor is refused later.
+    """One codec for each tensor; a value that is no tensor is refused later.
 
     Raises:
         ConfigError: `infos` do not describe these tensors.
@@ -69,7 +69,7 @@ def choose_codecs(
 
 
 def _role(tensor: torch.Tensor) -> TensorRole:
-    """What a tensor that nobody described is for."""
+    """The role of a tensor that nobody described."""
     return TensorRole.PARAMETER if isinstance(tensor, torch.nn.Parameter) else TensorRole.UNSPECIFIED
 
 
@@ -82,7 +82,7 @@ def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bo
         is_client: whether nobody can dial the peer now.
 
     Raises:
-        ConfigError: it is to be dialed, and the peer cannot be.
+        ConfigError: others must be able to dial it, and nobody can dial the peer.
     """
     if client_mode is None:
         return only_dials

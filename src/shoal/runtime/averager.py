@@ -1,8 +1,8 @@
 """`DecentralizedAverager`: averaging with other peers, as users hold it.
 
 The lock of the tensors is the user's for as long as a `with get_tensors()` block lasts, and shoal's for the
-milliseconds of copying in and applying. shoal never holds it while it waits for anything; who waits for it gets it in
-the order of asking.
+milliseconds of copying in and applying. shoal never holds it while it waits for anything. Threads get it in the order
+in which they ask.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ __all__ = ["DecentralizedAverager"]
 DEFAULT_STEP_TIMEOUT_S = 300.0
 
 _FRESH_S = 2.0
-"""Newcomers get a state that is not older than this, also where it changes without the lock of the tensors."""
+"""Newcomers get a state that is not older than this, even if it changes without the lock of the tensors."""
 
 
 class DecentralizedAverager(SharesState):
-    """Averages a list of tensors with the other peers of the same `prefix`, in groups, whoever comes and goes.
+    """Averages a list of tensors with the other peers of the same `prefix`, in groups, while peers come and go.
 
     A round that fails raises `RoundFailed` and touches no tensor. A round that succeeds leaves the same bits on every
     member of the group. All methods can be called from any thread. Seconds and bytes throughout; `docs/averaging.md`
@@ -66,11 +66,11 @@ class DecentralizedAverager(SharesState):
         reducer_timeout: lack of progress after which a member that owes averages is replaced; None: 2 x sender_timeout.
         compression: codec for averaging.
         state_compression: codec for `load_state_from_peers`.
-        tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. With
-            the role of parameters less than 16 bits are for what changed since the last average.
-        bandwidth: of this peer, bytes per second: who has more reduces more; 0 reduces nothing; None is taken as
+        tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. For
+            tensors with the role of parameters, codecs of 16 bits or less send the changes since the last average.
+        bandwidth: of this peer, bytes per second: a peer with more reduces more; 0 reduces nothing; None is taken as
             average.
-        min_vector_size: who would reduce fewer elements than this reduces none.
+        min_vector_size: a peer that would reduce fewer elements than this reduces none.
         auxiliary: only reduce for others: the tensors here are neither read nor changed.
         allow_state_sharing: whether others can download the state from here; None: yes, unless in client mode or
             auxiliary.
@@ -189,7 +189,7 @@ class DecentralizedAverager(SharesState):
         core, get_state = self.dht.core(timeout), weakref.WeakMethod(self._shared_state)
 
         def state() -> SharedState:
-            # What runs in the loop knows this object weakly: else neither it nor its DHT could ever be dropped.
+            # Code in the loop refers to this object weakly: otherwise neither it nor its DHT could ever be dropped.
             if (get := get_state()) is None:
                 raise ClosedError("the averager was dropped")
             return get()
@@ -222,7 +222,7 @@ class DecentralizedAverager(SharesState):
         self._closed = True
         closing = self._end()
         if closing is not None and not self.dht.loop_thread.is_current():
-            closing.wait(self._shutdown_timeout_s)  # what is left of it ends by itself
+            closing.wait(self._shutdown_timeout_s)  # the rest of it ends by itself
 
     def is_alive(self) -> bool:
         """Whether steps can be made."""
@@ -274,8 +274,8 @@ class DecentralizedAverager(SharesState):
         looks for another one until its own timeout.
 
         Raises:
-            LocalError: this thread is within such a block already, and would wait for itself; or somebody else has been
-                for minutes; or, in shoal's own thread, anybody has it.
+            LocalError: this thread is within such a block already, and would wait for itself; or another thread has
+                been in one for minutes; or, in shoal's own thread, any thread holds the lock.
             ClosedError: this process is a fork of the one that made the averager.
         """
         in_loop = False
@@ -326,11 +326,12 @@ class DecentralizedAverager(SharesState):
             weight: of this peer's tensors, from 1e-9 to 1e12, or 0: it takes part without counting; None: 1.
             timeout: seconds for everything, retries included; None: 300.
             allow_retries: after a failed round look for another group until the timeout.
-            require_trigger: begin only when `allow_allreduce()` of what is returned is called; needs `wait=False`.
-            wait: False returns at once, what is returned steers the step.
+            require_trigger: begin only when `allow_allreduce()` of the returned `StepControl` is called; needs
+                `wait=False`.
+            wait: False returns at once; the returned `StepControl` steers the step.
 
         Returns:
-            `{peer id: what it gathered}` of the group; with `wait=False` a `StepControl`, a future of it.
+            `{peer id: its `gather` value}` of the group; with `wait=False` a `StepControl`, a future of it.
 
         Raises:
             RoundFailed: no average; no tensor was touched.
@@ -370,7 +371,7 @@ class DecentralizedAverager(SharesState):
     @overload
     def get_group_bits(self, wait: Literal[False]) -> LoopFuture[str]: ...
     def get_group_bits(self, wait: bool = True) -> str | LoopFuture[str]:  # noqa: FBT002
-        """Which of several groups the next step looks for.
+        """The bits of the group that the next step looks for.
 
         Args:
             wait: False returns a future of it.
@@ -407,7 +408,7 @@ class DecentralizedAverager(SharesState):
 def _close(
     averager: Averager, thread: LoopThread, forget_closer: Callable[[], None], timeout_s: float
 ) -> LoopFuture[None] | None:
-    """Begin to close what runs of an averager, from any thread; None if its DHT ends, which closes it too."""
+    """Begin to close the running part of an averager, from any thread; None if its DHT ends, which closes it too."""
 
     async def close() -> None:
         await averager.close(timeout_s)

@@ -1,4 +1,4 @@
-"""What `DecentralizedAverager.step(wait=False)` returns: a future that also steers the step."""
+"""The result of `DecentralizedAverager.step(wait=False)`: a future that also steers the step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["StepControl"]
 
 
 class StepControl(LoopFuture[dict[PeerID, Any]]):
-    """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: what it gathered}`.
+    """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: its `gather` value}`.
 
     The scheduled time can be changed until there is a group, the weight until the values are taken, from any thread.
     `cancel` gives the step up; others are told at once.
 
     Args:
-        averager: whose step it is: not dropped before its step.
+        averager: the owner of the step: it is not dropped before its step.
         thread: where the step runs.
-        plan: what the step is to do.
+        plan: the plan of the step.
         deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether it looks for another group after a failed round.
     """
@@ -58,7 +58,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
         """Weight of this peer's values; can be set until they are taken.
 
         Raises:
-            ConfigError: what it is set to is not 0, nor a number from 1e-9 to 1e12.
+            ConfigError: the new value is neither 0 nor a number from 1e-9 to 1e12.
             LocalError: it is set too late: the values were taken.
         """
         return self._plan.weight
@@ -75,7 +75,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
         Can be set until there is a group: a search that goes on is given up, and another one begins at the later time.
 
         Raises:
-            ConfigError: what it is set to is not a time before the step's deadline.
+            ConfigError: the new value is not a time before the step's deadline.
             LocalError: it is set too late: there is a group.
         """
         return self._plan.scheduled_time
@@ -93,7 +93,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def deadline(self) -> float:
-        """When the step's timeout is over, wall-clock seconds: it ends by then, but for the end of the last round."""
+        """When the step's timeout is over, wall-clock seconds. The step ends by then, or with its last round."""
         return self._deadline
 
     def get_timeout(self) -> float:

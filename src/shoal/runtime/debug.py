@@ -1,9 +1,10 @@
-"""Answers who asks what happened here: the same user on this machine, through a socket; other peers, by a call.
+"""Tells others what happened here: the same user on this machine, through a socket; other peers, by a call.
 
 - *This machine* (Linux): an abstract Unix socket, `@shoal/PID/PEERID`. It has no file, so nothing is left of it however
-  the process ends. The kernel says who connects: another user than ours (or root) gets nothing.
-- *Other peers*: the call `GetTrace`. Whoever was invited into the network may ask; it is told peers, times and reasons,
-  which its own events would tell it too, but no text of a warning. One answer per second, to all of them together.
+  the process ends. The kernel names the user that connects: only our own user and root get an answer.
+- *Other peers*: the call `GetTrace`. Every peer that was invited into the network may ask. It is told peers, times and
+  reasons, which its own events would tell it too, but no text of a warning. One answer per second, to all of them
+  together.
 
 See `docs/decisions` for why. Both run in the loop, which is free while a step waits or the program computes.
 """
@@ -38,7 +39,7 @@ _NAMES = "/proc/net/unix"
 
 
 class DebugService:
-    """Gives the recorder's content to those who may have it; loop only.
+    """Gives the recorder's content to everybody who may have it; loop only.
 
     Args:
         recorder: of this peer.
@@ -92,7 +93,7 @@ class DebugService:
         with asking:
             asking.setblocking(False)
             if user_of(asking) in (os.getuid(), 0):
-                with suppress(OSError, TimeoutError):  # whoever asked has gone
+                with suppress(OSError, TimeoutError):  # the asker has gone
                     async with asyncio.timeout(_SEND_S):
                         await asyncio.get_running_loop().sock_sendall(asking, encode(self._recorder.dump()))
 
@@ -108,12 +109,12 @@ class DebugService:
 
 
 def warning_of(error: OSError) -> Warned:
-    """What the bus is told when this machine cannot be answered."""
+    """The warning for the bus when this machine cannot be answered."""
     return Warned(where="debug", message=f"`shoal debug dump PID` will not work: {error.strerror or error}")
 
 
 def user_of(connected: socket.socket) -> int:
-    """The user who is at the other end of a Unix socket, as the kernel says."""
+    """The user at the other end of a Unix socket, as the kernel says."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(raw)[1]
     return user
@@ -124,7 +125,7 @@ def _name(pid: int, peer: str) -> str:
 
 
 def read_local(pid: int, *, timeout_s: float = 5.0) -> list[Trace]:
-    """What the recorders of a process on this machine hold, one for each of its peers.
+    """The content of the recorders of a process on this machine, one for each of its peers.
 
     Args:
         pid: the process.

@@ -1,7 +1,7 @@
 """`DHT`: this peer, as users hold it.
 
-`DHT` is a face: what runs is `RunningPeer`, which does not know it. So a `DHT` that nobody holds any more can be
-collected, and leaves the network; one that is never shut down leaves when the program ends.
+`DHT` is only a face: the running part is `RunningPeer`, which has no reference to it. So a `DHT` that nobody holds any
+more can be collected, and leaves the network; one that is never shut down leaves when the program ends.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ class DHT:
         start: connect now; else at `run_in_background`.
         host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
             other machines connect. None: `/ip4/127.0.0.1/tcp/0`.
-        announce_maddrs: what to tell others in place of where we listen, in the same form, for a forwarded port or a
-            public name; port 0 stands for the port that we listen on.
+        announce_maddrs: the address to tell others in place of the one where we listen, in the same form, for a
+            forwarded port or a public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
         peers_file: a file in which the peers that are known are kept, made if missing: started again, this peer tries
-            those, too. Give the others an `identity_path` and a fixed port, so that their addresses stay. Where nothing
-            else is given and nobody in the file answers, a new network is begun, with a warning.
-        client_mode: True: never listen, only dial. False: listen, and announce where. None: find out: the first peers
-            that are met are asked to dial this one; if they cannot, it announces no address and only dials, says so
-            in a warning, and asks again every few minutes, ever more rarely. Peers on this machine are not asked.
+            those, too. Give the other peers an `identity_path` and a fixed port, so that their addresses stay. If
+            nothing else is given and no peer in the file answers, a new network is begun, with a warning.
+        client_mode: True: never listen, only dial. False: listen, and announce the address. None: find out: the first
+            peers that are met are asked to dial this one; if they cannot, it announces no address and only dials, says
+            so in a warning, and asks again every few minutes, ever more rarely. Peers on this machine are not asked.
         encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
             which nobody else can listen or meddle; identities are proved all the same.
         record_validators: further rules for records, beside signatures.
-        num_replicas: how many nodes hold what this peer stores, and are asked by its `get(latest=True)`; 1 to 32. All
-            peers should have the same. With 10 a record is lost once in a thousand times when half of all nodes die at
-            once, with 5 thirty times.
-        state_upload_limit: bytes per second that this peer sends to those who download states from it, all together;
-            at least 32 KiB/s. None: as much as there is, and a tenth of its other traffic beside rounds.
+        num_replicas: how many nodes hold the records that this peer stores, and are asked by its `get(latest=True)`; 1
+            to 32. All peers should have the same. With 10 a record is lost once in a thousand times when half of all
+            nodes die at once, with 5 thirty times.
+        state_upload_limit: bytes per second that this peer sends to all peers together that download states from it; at
+            least 32 KiB/s. None: no fixed limit, and a tenth of its other traffic during rounds.
         await_ready: with `start`, wait until the network is joined.
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
@@ -134,7 +134,7 @@ class DHT:
         """Listen and join the network.
 
         Args:
-            await_ready: wait until it is done; else `wait_until_ready`, or whatever is called next, waits.
+            await_ready: wait until it is done; otherwise `wait_until_ready`, or the next call, waits.
             timeout: seconds; default `startup_timeout`.
 
         Raises:
@@ -179,7 +179,7 @@ class DHT:
                 raise
 
     def wait_until_ready(self, timeout: float | None = None) -> None:
-        """Wait until the network is joined; raises what went wrong.
+        """Wait until the network is joined; raises the error of joining.
 
         Args:
             timeout: seconds; default what joining may take.
@@ -194,7 +194,7 @@ class DHT:
             raise error.with_traceback(None) from None  # where in the loop it was found helps nobody
 
     def core(self, timeout: float | None = None) -> PeerCore:
-        """The async core, for what runs in the loop (`loop_thread`). Waits until the network is joined.
+        """The async core, for code that runs in the loop (`loop_thread`). Waits until the network is joined.
 
         Args:
             timeout: seconds; default what joining may take.
@@ -226,7 +226,7 @@ class DHT:
         return self._running is not None and self._running.thread.alive
 
     def at_shutdown(self, closer: Closer) -> Callable[[], None]:
-        """Run `closer` in the loop before the endpoint closes, for what is built on this DHT; last come, first closed.
+        """Run `closer` in the loop before the endpoint closes, for objects built on this DHT; last come, first closed.
 
         Returns:
             A function that takes it back.
@@ -272,7 +272,7 @@ class DHT:
         return bool(self._client_mode)
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
-        """Where others can reach this peer: their `str` is what others pass as `initial_peers`. Empty in client mode.
+        """The addresses of this peer: others pass their `str` as `initial_peers`. Empty in client mode.
 
         Args:
             latest: kept for compatibility: they are always the present ones.
@@ -379,8 +379,8 @@ class DHT:
         """The value of a key with its expiration; for a dictionary `{subkey: ValueWithExpiration}`; None if not found.
 
         Args:
-            key: what was given to `store`.
-            latest: ask all peers that should hold it, and take what expires last; else the first answer.
+            key: the key that was given to `store`.
+            latest: ask all peers that should hold it, and take the record that expires last; else the first answer.
             return_future: once the network is joined, return at once.
 
         Raises:
@@ -416,7 +416,7 @@ class DHT:
             timeout: seconds to wait for it; None: 300.
 
         Returns:
-            What it returns; raises what it raises. Interrupting the wait, or cancelling the future, cancels it.
+            The result of the function; raises its errors. Interrupting the wait, or cancelling the future, cancels it.
 
         Raises:
             ClosedError: the DHT was shut down, also while it ran.

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: whoever reads one, after a kill too, sees the old one or the new."""
+"""Files that are replaced as a whole: a reader, even after a kill, sees the old file or the new one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Arguments of hivemind 1.1.12's `DHT` that have no counterpart here, so that programs written for it run as they are.
 
-Most only tune what shoal does in its own way, or does without: they change nothing and are taken with any value. The
-others ask for something only with some values: those are refused, with what to use in place.
+Most only tune things that shoal does in its own way, or does not have: they change nothing and are accepted with any
+value. The others ask for something only with some values: those values are refused, and the error says what to use
+instead.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ __all__ = ["DhtOptions", "check_options"]
 
 
 class DhtOptions(TypedDict, total=False):
-    """Of hivemind's `DHT`, `DHTNode.create` and `P2P.create`; `bootstrap_timeout` stands for `startup_timeout`."""
+    """Arguments of hivemind's `DHT`, `DHTNode.create` and `P2P.create`; `bootstrap_timeout` is `startup_timeout`."""
 
     p2p: object
     num_workers: int
@@ -97,10 +98,10 @@ _ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_options(options: DhtOptions) -> None:
-    """Raise for what shoal cannot do.
+    """Raise for options that shoal cannot offer.
 
     Raises:
-        ConfigError: an option asks for something that does not exist here; says what does.
+        ConfigError: an option asks for something that does not exist here; says what to use instead.
         TypeError: hivemind has no such argument, either.
     """
     for name, value in options.items():

@@ -1,11 +1,11 @@
-"""Leaving on SIGTERM, for programs that want it: the others are told at once, and do not wait for who is gone.
+"""Leaving on SIGTERM, for programs that want it: the others are told at once, and do not wait for a peer that is gone.
 
 shoal never touches a program's signals by itself; this does, inside of a `with` block only. Python runs a handler in
 the main thread alone, and only once that thread executes Python again: not while it is deep in a long computation, and
 not if the signal came in the instant before it fell asleep in a lock. So the signal is heard by a thread of our own,
-through `signal.set_wakeup_fd`. It has the loop finish the round in progress (or give it up), withdraw what was
-declared, and say Bye. When all is said, the main thread is woken by the same signal, as often as it takes, and ends the
-program.
+through `signal.set_wakeup_fd`. It makes the loop finish the round in progress (or give it up), withdraw its
+declarations, and say Bye. After that the same signal wakes the main thread, as often as needed, and the main thread
+ends the program.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal.runtime.thread import GRACE_S
 __all__ = ["Leaving", "leave_on_sigterm"]
 
 EXIT_TERMINATED = 143
-"""128 + 15: what a shell shows of a process that SIGTERM has ended."""
+"""128 + 15: the exit code that a shell shows for a process that SIGTERM has ended."""
 
 _POKE_S = 0.2
 
 
 class Leaving:
-    """What `leave_on_sigterm` gives: whether this program is told to end. Use it in a `with` statement.
+    """The result of `leave_on_sigterm`: whether this program was told to end. Use it in a `with` statement.
 
     Attributes:
         exit_code: the code that the program ends with; None leaves the end to the program.
@@ -59,7 +59,7 @@ class Leaving:
 
     @property
     def done(self) -> bool:
-        """Whether everything was said and the peers are shut down."""
+        """Whether the farewells were sent and the peers are shut down."""
         return self._done.is_set()
 
     def __enter__(self) -> Self:
@@ -91,7 +91,7 @@ class Leaving:
             raise SystemExit(self.exit_code) from None
 
     def restore(self) -> None:
-        """Put back what was there before; also in a forked child, where SIGTERM is meant for the child alone."""
+        """Put the old handler back; also in a forked child, where SIGTERM is meant only for the child."""
         _inside.discard(self)
         signal.signal(signal.SIGTERM, self._before)
         if self._ear is not None:
@@ -123,7 +123,7 @@ class Leaving:
                     self._wake()
 
     def _count(self) -> None:
-        """SIGTERM came; or `_wake` sent it, to say what is known here already."""
+        """SIGTERM came; or `_wake` sent it again to wake the main thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._leave, name="shoal-leave", daemon=True)
             self._thread.start()
@@ -131,7 +131,7 @@ class Leaving:
             self._at_once = True
 
     def _wake(self) -> None:
-        """End whatever wait the main thread is in, by the signal itself: once is not enough if it was about to wait."""
+        """End any wait of the main thread, by the signal itself: once is not enough if it was about to wait."""
         main = threading.main_thread().ident
         while True:
             with self._guard:
@@ -149,7 +149,7 @@ class Leaving:
         if self._listener is None:
             self._count()
         if self._at_once:
-            # What the default does cannot be done from here but by its own means.
+            # Only the default handler itself can do this.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         if self.done and self.exit_code is not None:
@@ -176,7 +176,7 @@ class Leaving:
         return self._grace_s + 2 * GRACE_S
 
     def _begin(self, dht: DHT) -> Any:
-        """Have a peer finish what it does; None if it does nothing."""
+        """Let a peer finish its work; None if it has none."""
         if not dht.is_alive():
             return None
         try:
@@ -208,8 +208,8 @@ def leave_on_sigterm(*dhts: DHT, grace_s: float = 30.0, exit_code: int | None = 
 
     Inside of the block the first SIGTERM begins to leave: no new round begins, a search for a group ends at once, a
     round in progress goes on to its end for at most `grace_s`; then the other peers are told, and the program ends.
-    What waits in `step()` meanwhile gets its result, or `ClosedError`. A second SIGTERM ends the program at once. After
-    the block the handler is the one that was there before.
+    A caller that waits in `step()` meanwhile gets its result, or `ClosedError`. A second SIGTERM ends the program at
+    once. After the block the handler is the one that was there before.
 
     ::
 
@@ -217,7 +217,7 @@ def leave_on_sigterm(*dhts: DHT, grace_s: float = 30.0, exit_code: int | None = 
             while not leaving.requested:
                 train(...)
 
-    The lines behind the block do not run then: what saves the model belongs into a `finally:` around the loop, or give
+    The lines behind the block do not run then: put code that saves the model into a `finally:` around the loop, or give
     `exit_code=None`, with which the loop above ends by itself and the program goes on behind it.
 
     Args:

@@ -1,7 +1,7 @@
 """Known peers, kept in a file: a peer that is started again finds its swarm, also if all its first peers are gone.
 
-A line is an address, as `DHT.get_visible_maddrs` gives them; what cannot be read is passed over. The file is replaced
-as a whole, so that a kill leaves the old one.
+A line is an address, as `DHT.get_visible_maddrs` gives them; an unreadable line is skipped. The file is replaced as a
+whole, so that a kill leaves the old one.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PeersFile:
         return tuple(found)
 
     async def keep(self, core: PeerCore, warn: Callable[[str], None]) -> None:
-        """Write down who is known, every now and then, until cancelled."""
+        """Write down the known peers, every now and then, until cancelled."""
         pause_s = _FIRST_S
         while True:
             await asyncio.sleep(pause_s)
@@ -66,7 +66,7 @@ class PeersFile:
             await self.write(core, warn)
 
     async def write(self, core: PeerCore, warn: Callable[[str], None]) -> None:
-        """Write down who is known now, if that is news; an empty list replaces nothing."""
+        """Write down the peers that are known now, if that is news; an empty list replaces nothing."""
         addresses = tuple(address for contact in core.node.contacts(_MAX_PEERS) for address in contact.addresses)
         if not addresses or addresses == self._kept:
             return

@@ -1,4 +1,4 @@
-"""Where a peer listens, and what it announces: `/ip4/HOST/tcp/PORT`, an address that names no peer."""
+"""The address where a peer listens, and the one it announces: `/ip4/HOST/tcp/PORT`, without a peer's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def one_place(maddrs: str | Sequence[object], argument: str, skip: Callable[[str
     """Host and port of the one TCP address that `maddrs` holds.
 
     Args:
-        maddrs: an address, or a sequence of one; what has it by UDP (QUIC) beside it is skipped.
+        maddrs: an address, or a sequence of one; the same address by UDP (QUIC) beside it is skipped.
         argument: names it to the user.
         skip: told the argument, and why an address is skipped.
 

@@ -23,7 +23,7 @@ __all__ = ["DaemonPool", "take_one_core"]
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# A second thread between `set_num_threads` and its undoing would take the 1 for what the user wants.
+# A second thread between `set_num_threads` and its undoing would take the 1 for the user's choice.
 _one_by_one = threading.Lock()
 
 _Work = tuple["concurrent.futures.Future[object]", Callable[[], object]]
@@ -67,11 +67,11 @@ class DaemonPool(concurrent.futures.Executor):
         cancel_futures: bool = False,
         timeout_s: float = 5.0,
     ) -> None:
-        """Take no more work; end the threads when they have done what they do now.
+        """Take no more work; end the threads when they have finished their present work.
 
         Args:
             wait: until they have ended, at most `timeout_s`.
-            cancel_futures: forget what was not begun.
+            cancel_futures: drop work that was not begun.
             timeout_s: after so long, seconds, a thread that hangs is left behind.
         """
         with self._news:
@@ -112,7 +112,7 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
 
 
 def take_one_core() -> bool:
-    """Make torch use one core for what the calling thread does, and for no other. False if torch is not there yet."""
+    """Make torch use one core for the calling thread, and for no other. False if torch is not there yet."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False

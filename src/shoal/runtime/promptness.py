@@ -3,7 +3,7 @@
 A thread that wants Python's interpreter lock waits until the one that has it lets go, and asks for it after
 `sys.getswitchinterval()`: 5 ms, unless the program chose otherwise. Shoal's thread gives the lock up for every call of
 the system, so beside a loop that never does, a round of averaging would wait a thousand times 5 ms. While a round or a
-download goes on the interval is shorter, for the whole process; else it is what it was.
+download goes on, the interval is shorter, for the whole process; afterwards it is as before.
 
 The loop beside loses time to shoal's thread: in all about as much as with longer waits, for the round ends sooner.
 """
@@ -41,12 +41,12 @@ class _Holders:
     def leave(self) -> None:
         with self.guard:
             self.count -= 1
-            # Whoever has chosen another interval meanwhile keeps it.
+            # If the program has chosen another interval meanwhile, that one stays.
             if self.count == 0 and math.isclose(sys.getswitchinterval(), SWITCH_INTERVAL_S):
                 sys.setswitchinterval(self.before_s)
 
     def forget(self) -> None:
-        """In a forked child: whoever held it is not there, and the guard may be taken for ever."""
+        """In a forked child the holder does not exist, and its guard may be taken for ever."""
         self.guard = threading.Lock()
         while self.count:
             self.leave()

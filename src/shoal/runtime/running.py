@@ -1,4 +1,4 @@
-"""What runs of a peer, and how it ends. It does not know the `DHT` that users hold, which may be dropped.
+"""The running part of a peer, and its end. It has no reference to the users' `DHT`, which may be dropped.
 
 Invariant: after `stop` there is no thread, task or socket of the peer, however badly the parts that stand on it behave.
 """
@@ -34,17 +34,17 @@ Closer = Callable[[], Coroutine[Any, Any, None]]
 _logger = logging.getLogger("shoal.runtime")
 
 _GOODBYE_S = 2.0
-"""For the farewell to the peers and the end of all connections, after `shutdown_timeout` for what stands on the DHT."""
+"""Time for the farewell and the end of all connections, after `shutdown_timeout` for objects built on the DHT."""
 
 
 class RunningPeer:
-    """What runs of a peer: the thread, the core, and how they end.
+    """The running part of a peer: the thread, the core, and their end.
 
     Args:
         identity: the peer's key.
         transport: owned from now on.
-        events: where it tells what happens.
-        shutdown_timeout_s: for what stands on this peer to end in order.
+        events: the bus for its events.
+        shutdown_timeout_s: time for the objects built on this peer to end in order.
     """
 
     def __init__(

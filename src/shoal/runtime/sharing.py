@@ -1,4 +1,4 @@
-"""The state that a `DecentralizedAverager` shares with newcomers, and how it gets that of another peer."""
+"""The state that a `DecentralizedAverager` shares with newcomers, and the download of another peer's state."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class SharesState:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """What others download from here: override it. Called in a worker thread, under the lock of the tensors.
+        """The state that others download from here: override it. Called in a worker thread, under the tensors' lock.
 
-        `get_tensors` may be used within it; nothing of this averager may be waited for. All who ask within about two
-        seconds may be given the same copy, and while somebody takes a copy all others are given it too, up to two
-        minutes after it was made: a donor keeps one copy at a time. A state with NaN is not given to others, nor one
-        with infinities in the averaged tensors themselves; in other tensors (masks) infinities go as they are.
+        `get_tensors` may be used within it; but it must not wait for this averager. All peers that ask within about two
+        seconds may get the same copy. While a peer downloads a copy, all others get it too, up to two minutes after it
+        was made: a donor keeps one copy at a time. A state with NaN is not given to others, nor one with infinities in
+        the averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
             (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None); the last, or the last
@@ -152,7 +152,7 @@ class SharesState:
 
         Returns:
             (metadata, tensors) as the donor's `get_current_state` gave them, the tensors in host memory; or None if
-            there is no donor, or none gave a state in time. It is not waited for one to appear.
+            there is no donor, or none gave a state in time. The call does not wait for a donor to appear.
 
         Raises:
             ConfigError: `timeout` is wrong.

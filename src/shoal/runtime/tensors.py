@@ -1,4 +1,4 @@
-"""The averaged tensors between the user's threads and shoal's: who holds them, and who would wait for himself."""
+"""The averaged tensors between the user's threads and shoal's: the holder, and threads that would block themselves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HeldTensors"]
 T = TypeVar("T")
 
 _LOCK_TIMEOUT_S = 300.0
-"""Far longer than copying any state takes: somebody has forgotten that he holds the tensors."""
+"""Far longer than copying any state takes: some thread never lets go of the tensors."""
 
 
 class _Block(Turn):
@@ -42,7 +42,7 @@ class HeldTensors:
     """Tensors and their lock.
 
     Args:
-        tensors: what the lock is for.
+        tensors: the tensors that the lock protects.
 
     Attributes:
         lock: as the async core takes it.
@@ -73,12 +73,12 @@ class HeldTensors:
         return block
 
     def check_not_held(self) -> None:
-        """Raise `LocalError` if the calling thread holds them: it is about to wait for somebody who needs them."""
+        """Raise `LocalError` if the calling thread holds them: it is about to wait for code that needs them."""
         if self.lock.mine:
             raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
 
     def export(self, get_state: Callable[[], T]) -> T:
-        """Call what exports the state, while shoal holds the lock: it may use `held`."""
+        """Call the function that exports the state, while shoal holds the lock: it may use `held`."""
         me = threading.get_ident()
         self._exporters.add(me)
         try:

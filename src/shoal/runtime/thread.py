@@ -1,11 +1,12 @@
-"""An event loop in a thread of its own, and futures for what runs there.
+"""An event loop in a thread of its own, and futures for its work.
 
 - The thread is a daemon: it never keeps a program alive. After `stop` nothing is left: no thread, no task, and no
   future that nobody will ever answer.
 - In a forked child (a DataLoader worker) every call raises `ClosedError`: the loop did not come along.
 - Signals stay the user's: nothing here installs a handler, and a caller that waits can be interrupted. The loop owns
-  all work: what an interrupted caller leaves behind is cancelled, and whatever it was doing, the next call goes on.
-- Time in which the process is stopped is no time: neither for the loop nor for who waits for it (`waiting`).
+  all work: if a caller is interrupted, its work is cancelled, and in every case the next call works.
+- Time in which the process is stopped does not count, neither for the loop nor for threads that wait for it
+(`waiting`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Ts = TypeVarTuple("Ts")
 _logger = logging.getLogger("shoal.runtime")
 
 GRACE_S = 5.0
-"""Work in the loop keeps its own deadlines; who waits for it from outside adds this before it gives up the loop."""
+"""Work in the loop keeps its own deadlines; a waiting thread adds this before it takes the loop for stuck."""
 
 _POOL_THREADS = 2
 _CANCEL_S = 2.0
@@ -113,7 +114,8 @@ class LoopThread:
     def __init__(self, name: str) -> None:
         self._pid = os.getpid()
         self._pool = DaemonPool(_POOL_THREADS, f"{name}-work")
-        # Of its own: a name server that does not answer, and whoever names such hosts, must not hold up tensor work.
+        # A pool of its own: a name server that does not answer, or a peer that names such hosts, must not hold up
+        # tensor work.
         self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
         self._loop = _Loop(self._lookups)
         self._guard = threading.RLock()  # again in the same thread: by a finalizer, which may come at any point
@@ -222,10 +224,10 @@ class LoopThread:
             _settle(future, answer)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine in the loop and wait for it. Whatever interrupts the wait cancels it.
+        """Run a coroutine in the loop and wait for it. Any interrupt of the wait cancels it.
 
         Args:
-            work: keeps its own deadline; here it is only made sure that nobody waits for ever.
+            work: keeps its own deadline; this method only makes sure that nobody waits for ever.
             timeout_s: longest wait, seconds.
 
         Raises:
@@ -269,17 +271,17 @@ class LoopThread:
         wait: bool = True,
         answer: bool = True,
     ) -> None:
-        """Run `last`, cancel what is left, and end the thread; returns when nothing is left.
+        """Run `last`, cancel all other work, and end the thread; returns when nothing is left.
 
         Safe to call twice, and from any thread; from the loop thread itself it returns at once. In a forked child it
         does nothing.
 
         Args:
             last: leaves in order.
-            timeout_s: for `last`, seconds; what is not done by then is cancelled.
+            timeout_s: for `last`, seconds; work that is not done by then is cancelled.
             wait: False returns at once.
-            answer: False leaves unanswered who waits for a result: at the end of the program these are daemon threads,
-                which would only die of the error, with a traceback for everybody to see.
+            answer: False leaves threads that wait for a result unanswered: at the end of the program these are daemon
+                threads, which would only die of the error, with a traceback for everybody to see.
         """
         if self.forked:
             return

@@ -1,9 +1,10 @@
 """How threads wait for shoal's thread: interrupted they leave nothing locked, stopped they lose no time.
 
-**Interrupts.** Python runs a signal's handler in the main thread between any two calls, and what it raises comes out
-there. `threading.Condition` and all that is built on it (`Event`, `Thread.join`, `concurrent.futures.wait`) is Python
-code that may be left with its lock taken, or with a living thread marked as dead (cpython issue 90882). What waits here
-waits in `queue.SimpleQueue.get`, which is one call of C, as are `RLock`'s `__enter__` and `__exit__`.
+**Interrupts.** Python runs a signal's handler in the main thread between any two calls, and an exception of the handler
+is raised there. `threading.Condition` and all that is built on it (`Event`, `Thread.join`, `concurrent.futures.wait`)
+is Python code that may be left with its lock taken, or with a living thread marked as dead (cpython issue 90882). All
+waits of this module are in `queue.SimpleQueue.get`, which is one call of C, as are `RLock`'s `__enter__` and
+`__exit__`.
 
 **Stops.** A process that is stopped (SIGSTOP, a laptop's lid) must not find all its deadlines passed when it goes on.
 So threads wait in slices, of which each counts once, however long it took; and the loop's clock (`RunningTime`) counts
@@ -28,8 +29,8 @@ SLICE_S = LONGEST_TURN_S / 2
 class RunningTime:
     """A clock that stands still while the loop does: seconds of `time.monotonic`, without those of stops.
 
-    Whether the process was stopped or something kept the loop busy: nothing could be heard or answered meanwhile, so
-    nobody's silence and no deadline counts that time. Read from any thread; `turn` is called by the loop.
+    If the process was stopped, or something kept the loop busy, nothing could be heard or answered meanwhile. So no
+    peer's silence and no deadline counts that time. Read from any thread; `turn` is called by the loop.
     """
 
     def __init__(self) -> None:
@@ -99,4 +100,4 @@ class SafeCondition(_thread.RLock):  # type: ignore[misc]  # typeshed says final
     """
 
     def notify_all(self) -> None:
-        """Nobody waits."""
+        """Does nothing: nobody waits here."""

@@ -1,6 +1,6 @@
-"""ZeRO, the zero redundancy optimizer: what training keeps is partitioned instead of repeated.
+"""ZeRO, the zero redundancy optimizer: the memory of training is partitioned instead of repeated.
 
-`laws` says what each stage costs, in memory and in bytes sent, and `estimate` the same for a real model. Names are
+`laws` has the cost of each stage, in memory and in bytes sent, and `estimate` the same for a real model. Names are
 loaded on first use: the laws, and with them the command line, do without torch.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
     _HOMES = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs"), "shoal.zero.laws")
 
-    # Hidden from type checkers: with it they would take any misspelt name for an object.
+    # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
         "ShardedOptimizer": "shoal.zero.optimizer",
         "consolidate": "shoal.zero.saved",

@@ -1,4 +1,4 @@
-"""Ranks go on together or not at all: what goes wrong on one is raised on all, so nobody waits for who has given up."""
+"""Ranks go on together or not at all: an error on one is raised on all, so no rank waits for one that gave up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Agreement:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """What a rank raises in this block, all raise at its end: itself the same, the others `ConfigError`."""
+        """If a rank raises in this block, all raise at its end: that rank its own error, the others `ConfigError`."""
         problem: Exception | None = None
         try:
             yield
@@ -45,7 +45,7 @@ class Agreement:
 
         Args:
             description: lines; those that differ are named.
-            what: all ranks must give the same of.
+            what: the thing that must be the same on all ranks.
         """
         first, *others = self.gather(description)
         for rank, other in enumerate(others, 1):
@@ -56,7 +56,7 @@ class Agreement:
                 )
 
     def gather(self, text: str) -> list[str]:
-        """What each rank says."""
+        """The text of each rank."""
         said = [""] * self._group.size()
         with self._watch.named(self._watch.turn("to agree")):
             dist.all_gather_object(said, text, group=self._group)

@@ -1,4 +1,4 @@
-"""What can be wrong with the arguments of `shard`, in words that say what to do."""
+"""Checks of the arguments of `shard`, with messages that say what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["problems"]
 
 
 def problems(model: object, factory: object, stage: object, dtype: object) -> Iterator[str]:
-    """Problems, each found only when it is asked for: behind the first, others may make no sense."""
+    """The problems, each checked only on demand: after the first one, others may make no sense."""
     if not isinstance(model, torch.nn.Module):
         yield f"model must be a torch.nn.Module, got {type(model).__name__}"
         return
@@ -73,7 +73,7 @@ def _for_fsdp2(model: torch.nn.Module, dtype: object) -> Iterator[str]:
 
 
 def _of_container(model: torch.nn.Module) -> Iterator[str]:
-    """One that cannot be called: its members are sharded each for itself."""
+    """Problems of a root that cannot be called: each of its members is sharded by itself."""
     owner: dict[int, str] = {}
     members = {id(member): name for name, member in model.named_modules()}
     for root in roots(model):
@@ -129,7 +129,7 @@ class _Extent(NamedTuple):
 
 
 def _overlaps(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:
-    """Parameters that share memory without being one: to move them apart would change the model."""
+    """Parameters that share memory without being one: moving them apart would change the model."""
     extents = sorted(_extent(name, parameter) for name, parameter in parameters if parameter.numel())
     for one, other in pairwise(extents):
         if one.device == other.device and other.start < one.stop:

@@ -55,7 +55,7 @@ class BareWeights:
         where: see above.
 
     Raises:
-        ConfigError: there is something else in it than whole tensors.
+        ConfigError: it holds anything other than whole tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Any], where: str) -> None:
@@ -82,7 +82,7 @@ class BareWeights:
 
         Args:
             model: whose tied parameters may come under one of their names.
-            wanted: shapes of what the model has, by name.
+            wanted: the shapes of the model's tensors, by name.
 
         Raises:
             ConfigError: one is missing, or there is another one, or it has another shape.

@@ -29,7 +29,7 @@ class Bucket:
         parameters: see above.
         flat: see above.
         tiles: that lie in `flat`, in its order.
-        runs: who owns which tiles; those of one owner side by side are one run.
+        runs: the tiles of each owner; neighbouring tiles of one owner are one run.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
         local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while
             there are none.
@@ -54,7 +54,7 @@ class Bucket:
         self.missing, self.sent = set(parameters), False
 
     def share_out(self, plan: Plan) -> None:
-        """Look up who owns which tile."""
+        """Look up the owner of each tile."""
         self.runs = []
         for tile in self.tiles:
             if not self.runs or self.runs[-1][0] != plan.owner(tile):
@@ -72,7 +72,7 @@ class Bucket:
         return flat[self._offsets[name] + start : self._offsets[name] + stop]
 
     def values(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """What belongs there of a tensor that has the shape of the parameter."""
+        """The values that belong there of a tensor with the parameter's shape."""
         start, stop = self._range(name)
         return flatten(tensor, order_of(self.parameters[name]))[start:stop]
 
@@ -81,7 +81,7 @@ class Bucket:
         return flat[self._offsets[tile.name] + tile.start : self._offsets[tile.name] + tile.stop]
 
     def pieces(self, flat: torch.Tensor) -> list[Run]:
-        """The runs of it."""
+        """The runs of a tensor that is laid out as `flat`."""
 
         def between(first: Tile, last: Tile) -> torch.Tensor:
             return flat[self._offsets[first.name] + first.start : self._offsets[last.name] + last.stop]

@@ -67,7 +67,7 @@ def save(
 
     Raises:
         ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer or a
-            module keeps what cannot be saved in pieces: on all ranks; there is no checkpoint then.
+            module keeps values that cannot be saved in pieces: on all ranks; there is no checkpoint then.
         RankLost: a rank is gone; there is no checkpoint then.
     """
     target, collectives = Path(path), optimizer.collectives
@@ -102,7 +102,7 @@ def _unwritable(target: Path) -> Iterator[None]:
 
 
 def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, torch.Tensor]:
-    """Whatever is not trained, whole: the same on all ranks."""
+    """All tensors that are not trained, whole: the same on all ranks."""
     found = full_state_dict(model, but=_trained(model, optimizer))
     for name, value in found.items():
         if not isinstance(value, torch.Tensor):
@@ -117,13 +117,13 @@ def _others(model: torch.nn.Module, optimizer: ShardedOptimizer) -> dict[str, to
 
 
 def _trained(model: torch.nn.Module, optimizer: ShardedOptimizer) -> set[int]:
-    """The `id` of what is trained, as `model.state_dict` has it: FSDP2 puts its shards in place for that."""
+    """The `id`s of trained tensors in `model.state_dict`: FSDP2 puts its shards in place for that."""
     state = model.state_dict(keep_vars=True)
     return {id(state[name]) for group in optimizer.names for name in group}
 
 
 def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write this rank's file; returns what the index says of it."""
+    """Write this rank's file; returns its entry in the index."""
     tensors = {f"other|{name}": value for name, value in others.items()}
     pieces, numbers = [], dict[str, str]()
     for piece in optimizer.carrier.pieces():
@@ -151,7 +151,7 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _statistics(optimizer: ShardedOptimizer, piece: Piece) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps for a piece: one value for each of its values, or a single one."""
+    """The optimizer's statistics of a piece: one value for each of its values, or a single one."""
     found = {}
     for key, value in optimizer.state.get(piece.parameter, {}).items():
         if not isinstance(value, torch.Tensor | bool | int | float):
@@ -201,7 +201,7 @@ def _index(
 
 
 def _common(optimizer: ShardedOptimizer) -> dict[str, Any]:
-    """What the optimizer keeps of no parameter (some count their steps so), and its types."""
+    """The optimizer's values that belong to no parameter (some count their steps so), and their types."""
     found: dict[str, Any] = {}
     for key, value in optimizer.state.items():
         if isinstance(key, torch.Tensor):
@@ -245,7 +245,7 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
 
 
 def _flush(path: Path) -> None:
-    """What was written survives a loss of power."""
+    """Make the written data survive a loss of power."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -390,8 +390,8 @@ def _overwrite(model: torch.nn.Module, optimizer: ShardedOptimizer, others: Mapp
 def _own_rows(whole: torch.Tensor, target: DTensor) -> torch.Tensor:
     """This rank's rows, as FSDP2 deals them out.
 
-    Not by `distribute_tensor`: torch remembers whose rows are whose beyond the end of a process group, and a process
-    may have had another rank in one before.
+    It does not use `distribute_tensor`: torch remembers the owners of rows beyond the end of a process group, and a
+    process may have had another rank in an earlier group.
     """
     mesh = target.device_mesh
     start = mesh.get_local_rank() * -(-len(whole) // mesh.size())

@@ -1,11 +1,12 @@
 """Reduce-scatter and all-gather as direct sends between ranks, in which every piece may have its own size.
 
-Each rank sends each other rank the piece that it is to get, and nothing else. So a reduce-scatter moves (N-1)/N of the
-data, on gloo too, whose own one is an all-reduce of which a part is kept (PyTorch issue 118911); and what is received
-is added in the order of the ranks, so that the sum has the same bits whoever computes it, on every backend.
+Each rank sends each other rank the piece that it should get, and nothing else. So a reduce-scatter moves (N-1)/N of the
+data, on gloo too, whose own reduce-scatter is an all-reduce of which a part is kept (PyTorch issue 118911). Received
+pieces are added in the order of the ranks, so that the sum has the same bits whichever rank computes it, on every
+backend.
 
-Several models may be sharded over one group. On gloo what one of them sends is never taken for another's, and ranks
-that are not at the same model are told (`Collectives.tell`).
+Several models may be sharded over one group. On gloo a message of one model is never taken for another's, and ranks
+that are not at the same model learn that (`Collectives.tell`).
 
 Every byte that is sent is counted. When a rank is gone, or silent for the group's timeout, the error names it
 (`watch`).
@@ -28,14 +29,14 @@ __all__ = ["Collectives", "Pending", "Run", "Scratch", "Traffic", "sum_in_order"
 
 
 _TOLD = 4
-"""So many numbers are told at once, whatever they are, that none can be taken for two."""
+"""Every message of `tell` has this many numbers, so that one message cannot be taken for two."""
 _COMMON = 0
-"""The tag of what is told among all models of a group; their own are above it."""
+"""The tag of `tell` among all models of a group; the models' own tags are above it."""
 
 
 @dataclass(slots=True)
 class Traffic:
-    """What this rank has sent for one purpose or another, bytes.
+    """The bytes that this rank has sent, by purpose.
 
     Attributes:
         reduced: pieces of gradients, for their owners.
@@ -66,7 +67,7 @@ class Run(NamedTuple):
 
 
 class Scratch:
-    """Memory for what is on its way, lent and taken back: to touch fresh memory takes longer than to fill it.
+    """Memory for messages under way, lent and taken back: touching fresh memory takes longer than filling it.
 
     Attributes:
         nbytes: how much there is, lent or not.
@@ -100,9 +101,9 @@ class Pending:
     """Sends and receives under way.
 
     Args:
-        works: what `torch.distributed` knows of them.
+        works: their handles in `torch.distributed`.
         watch: names the rank that is at fault when they fail.
-        turn: what they are to `watch`.
+        turn: their name for `watch`.
         then: called when all have ended.
         first: waits for what must have ended before.
     """
@@ -134,7 +135,7 @@ class Pending:
     def done_within(self, seconds: float) -> bool:
         """Whether `wait` would have nothing to wait for, after so long at most.
 
-        What goes by gloo can be waited for, but not asked: so a thread does the former.
+        A message on gloo can be waited for, but not polled: so a thread waits.
         """
         if self._thread is None:
             self._thread = threading.Thread(target=self._wait, daemon=True)
@@ -160,14 +161,14 @@ class Collectives:
         group: the ranks.
         watch: of the same ranks.
         device: where tensors are.
-        model: a number for what is sharded, above 0: the same on all ranks, another one for each model of the group.
+        model: a number for the sharded model, above 0: the same on all ranks, another one for each model of the group.
 
     Attributes:
         rank: ours in the group.
         ranks: how many there are.
         tagged: whether messages of several models are told apart: on gloo. Others have one order for all.
-        traffic: what was sent so far.
-        scratch: memory for what is on its way.
+        traffic: the bytes sent so far.
+        scratch: memory for messages under way.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch, device: torch.device, model: int = 1) -> None:
@@ -181,12 +182,13 @@ class Collectives:
         finish: Callable[[int, Sequence[torch.Tensor]], None],
         first: Callable[[], object] | None = None,
     ) -> Pending:
-        """Send each run to its owner; what others have for ours is given to `finish`.
+        """Send each run to its owner; `finish` gets the values of the others for ours.
 
         Args:
             runs: they must not change until it is done. All ranks agree on owners and sizes.
-            finish: called by `Pending.wait` for each run of ours, with its index and what each rank has for it, our own
-                piece among them, in the order of the ranks; theirs may be written over, and are gone when it returns.
+            finish: called by `Pending.wait` for each run of ours, with its index and the values of each rank for it,
+                including our own, in the order of the ranks; the values of others may be written over, and are gone
+                when it returns.
             first: waits for what must have ended before.
         """
         operations: list[dist.P2POp] = []
@@ -218,7 +220,7 @@ class Collectives:
         return self._start("an all-gather", self._gathering(runs, self.model))
 
     def tell(self, *numbers: int) -> Callable[[], list[list[int]]]:
-        """Tell all ranks what this one is about to do, whichever model they are at; not counted as traffic.
+        """Tell all ranks the next action of this one, whichever model they are at; not counted as traffic.
 
         Args:
             numbers: three at most.

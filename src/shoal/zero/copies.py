@@ -1,8 +1,8 @@
 """Float32 values of 16-bit parameters, each tile's with its owner.
 
-The optimizer steps those of trained parameters; those of frozen ones are what they were before they were narrowed, for
-whoever asks for the whole model. What a program writes into a parameter, with whatever it writes, counts: a parameter
-that is not its copy, rounded, was written to.
+The optimizer steps those of trained parameters; the copies of frozen ones hold their values before narrowing, for
+callers that ask for the whole model. If a program writes into a parameter, in whatever way, the new value counts: a
+parameter that differs from its rounded copy was written to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Copies:
 
     Args:
         parameters: of 16 bits, by name.
-        plan: who owns which tile of them.
+        plan: the owner of each tile of them.
         own: float32 values of the tiles of this rank, one-dimensional.
         collectives: among the ranks.
     """
@@ -43,7 +43,7 @@ class Copies:
         return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
 
     def adopt(self) -> None:
-        """Take over what was written into parameters, equally on all ranks."""
+        """Take over values that were written into parameters, equally on all ranks."""
         written = [self._narrow(tile) != values.to(self._narrow(tile).dtype) for tile, values in self.own.items()]
         if written and torch.stack([each.any() for each in written]).any():
             for where, (tile, values) in zip(written, self.own.items(), strict=True):
@@ -86,5 +86,5 @@ class Copies:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What values of a dtype are added up in, and stepped."""
+    """The dtype in which values of a dtype are added up and stepped."""
     return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

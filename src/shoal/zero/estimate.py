@@ -19,7 +19,7 @@ def estimate(
     micro_batches: int = 1,
     backend: str = "gloo",
 ) -> list[Cost]:
-    """What each stage and engine would take for this model: see `shoal.zero.costs`.
+    """The costs of each stage and engine for this model: see `shoal.zero.costs`.
 
     Args:
         model: on any device, `meta` included; nothing is allocated.

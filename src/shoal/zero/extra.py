@@ -1,7 +1,7 @@
-"""What a user gives a checkpoint along, written in JSON in a way that brings its types back.
+"""The user's `extra` of a checkpoint, written in JSON so that its types come back.
 
-JSON knows texts as keys only, and neither tuples nor sets. What it does not know is an object of one entry, under a key
-that says what it is: ``{"(dict)": [[KEY, VALUE], …]}``, ``{"(tuple)": [VALUE, …]}``.
+JSON allows only texts as keys, and has neither tuples nor sets. Such a value becomes an object of one entry, whose key
+names its type: ``{"(dict)": [[KEY, VALUE], …]}``, ``{"(tuple)": [VALUE, …]}``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def pack(value: Any, where: str = "extra") -> Any:
         where: it is, for people.
 
     Raises:
-        ConfigError: there is something else in it.
+        ConfigError: it holds anything else.
     """
     if value is None:
         return None
@@ -51,7 +51,7 @@ def pack(value: Any, where: str = "extra") -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """What was given to `pack`."""
+    """The value that was given to `pack`."""
     if isinstance(value, list):
         return [unpack(each) for each in value]
     if not isinstance(value, dict):

@@ -39,7 +39,7 @@ _engines: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine] = weakref.WeakK
 
 
 def engine_of(model: torch.nn.Module) -> FlatEngine | None:
-    """What carries a model, if it was sharded in stage 1 or 2."""
+    """The engine that carries a model, if it was sharded in stage 1 or 2."""
     return _engines.get(model)
 
 
@@ -54,9 +54,9 @@ class FlatEngine:
         wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
 
     Attributes:
-        plan: who owns which tile.
-        own: what the optimizer steps: each own tile's values, one-dimensional; the parameters' memory itself, or with
-            16-bit parameters a float32 copy.
+        plan: the owner of each tile.
+        own: the tensors that the optimizer steps: each own tile's values, one-dimensional; the parameters' memory
+            itself, or with 16-bit parameters a float32 copy.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class FlatEngine:
         self._copies.publish()
         for pending in [self._collectives.all_gather(bucket.pieces(bucket.flat)) for bucket in self._buckets]:
             pending.wait()
-        increment_version(self._parameters.values())  # what was computed from the old ones has no gradient any more
+        increment_version(self._parameters.values())  # values computed from the old ones have no gradient any more
 
     def pieces(self) -> Iterator[Piece]:
         """The own tiles."""

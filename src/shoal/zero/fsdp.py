@@ -1,8 +1,9 @@
-"""Stage 3: parameters, gradients and optimizer state are sharded by PyTorch's FSDP2; what it lacks is added.
+"""Stage 3: PyTorch's FSDP2 shards parameters, gradients and optimizer state; this module adds the missing parts.
 
 FSDP2 shards each parameter by rows, gathers a unit's parameters before its forward and its backward, and reduces its
 gradients behind it. Gloo's reduce-scatter, with which it would do that on processors, is an all-reduce of which a part
-is kept: here it sends to each owner what is its own, over FSDP2's public hooks, and adds up in the order of the ranks.
+is kept. Here each owner is sent only its own part, over FSDP2's public hooks, and pieces are added in the order of the
+ranks.
 
 A model that is sharded by `fully_shard` already is carried as it is, in stage 2 as well
 (`reshard_after_forward=False`).
@@ -42,7 +43,7 @@ _NEEDED = (
 
 
 def missing() -> list[str]:
-    """What this version of torch lacks for stage 3."""
+    """The names that this version of torch lacks for stage 3."""
     return [name for name in _NEEDED if not hasattr(FSDPModule, name)]
 
 
@@ -52,26 +53,26 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 
 def roots(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """What is called as a whole: the model, or the members of a container, which cannot be called itself."""
+    """The modules that are called as a whole: the model, or the members of a container that cannot be called itself."""
     if not is_container(model):
         return [model]
     return [root for child in model.children() for root in roots(child)]
 
 
 def is_container(module: torch.nn.Module) -> bool:
-    """Whether it only holds modules: what FSDP2 does behind its `forward` would never be done."""
+    """Whether the module only holds others: FSDP2's work after its `forward` would never be done."""
     kinds = (torch.nn.ModuleList, torch.nn.ModuleDict)
     return isinstance(module, kinds) and type(module).forward is torch.nn.Module.forward
 
 
 def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None) -> list[torch.nn.Module]:
-    """What is gathered and freed together, beside what is left; those within others come first.
+    """The modules that are gathered and freed together, apart from the rest; inner modules come first.
 
     By default the members of the model's outermost `ModuleList`s and `Sequential`s. One that shares a parameter, or a
     module, with something outside of it is left to the whole.
 
     Raises:
-        ConfigError: what is given is no such module.
+        ConfigError: a given object is no such module.
     """
     uses, places = _uses(model), Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     found: dict[int, torch.nn.Module] = {}  # a layer may be in several lists
@@ -161,7 +162,7 @@ def _changed_in_place(model: torch.nn.Module) -> set[int]:
 
 
 def _own_memory(_: torch.nn.Module, __: object, output: object) -> torch.Tensor | None:
-    """FSDP2 hooks onto what a unit returns, and loses that hook where a view is written over."""
+    """FSDP2 puts a hook on the result of a unit, and loses that hook if a view of it is written over."""
     return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else None  # noqa: SLF001
 
 
@@ -176,7 +177,7 @@ class FsdpEngine:
         model: sharded, over one dimension of ranks.
         stage: 2 or 3.
         collectives: among the same ranks.
-        dtype: to send gradients in; None for that which FSDP2 has them in.
+        dtype: the dtype to send gradients in; None for FSDP2's own.
 
     Raises:
         ConfigError: it is sharded in a way that cannot be carried.
@@ -272,7 +273,7 @@ class FsdpEngine:
         return {name: self._unsharded.passes(name) for name in self._shards}
 
     def hand_over(self, absent: Sequence[bool]) -> None:
-        """They are the parameters' own; what no rank has used has none, though FSDP2 made zeros."""
+        """Gradients are the parameters' own; a parameter that no rank has used has none, though FSDP2 made zeros."""
         for shard, unused in zip(self._shards.values(), absent, strict=True):
             if unused:
                 shard.grad = None

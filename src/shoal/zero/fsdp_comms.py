@@ -1,4 +1,4 @@
-"""What FSDP2 exchanges on processors: each rank's part goes to that rank only, and all say first what they are at."""
+"""FSDP2's messages on processors: each rank's part goes to that rank only, and all first name their unit."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["Meeting", "NarrowReduceScatter", "OwnAllGather", "OwnReduceScatter"]
 
 
 class Meeting:
-    """What one unit exchanges, and the check that all ranks are at it.
+    """The messages of one unit, and the check that all ranks are at it.
 
     A rank that has skipped a layer exchanges the next one's parameters: others would take them for those that they wait
-    for. So before values are sent, each rank says what they are.
+    for. So before values are sent, each rank says which values they are.
 
     Args:
         collectives: among the ranks.
@@ -51,7 +51,7 @@ def _act(backward: object) -> str:
 
 
 class _Allocating:
-    """Memory for what is exchanged: new."""
+    """New memory for messages."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

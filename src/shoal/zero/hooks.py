@@ -1,4 +1,4 @@
-"""What the engines need of autograd's hooks."""
+"""Helpers for autograd's hooks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["hooks_of", "present_pass", "weakly"]
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that ends with its object: what autograd refers to, Python's garbage collector does not see through."""
+    """A hook that ends with its object, because Python's garbage collector does not see autograd's references."""
     found = weakref.WeakMethod(method)
 
     def call(*args: object) -> Any:

@@ -1,4 +1,4 @@
-"""What each stage of ZeRO costs: bytes of memory per rank, and bytes that a rank sends in one optimizer step.
+"""The costs of each stage of ZeRO: bytes of memory per rank, and bytes that a rank sends in one optimizer step.
 
 With P parameters on N ranks, an optimizer that keeps state for each of them, and A micro-batches in a step:
 
@@ -12,8 +12,8 @@ stage  partitioned             memory per rank             sent per rank and ste
 3      and parameters          (p + g + s) P / N           3 A: two all-gathers and a reduce-scatter for each one
 =====  ======================  ==========================  ==========================================================
 
-p, g and s are bytes per parameter (`Precision`, `OptimizerKind`). That is what is held all through a step. What lives
-for a part of it comes on top: activations, the buckets of collectives, one or two unsharded layers in stage 3; so do up
+p, g and s are bytes per parameter (`Precision`, `OptimizerKind`). This memory is held all through a step. Memory for a
+part of a step comes on top: activations, the buckets of collectives, one or two unsharded layers in stage 3; so do up
 to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no more than in stage 3.
 
 Other engines pay more for the same stage, and so does gloo, whose reduce-scatter is an all-reduce of which a part is
@@ -67,7 +67,7 @@ class Precision(Enum):
 
 
 class OptimizerKind(NamedTuple):
-    """How much an optimizer keeps.
+    """The memory that an optimizer keeps.
 
     Attributes:
         name: what users call it.
@@ -130,7 +130,7 @@ ENGINES = (
     # An all-reduce is a reduce-scatter and an all-gather; gloo does it as such.
     Engine("DDP", 0, gathers=1, reduces=1, own_scatter=True),
     Engine("shoal.zero", 1, gathers=1, reduces=1, own_scatter=True),
-    # Reduces everywhere, then broadcasts what each rank has stepped.
+    # Reduces everywhere, then broadcasts the parameters that each rank has stepped.
     Engine("ZeroRedundancyOptimizer", 1, gathers=2, reduces=1, own_scatter=True),
     Engine("DeepSpeed", 1, gathers=1, reduces=1),
     Engine("shoal.zero", 2, gathers=1, reduces_each=1, own_scatter=True),
@@ -159,7 +159,7 @@ class Sizes(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What one engine takes on each rank.
+    """The costs of one engine on each rank.
 
     Attributes:
         engine: which.
@@ -235,7 +235,7 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
             size / ranks if engine.stage >= divided_from else size
             for size, divided_from in zip(sizes, (3, 2, 1), strict=True)
         ]
-        # What was not trained has not changed; but stage 3 has to gather that, too.
+        # Parameters that were not trained have not changed; but stage 3 has to gather them, too.
         gathered = sizes.parameters if engine.stage == 3 else sizes.gradients
         sent = engine.gathered(micro_batches) * gathered + engine.reduced(micro_batches, backend) * sizes.gradients
         return Cost(engine, kept[0], kept[1], kept[2], sent * (ranks - 1) / ranks)

@@ -1,4 +1,4 @@
-"""In which order a parameter's values lie in memory: stages 1 and 2 keep it, and their tiles are ranges of that order.
+"""The order of a parameter's values in memory: stages 1 and 2 keep it, and their tiles are ranges of that order.
 
 It is that of the shape, or that of `torch.channels_last` (and `channels_last_3d`). None stands for the former.
 """

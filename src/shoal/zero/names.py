@@ -9,7 +9,7 @@ import torch
 __all__ = ["named_parameters"]
 
 _WRAPPED = "_checkpoint_wrapped_module."
-"""What torch's `checkpoint_wrapper` puts into names, and takes out of those of state dictionaries."""
+"""The part that torch's `checkpoint_wrapper` puts into names, and takes out of names in state dictionaries."""
 
 
 def named_parameters(

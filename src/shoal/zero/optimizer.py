@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         name: of the parameter.
         start: of its flat values, in the carrier's order.
         stop: behind the last one.
-        parameter: what the optimizer steps; its state is `optimizer.state[parameter]`.
+        parameter: the tensor that the optimizer steps; its state is `optimizer.state[parameter]`.
         values: one-dimensional, `stop - start` of them, in memory that may be written.
     """
 
@@ -43,13 +43,13 @@ class Piece(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What this rank holds, bytes of memory (padding included), each storage counted once.
+    """The memory that this rank holds, in bytes (padding included), each storage counted once.
 
     Attributes:
         parameters: of the model, frozen ones too.
         gradients: of all kinds.
         state: of the optimizer, and its float32 copies of the parameters.
-        messages: for what is on its way, kept from one step to the next: about four buckets. The laws leave it out.
+        messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
     """
 
     parameters: int
@@ -64,7 +64,7 @@ class Memory(NamedTuple):
 
 
 class Carrier(Protocol):
-    """What partitions a model: `FlatEngine` for stages 1 and 2, FSDP2 for stage 3."""
+    """The engine that partitions a model: `FlatEngine` for stages 1 and 2, FSDP2 for stage 3."""
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes in this block keep their gradients to this rank."""
@@ -75,7 +75,7 @@ class Carrier(Protocol):
         ...
 
     def gradients(self) -> list[torch.Tensor]:
-        """What this rank keeps of the averaged gradients."""
+        """This rank's part of the averaged gradients."""
         ...
 
     def finite(self) -> bool:
@@ -103,7 +103,7 @@ class Carrier(Protocol):
         ...
 
     def pieces(self) -> Iterator[Piece]:
-        """What this rank keeps of the parameters, in an order of its own."""
+        """This rank's part of the parameters, in an order of its own."""
         ...
 
     def orders(self) -> Mapping[str, Order]:
@@ -119,22 +119,23 @@ class Carrier(Protocol):
         ...
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """What is held beside parameters and their `grad`: gradients, and copies of parameters."""
+        """Memory beside parameters and their `grad`: gradients, and copies of parameters."""
         ...
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Made by `shoal.zero.shard`. Call `step` and `zero_grad` as with any optimizer, on all ranks.
 
-    Its `param_groups` hold what this rank keeps; learning rates and all else in them are the user's, and schedulers
-    work on it. Gradients are clipped with `clip_grad_norm_` of this object: torch's own sees those of one rank.
+    Its `param_groups` hold this rank's part; learning rates and all other options in them are the user's, and
+    schedulers work on it. Gradients are clipped with `clip_grad_norm_` of this object: torch's own sees those of one
+    rank.
 
     Args:
         model: that is trained.
-        inner: steps what this rank keeps.
+        inner: steps this rank's part.
         carrier: partitions the model.
         collectives: among the ranks.
-        listed: names of the parameters that the user gave to each group, whoever keeps them.
+        listed: names of the parameters that the user gave to each group, whichever rank keeps them.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
@@ -163,7 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.names = [[name for name in group if name in trained] for group in listed]
         self._model, self._skip_nonfinite = model, skip_nonfinite
         super().__init__([{"params": [torch.zeros(())]}], dict(inner.defaults))
-        # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
+        # Both optimizers show the same groups and statistics: schedulers and trainers hold on to either one.
         self.param_groups, self.state = inner.param_groups, inner.state
 
     # ------------------------------------------------------------------------------------------------------- training
@@ -226,13 +227,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return total ** (1.0 / kind)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step what this rank keeps; afterwards all ranks have all new parameters (stage 3: their shares).
+        """Step this rank's part; afterwards all ranks have all new parameters (stage 3: their shares).
 
         Args:
             closure: computes the loss again, and its gradients.
 
         Returns:
-            What the closure returned.
+            The result of the closure.
 
         Raises:
             LocalError: the last backward pass was within `no_sync`, or the model or its gradients were changed in a
@@ -272,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What torch's GradScaler asks before it steps, or does not, as it finds on this rank."""
+        """The attribute by which torch's GradScaler decides, from this rank's gradients alone, whether to step."""
         if not any(isinstance(each, DTensor) for group in self.param_groups for each in group["params"]):
             raise LocalError(
                 "a GradScaler cannot be used in stages 1 and 2, where each rank would decide for itself whether it "
@@ -325,7 +326,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------- counters
 
     def memory(self) -> Memory:
-        """What this rank holds now. The laws of `shoal.zero.laws` say what it should be."""
+        """The memory that this rank holds now. The laws of `shoal.zero.laws` predict it."""
         parameters = list(self._model.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         more_gradients, copies = self.carrier.kept()
@@ -338,7 +339,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
 
     def traffic(self) -> Traffic:
-        """What this rank has sent since it was sharded: bytes of tensors, without the headers of messages."""
+        """The bytes of tensors that this rank has sent since sharding, without the headers of messages."""
         now = self.collectives.traffic
         return Traffic(now.reduced, now.gathered, now.steps)
 
@@ -347,7 +348,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The part of this rank, for the same rank of a group that is sharded alike; `shoal.zero.save` writes all.
 
-        ``share`` in it tells whose it is, and of what.
+        Its ``share`` names the rank and the model that it belongs to.
         """
         return {**self.inner.state_dict(), "share": self._share()}
 
@@ -356,10 +357,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {"rank": self.collectives.rank, "ranks": self.collectives.ranks, "groups": self.listed, "pieces": pieces}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave on this rank.
+        """Load the result of `state_dict` of this rank.
 
         Raises:
-            ConfigError: it is of another rank, or of what was sharded otherwise, or does not fit.
+            ConfigError: it is of another rank or of another sharding, or does not fit.
         """
         here, there = self._share(), state_dict.get("share")
         if there != here:

@@ -3,12 +3,12 @@
 Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps whole tensors, two
 others flat pieces of them, as two ranks would step their tiles. Gradients are the same, and go through several regimes,
 since some optimizers look beyond a value only now and then: AdamP where gradient and weight are orthogonal, others
-behind a spike, or when a gradient keeps its direction. If weights differ, the optimizer needs whole tensors. So it does
-if it keeps anything else than a value for each value and single numbers that do not depend on the cuts, whatever its
-weights are: Shampoo may first use what it keeps after a thousand steps.
+behind a spike, or when a gradient keeps its direction. If weights differ, the optimizer needs whole tensors. The same
+holds if it keeps anything other than a value for each value and single numbers that do not depend on the cuts, even if
+its weights are equal: Shampoo may first use its other values after a thousand steps.
 
-What cannot be tried is refused: a step that raises, or draws random numbers. A probe leaves nothing behind: model,
-optimizer and generators of random numbers are as they were, and it always finds the same.
+An optimizer that cannot be tried is refused: one whose step raises, or draws random numbers. A probe leaves nothing
+behind: model, optimizer and generators of random numbers are as they were, and it always finds the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["why_not_cut"]
 _SEED = 20261123
 _STEPS, _COMPARED_EVERY = 36, 6
 _TOLERANCE = 5e-5
-"""Of how far weights have moved. Pieces may be rounded otherwise: 7e-6 was seen at most, and else 3e-4 at least."""
+"""Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least."""
 _LEAST_RATE = 1e-3
 """A warm-up begins with 0, with which nothing moves."""
 _CUTS = (0.0, 0.29, 0.71, 1.0)
@@ -51,7 +51,7 @@ class _Subject(NamedTuple):
         group: whose number it has in the optimizer.
         real: one of those parameters.
         values: to begin with.
-        state: what the optimizer keeps of such a tensor before its first step.
+        state: the optimizer's state of such a tensor before its first step.
     """
 
     group: int
@@ -82,7 +82,7 @@ def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | N
         return problem
     with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:  # what makes a matrix of each tensor's rows, and would take long for large ones, is found by small ones
+        try:  # optimizers that make a matrix of a tensor's rows are slow on large tensors: small ones show them first
             for shapes in (_SHAPES, _LARGE):
                 subjects = list(_subjects(inner, shapes))
                 if subjects and (problem := _tried(subjects, inner, model, chance)):
@@ -94,7 +94,7 @@ def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | N
 
 
 def _subjects(inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[int, ...]]]) -> Iterator[_Subject]:
-    """What to try: tensors for each kind of parameters, in each kind of groups. A learning rate makes no kind."""
+    """The subjects: tensors for each kind of parameters, in each kind of groups. Learning rates make no new kind."""
     known = set()
     for number, group in enumerate(inner.param_groups):
         settings = repr({key: each for key, each in group.items() if key not in ("params", "lr", "initial_lr")})
@@ -175,7 +175,7 @@ def _by_row(shape: Sequence[int]) -> torch.Tensor:
 def _copy(
     inner: torch.optim.Optimizer, model: torch.nn.Module, subjects: Sequence[_Subject], parts: Sequence[_Part]
 ) -> torch.optim.Optimizer:
-    """The same optimizer, of these tensors; of the model it knows nothing."""
+    """The same optimizer, of these tensors; it has no reference to the model."""
     made = object.__new__(type(inner))
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update(deepcopy(_common(inner)))
@@ -196,7 +196,7 @@ def _copy(
 
 
 def _fitted(value: Any, real: torch.Tensor, shape: Sequence[int]) -> Any:
-    """What an optimizer keeps of a parameter from the beginning, for a tensor in its place: its values, repeated."""
+    """The optimizer's first state of a parameter, for a tensor in its place: its values, repeated."""
     if not isinstance(value, torch.Tensor) or value.shape != real.shape:
         return value
     numel = math.prod(shape)
@@ -273,7 +273,7 @@ def _number(value: Any) -> float | None:
 
 @contextlib.contextmanager
 def _same_chance(devices: Iterable[torch.device]) -> Iterator[Callable[[], object]]:
-    """Behind this block generators of random numbers are as they were; gives what tells whether they are in it."""
+    """After this block, random generators are as they were; yields a check whether they were used in it."""
     modules = [(torch.get_device_module(device), device) for device in devices if device.type != "cpu"]
     of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     of_devices = [module.get_rng_state(device) for module, device in modules]

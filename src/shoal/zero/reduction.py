@@ -4,11 +4,11 @@ When all gradients of a bucket are there, it is sent, while the backward pass go
 the ranks, in float32 if the values have 16 bits. The end of a pass waits for all that is on its way.
 
 - Stage 1 keeps all gradients, each bucket's in one tensor; those of the own tiles are where the mean goes.
-- Stage 2 frees them as soon as they are sent; what it keeps is the mean for each own tile.
+- Stage 2 frees them as soon as they are sent; it keeps only the mean for each own tile.
 
-Invariant: between passes the `.grad` of each own tile is the mean over the ranks of all that was reduced since it was
-cleared; what was not reduced is in the buckets' `local`; and in the parameters' own `.grad` there are stand-ins
-(`standins`), which tell what the user clears.
+Invariant: between passes the `.grad` of each own tile is the mean over the ranks of all gradients reduced since it was
+cleared. Gradients that were not reduced are in the buckets' `local`. The parameters' own `.grad` hold stand-ins
+(`standins`), which show what the user clears.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["Reduction"]
 PATIENCE_S = 5.0
 """How long a backward pass waits for buckets that are on their way, the first time; afterwards it does not."""
 _IN_FLIGHT = 2
-"""So many buckets are sent at once: what is received for them is the only memory that a reduction takes."""
+"""So many buckets are sent at once: the memory for their messages is the only memory that a reduction takes."""
 
 
 class _Flight(NamedTuple):
@@ -52,7 +52,7 @@ class Reduction:
     Args:
         parameters: by name, in the same order on all ranks.
         buckets: that they are in.
-        own: what gets the means: the tiles of this rank.
+        own: the tiles of this rank, which get the means.
         stage: 1 or 2.
         collectives: among the ranks.
     """
@@ -104,9 +104,9 @@ class Reduction:
             self._syncing = before
 
     def _before(self, name: str, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A gradient is about to be added to what is in `.grad`."""
+        """A gradient is about to be added to `.grad`."""
         if gradients[0] is None:
-            return  # nothing will be
+            return  # no gradient will be added
         if torch.is_grad_enabled():
             raise LocalError(
                 "backward(create_graph=True) cannot be reduced: call torch.autograd.grad(create_graph=True) for what "
@@ -258,7 +258,7 @@ class Reduction:
     def _add(
         self, bucket: Bucket, gradients: torch.Tensor, tiles: Sequence[Tile], pieces: Sequence[torch.Tensor]
     ) -> None:
-        """Take in what all ranks have for some of our tiles, which lie side by side."""
+        """Take in the values of all ranks for some of our tiles, which lie side by side."""
         total = sum_in_order(pieces, self._collectives.rank).div_(self._collectives.ranks)
         self._totals.append(total.sum())
         offset = 0
@@ -273,7 +273,7 @@ class Reduction:
                 values.grad = mean.to(values.dtype, copy=True)
 
     def _end(self) -> None:
-        """The pass is over: reduce what got no gradient in it, and wait for everything."""
+        """The pass is over: reduce parameters that got no gradient in it, and wait for everything."""
         if not self._running:
             return
         with self._unless_lost():
@@ -296,7 +296,7 @@ class Reduction:
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Without a rank, or if one is at another model, nothing that is on its way arrives: let it be."""
+        """Give up all messages under way: without a rank, or with one at another model, none of them arrives."""
         try:
             yield
         except (RankLost, LocalError) as error:
@@ -309,7 +309,7 @@ class Reduction:
 
     def clear(self) -> None:
         """Let go of all gradients."""
-        self._end()  # of a pass that broke off: others wait for what is left of it
+        self._end()  # of a pass that broke off: others wait for the rest of it
         self._stand_ins.clear()
         for bucket in self._buckets:
             bucket.local = None
@@ -367,7 +367,7 @@ class Reduction:
                     "gradients in param_groups were changed, and each rank has others there: clip with "
                     "optimizer.clip_grad_norm_(), and change the loss instead of gradients"
                 )
-        self._versions.clear()  # whoever asked may change them
+        self._versions.clear()  # the caller may change them
 
     def finite(self) -> bool:
         """Whether they hold nothing infinite, and only numbers. Raises as `gradients` does."""

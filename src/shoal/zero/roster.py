@@ -1,4 +1,4 @@
-"""Which parameters a model had when it was sharded, and which of them were trained: others are not looked after."""
+"""The parameters that a model had when it was sharded, and which were trained: others are not handled."""
 
 from __future__ import annotations
 

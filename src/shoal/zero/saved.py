@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on disk, and how values are found in it.
+"""The format of a checkpoint on disk, and how values are found in it.
 
 A checkpoint is a folder that all ranks write together, on a file system that they share::
 
@@ -6,9 +6,9 @@ A checkpoint is a folder that all ranks write together, on a file system that th
         index.json                        what there is, and where
         rank-00000-of-00004.safetensors   what rank 0 kept: its pieces of the parameters, and their optimizer state
 
-A piece is a range of a parameter's values in their flat order. Whoever loads looks up which saved pieces overlap with
-its own, so the number of ranks, the stage and the owners may all be others than before. A piece has its state and its
-step counter with it: it can be moved or replaced on its own.
+A piece is a range of a parameter's values in their flat order. A loading rank looks up which saved pieces overlap with
+its own, so the number of ranks, the stage and the owners may all differ from before. A piece has its state and its step
+counter with it: it can be moved or replaced on its own.
 
 The folder gets its name when all of it is written: there is a whole checkpoint under that name, or none. `load` changes
 nothing before every rank has read all it needs.
@@ -87,12 +87,12 @@ def _place(piece: Piece | Range) -> str:
 
 
 def value_key(piece: Piece | Range) -> str:
-    """What a piece's values are under."""
+    """The key of a piece's values."""
     return f"{_place(piece)}|value"
 
 
 def state_key(piece: Piece | Range, key: str) -> str:
-    """What one of a piece's statistics is under."""
+    """The key of one of a piece's statistics."""
     return f"{_place(piece)}|state|{key}"
 
 
@@ -102,7 +102,7 @@ def exact(value: float) -> torch.Tensor:
 
 
 def number(value: torch.Tensor, kind: str) -> float:
-    """What `exact` made of a number of this type."""
+    """Read the result of `exact` for a number of this type."""
     kinds: dict[str, type[float]] = {"bool": bool, "int": int, "float": float}
     return kinds[kind](value.item())
 
@@ -115,7 +115,7 @@ def typed(value: Any) -> list[Any]:
 
 
 def untyped(entry: Sequence[Any]) -> Any:
-    """What `typed` was given."""
+    """The value that `typed` was given."""
     kind, value = entry
     return torch.tensor(value, dtype=getattr(torch, kind[6:])) if kind.startswith("torch.") else value
 
@@ -196,7 +196,7 @@ class Saved:
         return self._in_order(wanted, self._values)
 
     def _in_order(self, wanted: Piece | Range, read: Callable[[Piece | Range], torch.Tensor]) -> torch.Tensor:
-        """What is read of a range, which is one of another order of the values if they were saved so."""
+        """The saved values of a range; the range is converted if the values were saved in another order."""
         entry, here = self.index["parameters"][wanted.name], self._orders.get(wanted.name)
         shape, there = torch.Size(entry["shape"]), entry.get("order")
         if (there and tuple(there)) == (here and tuple(here)):
@@ -235,7 +235,7 @@ class Saved:
         return found
 
     def _overlaps(self, wanted: Piece | Range) -> Iterator[tuple[Range, str, slice]]:
-        """The saved pieces that a range needs, the file of each, and what of it."""
+        """The saved pieces that a range needs, the file of each, and the part of each."""
         at = wanted.start
         for start, stop, file in self._places.get(wanted.name, ()):
             if start <= at < min(stop, wanted.stop):
@@ -256,7 +256,7 @@ class Whole:
         orders: in which order whoever asks counts the values of a parameter.
 
     Raises:
-        ConfigError: it is none, or its optimizer has other groups.
+        ConfigError: it is no checkpoint, or its optimizer has other groups.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class Whole:
 
 
 def _identity(path: Path) -> str:
-    """Of a file that `torch.save` wrote: the checksums of all that is in it."""
+    """The checksums of all entries in a file that `torch.save` wrote."""
     with zipfile.ZipFile(path) as archive:
         entries = [(each.file_size, each.CRC) for each in archive.infolist()]
     return hashlib.sha256(repr(entries).encode()).hexdigest()[:16]

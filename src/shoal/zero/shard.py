@@ -75,21 +75,20 @@ def shard(
         dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
             parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
             bfloat16 parameters gets float32 copies in any case; stage 3 refuses one that mixes dtypes. In stages 1 and
-            2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; what is written
-            into a parameter later counts as it is rounded there. Frozen ones keep their float32 values as well, each
-            rank its share.
+            2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; values written into
+            a parameter later are rounded there. Frozen ones keep their float32 values as well, each rank its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
         units: stage 3: which modules are gathered together, while they run, and freed behind that: such as
-            ``model.layers``, or modules of any kind. What is in none of them is gathered as long as the model runs.
+            ``model.layers``, or modules of any kind. Parameters outside of them stay gathered while the model runs.
             None for the members of the model's outermost `ModuleList`s and `Sequential`s.
 
     Returns:
         The same model, and its optimizer.
 
     Raises:
-        ConfigError: an argument is wrong, on any rank, or ranks differ in what they give: raised on all ranks. The
-            model is as it was then, but for values of rank 0; in stage 3 it may be partitioned already: call this again
-            with the same stage and dtype.
+        ConfigError: an argument is wrong on any rank, or ranks give different arguments: raised on all ranks. The model
+            is as it was then, but for values of rank 0; in stage 3 it may be partitioned already: call this again with
+            the same stage and dtype.
         RankLost: a rank is gone.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -138,7 +137,7 @@ def shard(
 
 
 def _units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None, stage: int) -> list[torch.nn.Module]:
-    """What stage 3 gathers together; nothing for others. Raises `ConfigError`."""
+    """The modules that stage 3 gathers together; none for other stages. Raises `ConfigError`."""
     if stage == 3 and not is_sharded(model):
         return find_units(model, given)
     if given is not None:
@@ -152,7 +151,7 @@ def _places(model: torch.nn.Module, parts: Sequence[torch.nn.Module]) -> str:
 
 
 def _description(model: torch.nn.Module) -> str:
-    """All that ranks must have in common of a model."""
+    """The description of a model that must be equal on all ranks."""
     lines = ["fully_shard was applied" if is_sharded(model) else "fully_shard was not applied"]
     first: dict[int, str] = {}
     for name, parameter in named_parameters(model, remove_duplicate=False):
@@ -166,7 +165,7 @@ def _description(model: torch.nn.Module) -> str:
 
 
 def _groups(inner: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> str:
-    """The optimizer, as far as ranks must have it in common."""
+    """The description of an optimizer that must be equal on all ranks."""
     lines = [type(inner).__name__]
     lines += [f"group {number} has {len(listed)} parameters: {' '.join(listed)}" for number, listed in enumerate(names)]
     return "\n".join([*lines, described(inner.param_groups)])
@@ -183,7 +182,7 @@ def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
         if not tensor.numel():
             continue
         whole = tensor.detach().to(collectives.device).contiguous()
-        values = whole.view(-1).view(torch.uint8)  # whatever the backend knows of dtypes
+        values = whole.view(-1).view(torch.uint8)  # bytes, so that the backend need not know the dtype
         with collectives.watch.named(turn):
             dist.broadcast(values, root, group=collectives.group)
         if whole.data_ptr() != tensor.data_ptr():
@@ -198,7 +197,7 @@ def _cut(
     dtype: torch.dtype | None,
     collectives: Collectives,
 ) -> FlatEngine:
-    """Stages 1 and 2: cut what is trained into tiles, and give the optimizer those of this rank."""
+    """Stages 1 and 2: cut trained parameters into tiles, and give the optimizer those of this rank."""
     names = _names(inner, parameters)
     listed = {id(each) for each in _listed(inner) if each.requires_grad and each.numel()}
     trained = {name: each for name, each in parameters.items() if id(each) in listed}
@@ -219,7 +218,7 @@ def _narrow(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tenso
 
 
 class _Cast:
-    """A hook that casts what a model is called with. It has a name, so that the model can be pickled."""
+    """A hook that casts the arguments of a model. It has a name, so that the model can be pickled."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -234,7 +233,7 @@ class _Cast:
 def _build(
     factory: OptimizerFactory, model: torch.nn.Module, parameters: Mapping[str, torch.nn.Parameter], *, cuts: bool
 ) -> torch.optim.Optimizer:
-    """Call the factory, and look at what it built, for stages that cut parameters or not. Raises `ConfigError`."""
+    """Call the factory, and check its optimizer, for stages that cut parameters or not. Raises `ConfigError`."""
     inner = factory([each for each in parameters.values() if each.requires_grad])
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(f"optimizer_factory must return a torch optimizer, got {type(inner).__name__}")

@@ -1,10 +1,10 @@
-"""What lies in `.grad` of a parameter whose gradient is not there, but with its owners.
+"""Stand-ins in `.grad` of parameters whose gradients are not there, but with their owners.
 
-A stand-in has the parameter's shape and no memory: all its values are one, which is no number. So a gradient counts as
-cleared when its stand-in is gone from `.grad`, whoever took it away (`model.zero_grad()`, that of a module around it or
-of a compiled one, `parameter.grad = None`), or when zeros were written over it (`set_to_none=False`). Nobody can take
-it for a gradient either: what is computed from it is no number, and torch refuses to scale it in place, as its own
-`clip_grad_norm_` would.
+A stand-in has the parameter's shape and no memory: all its elements are one and the same value, NaN. So a gradient
+counts as cleared when its stand-in is gone from `.grad`, however that happened (`model.zero_grad()`, that of a module
+around it or of a compiled one, `parameter.grad = None`), or when zeros were written over it (`set_to_none=False`).
+Nobody can take it for a gradient either: everything computed from it is NaN, and torch refuses to scale it in place, as
+its own `clip_grad_norm_` would.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["StandIns"]
 
 
 class StandIns:
-    """For some parameters.
+    """The stand-ins of some parameters.
 
     Args:
         parameters: by name.
@@ -54,7 +54,7 @@ class StandIns:
         self._held[name] = None
 
     def lift(self, name: str) -> None:
-        """A gradient is about to be added: to nothing, since what there was is elsewhere."""
+        """A gradient is about to be added: take the stand-in away, since the earlier gradient is elsewhere."""
         if self._parameters[name].grad is self._of[name]:
             self._parameters[name].grad = None
 
@@ -75,7 +75,7 @@ class StandIns:
         """Names of those that others have cleared since they were taken; each is told once.
 
         Raises:
-            LocalError: something else than zeros was written over one.
+            LocalError: other values than zeros were written over one.
         """
         if not self._held:
             return []

@@ -1,9 +1,9 @@
-"""Tiles: the coordinates that everything sharded is named by.
+"""Tiles: the coordinates that name all sharded values.
 
 A tile is a range of a parameter's values in their flat order (`layout`), at most `tile_numel` of them. Where the cuts
 are depends on the model alone, not on how many ranks there are: so ranks of different groups can speak of the same
-tile, and one tile's values and optimizer state can be kept, moved and versioned on their own. Who owns a tile is looked
-up in the `Plan`, and computed nowhere else.
+tile, and one tile's values and optimizer state can be kept, moved and versioned on their own. The owner of a tile is
+looked up in the `Plan`, and computed nowhere else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Which tiles there are, and who owns which.
+    """All tiles, and the owner of each.
 
     Attributes:
         tiles: all, in the order of the parameters; those of a parameter cover it without a gap.
@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def schema(self) -> str:
-        """A hash of the cuts, whoever owns them: equal where tiles mean the same."""
+        """A hash of the cuts, whichever rank owns them: equal if tiles mean the same."""
         return hashlib.sha256("\n".join(map(str, self.tiles)).encode()).hexdigest()
 
 
@@ -115,7 +115,7 @@ def cut(numels: Mapping[str, int], numel: int) -> list[Tile]:
 def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
     """Give each rank an equal share of each bucket, to a tile, and of all buckets together.
 
-    In a bucket each rank has consecutive tiles, so that what it sends to another rank is one piece.
+    In a bucket each rank has consecutive tiles, so that it sends one piece to each other rank.
 
     Args:
         buckets: tiles that are sent together.
@@ -127,7 +127,8 @@ def assign(buckets: Iterable[Sequence[Tile]], ranks: int) -> Plan:
     for bucket in buckets:
         size = sum(tile.numel for tile in bucket)
         share = (sum(load) + size) / ranks
-        # What each rank lacks is cut off the bucket, one after another; a tile goes to whom its middle belongs to.
+        # The share that each rank lacks is cut off the bucket, one after another; a tile goes to the owner of its
+        # middle.
         lacks = [max(share - each, 0.0) for each in load]
         edges = [edge * size / sum(lacks) for edge in accumulate(lacks)] if size else []
         place = 0

@@ -2,8 +2,8 @@
 
 FSDP2 makes a whole parameter once, frees and fills its memory, and puts it into the module in place of the shard while
 a unit runs. Autograd adds gradients to it; behind a pass they are reduced into the shard's, or wait in the whole one
-if nothing is to be sent yet (`no_sync`), where no program sees them: so the shard has a gradient of zeros meanwhile,
-which tells what is cleared, whoever clears it, and to which FSDP2 adds the rest.
+if nothing is to be sent yet (`no_sync`), where no program sees them: so the shard has a gradient of zeros meanwhile. It
+shows when the gradient is cleared, by anybody, and FSDP2 adds the rest to it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Unsharded"]
 
 
 class _Mark(NamedTuple):
-    """What a shard's gradient was when whole ones began to wait: to see who changes it."""
+    """The state of a shard's gradient when whole ones began to wait, to notice changes by others."""
 
     gradient: torch.Tensor
     version: int
@@ -36,8 +36,8 @@ class Unsharded:
 
     Args:
         shards: the parameters, by name.
-        units: whose parameters are gathered together. Each of them is gathered once, here, so that every whole
-            parameter is known before it is used, in whichever way.
+        units: the modules whose parameters are gathered together. Each of them is gathered once, here, so that every
+            whole parameter is known before it is used, in whichever way.
 
     Attributes:
         parameters: the whole ones, by name. Their memory may be freed.
@@ -53,7 +53,7 @@ class Unsharded:
         self._marks: dict[str, _Mark] = {}  # of those whose whole gradient waits
         self._task = -1
         self._nodes: list[torch.autograd.graph.Node] = []  # hooks live as long
-        self._together: list[list[str]] = []  # what FSDP2 reduces at once
+        self._together: list[list[str]] = []  # the parameters that FSDP2 reduces at once
         names = {id(shard): name for name, shard in shards.items()}
         for unit in units:
             unit.unshard()
@@ -87,7 +87,7 @@ class Unsharded:
         return gradient
 
     def _before(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """A gradient is about to be added to what is in a whole parameter."""
+        """A gradient is about to be added to that of a whole parameter."""
         if gradients[0] is not None and self._task != (task := present_pass()):
             self._task = task
             self._look()
@@ -109,7 +109,7 @@ class Unsharded:
         self._marks[name] = _Mark(shard.grad, shard.grad._version)  # noqa: SLF001 (counts changes)
 
     def _widen(self) -> None:
-        """What is reduced at once must have one dtype: if some of it waits in float32, all of it does."""
+        """Gradients that are reduced at once must have one dtype: if some wait in float32, all of them do."""
         for names in self._together:
             trained = [name for name in names if self.parameters[name].requires_grad]
             waiting = [self._managed[name].unsharded_accumulated_grad for name in trained]
@@ -190,10 +190,10 @@ class Unsharded:
         return count if gradient is not None and gradient is self._shards[name].grad else 0
 
     def used(self, name: str) -> bool:
-        """Whether a parameter got a gradient that was not cleared since; what FSDP2 makes for others is zero."""
+        """Whether a parameter got a gradient that was not cleared since; FSDP2 makes zeros for others."""
         gradient = self._shards[name].grad
         return gradient is not None and (name in self._used or bool(local(gradient).any()))
 
     def change(self) -> None:
-        """They are about to be others: what was computed from them cannot be differentiated any more."""
+        """The parameters are about to change: values computed from them cannot be differentiated any more."""
         increment_version(list(self.parameters.values()))

@@ -1,13 +1,13 @@
-"""Who is gone, when a collective fails.
+"""Names the rank that is gone when a collective fails.
 
 `torch.distributed` says that a connection was closed or that time is up, not which rank is at fault: when one process
 dies, others fail because of each other. So each rank counts up a key of its own in the group's store, and when
-something fails, those whose count stands still are named. If all are alive, what each of them was about is: ranks that
-do not call the same things in the same order wait for each other until the group's time is up.
+something fails, those whose count stands still are named. If all are alive, the operation of each one is named: ranks
+that do not call the same things in the same order wait for each other until the group's time is up.
 
 A process that is frozen (stopped, swapping, its machine asleep) closes no connection, and may wake: it is not lost
-before the group's time is up. Meanwhile whoever waits for it names it in a warning. The store may be in the frozen
-process: so one thread asks it, and another one looks at the answers.
+before the group's time is up. Meanwhile each rank that waits for it names it in a warning. The store may be in the
+frozen process: so one thread asks it, and another one looks at the answers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ VERDICT_S = 4 * BEAT_S
 FROZEN_BEATS = 5
 """A rank whose count stands still so long, while another one waits, seems to be frozen."""
 _WAITED_BEATS = 1
-"""How long something waits before others' counts are read."""
+"""How long an operation waits before others' counts are read."""
 _ANSWER_S = 5 * VERDICT_S
 """How long a verdict may take: the store may be in a process that is frozen."""
 _NO_STORE = "the store of the process group, or the process that holds it (rank 0 or a launcher),"
@@ -71,30 +71,30 @@ class Watch:
         self._end = weakref.finalize(self, _end, self._closed, threads)
 
     def close(self) -> None:
-        """Stop to beat."""
+        """Stop beating."""
         self._end()
 
     def turn(self, doing: str) -> str:
-        """A name for what all ranks are about to do together: the how many-th it is, and what."""
+        """A name for the next operation of all ranks together: its number and its kind."""
         self._turn += 1
         return f"operation {self._turn}, {doing}"
 
     @contextlib.contextmanager
     def named(self, turn: str) -> Iterator[None]:
-        """Turn the failure of what `turn` named into `RankLost`, which names the ranks that are gone.
+        """Turn the failure of an operation that `turn` named into `RankLost`, which names the ranks that are gone.
 
-        Who is frozen while this waits is named in a warning.
+        A rank that is frozen while this waits is named in a warning.
         """
         self._pulse.waits[turn] = self._pulse.looks
         try:
             yield
-        except RuntimeError as error:  # what all backends raise
+        except RuntimeError as error:  # the error of all backends
             raise self.verdict(error, turn) from error
         finally:
             self._pulse.waits.pop(turn, None)
 
     def verdict(self, error: RuntimeError, turn: str) -> RankLost:
-        """Who is to blame for an error; takes up to `VERDICT_S`, or somewhat longer if the store does not answer."""
+        """The ranks to blame for an error; takes up to `VERDICT_S`, or a bit longer if the store does not answer."""
         found: list[RankLost] = []
         thread = threading.Thread(target=lambda: found.append(self._verdict(error, turn)), daemon=True)
         thread.start()
@@ -124,7 +124,7 @@ class Watch:
         return RankLost(f"{names} gone, without a sign of life for {VERDICT_S:g} s; what failed: {said}", lost)
 
     def _agreed(self, still: list[int]) -> list[int]:
-        """The first verdict of all: whoever ends because of it stops to beat, and must not be blamed in its turn."""
+        """The first verdict of all counts: a rank that ends because of it stops beating, and must not be blamed."""
         if not still:
             return []
         verdict = self._store.compare_set(_VERDICT, "", " ".join(map(str, still)))
@@ -153,11 +153,11 @@ class _Count(NamedTuple):
 
 
 class _Pulse:
-    """What the threads of one rank know.
+    """The state that the threads of one rank share.
 
     Attributes:
         ranks: all but this one.
-        waits: what this rank waits for, and since which look.
+        waits: the operations that this rank waits for, and since which look.
         beats: how often this rank has beaten.
         looks: how often it has looked around.
         counts: of the other ranks, as they were last read; empty while nothing waits.
@@ -171,13 +171,13 @@ class _Pulse:
 
     @property
     def waiting(self) -> str:
-        """What has been waited for some time; empty if nothing has."""
+        """The operation that has waited for some time; empty if none has."""
         return next((turn for turn, since in list(self.waits.items()) if self.looks - since >= _WAITED_BEATS), "")
 
 
 def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
     """Count up, and read others' counts while this rank waits."""
-    with contextlib.suppress(RuntimeError):  # the store is gone: whoever asks will notice
+    with contextlib.suppress(RuntimeError):  # the store is gone: the next caller will notice
         while not closed.wait(BEAT_S) and dist.is_initialized():
             store.add(_key(pulse.rank), 1)
             found = {rank: store.add(_key(rank), 0) for rank in pulse.others} if pulse.waiting else {}
@@ -189,7 +189,7 @@ def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
 
 
 def _look(_: Store, pulse: _Pulse, closed: threading.Event) -> None:
-    """Say who seems to be frozen, once for each time."""
+    """Warn of ranks that seem to be frozen, once for each time."""
     said: set[str] = set()
     last = _Count(0, 0)
     while not closed.wait(BEAT_S) and dist.is_initialized():

@@ -39,7 +39,7 @@ def full_state_dict(
     for name, value in model.state_dict(keep_vars=True).items():
         if id(value) in but:
             continue
-        if not isinstance(value, torch.Tensor):  # what a module's get_extra_state gives
+        if not isinstance(value, torch.Tensor):  # the result of a module's get_extra_state
             if keep:
                 found[name] = value
             continue

@@ -1,4 +1,4 @@
-"""Every message of the protocol, and its version: the one place to see all that peers say to each other.
+"""Every message of the protocol, and its version: the one place that has all messages between peers.
 
 Messages are msgspec structs, encoded as MessagePack arrays with a tag in front. Fields may be added at the end with a
 default without a new protocol version; anything else is a new version. Tensor bytes are never inside a message: a
@@ -58,7 +58,7 @@ CheckDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: BLAKE3 of parameters."""
 
 MAX_EPOCH, MAX_SAMPLES = 2 * 10**7, 1 << 62
-"""No peer of a run has taken more swarm steps, or counts more samples: who says so is wrong."""
+"""No peer of a run has taken more swarm steps, or counts more samples: a peer that says so is wrong."""
 
 PartDigest = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 """16 bytes: GMAC of an encoded average, keyed by the round."""
@@ -68,7 +68,7 @@ RoundID = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of everything that is sent. The tag is the class name."""
+    """Base of all messages. The tag is the class name."""
 
     @property
     def scope(self) -> str:
@@ -152,7 +152,7 @@ def encode_plain(value: object) -> bytes:
     """
     try:
         packed = _plain_encoder.encode(value)
-        decode_plain(packed)  # what the others could not read is the caller's mistake, and said here
+        decode_plain(packed)  # a value that others could not read is the caller's mistake, and raised here
     except (TypeError, ValueError, RuntimeError, OverflowError, msgspec.MsgspecError) as error:
         raise ValueError(f"{error} (use numbers, text, bytes, lists and dictionaries)") from error
     return packed
@@ -172,10 +172,10 @@ _plain_encoder = msgspec.msgpack.Encoder(enc_hook=_as_number)
 
 
 def decode_plain(data: bytes | memoryview) -> Any:
-    """Read plain values that some peer's user gave: None, bool, numbers, text, bytes, lists, dictionaries.
+    """Read plain values that a peer's user gave: None, bool, numbers, text, bytes, lists, dictionaries.
 
-    Keys of dictionaries are no lists: these would become tuples, whose hashes anybody can make collide, so that a map
-    of 64 KiB takes seconds. Python keeps those of text and bytes secret.
+    Keys of dictionaries must not be lists. Lists would become tuples, whose hashes anybody can make collide, so that a
+    map of 64 KiB takes seconds. Python keeps the hashes of text and bytes secret.
 
     Raises:
         msgspec.MsgspecError: the bytes are not MessagePack of such values; says where.
@@ -211,10 +211,10 @@ def _dictionary(raw: memoryview, first: int) -> dict[Any, Any]:
 
 
 def read(decoder: msgspec.msgpack.Decoder[R], data: bytes | bytearray | memoryview | msgspec.Raw) -> R:
-    """Decode what may be hostile: whatever is wrong with it is one kind of error.
+    """Decode bytes that may be hostile: every fault in them raises the same kind of error.
 
     Raises:
-        msgspec.MsgspecError: the bytes are not MessagePack, or not what the decoder is for; says where.
+        msgspec.MsgspecError: the bytes are not MessagePack, or not of the decoder's type; says where.
     """
     try:
         return decoder.decode(data)
@@ -233,12 +233,12 @@ def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=256)
 def reply_type(request: type[Request[R]]) -> type[R]:
-    """What a request of this type is answered with."""
+    """The type of the reply to a request of this type."""
     return cast("type[R]", _type_arguments(request, Request)[0])
 
 
 def stream_types(opening: type[Opening[Up, Down]]) -> tuple[type[Up], type[Down]]:
-    """What opener and acceptor send on a stream of this type."""
+    """The types of the messages that opener and acceptor send on a stream of this type."""
     up, down = _type_arguments(opening, Opening)
     return up, down
 
@@ -257,7 +257,7 @@ class Contact(Message, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """First frame on a connection that carries calls: who dials, and where it listens itself."""
+    """First frame on a connection that carries calls: the peer that dials, and where it listens itself."""
 
     contact: Contact
 
@@ -321,7 +321,7 @@ class Noted(Message, frozen=True):
 
 
 class DialedBack(Message, frozen=True):
-    """What came of a `DialBack`: whether the asker was reached, and at which of its addresses (an IP address)."""
+    """The result of a `DialBack`: whether the asker was reached, and at which of its addresses (an IP address)."""
 
     reached: bool
     host: Annotated[str, msgspec.Meta(max_length=253)]
@@ -334,13 +334,13 @@ class DialBack(Request[DialedBack], frozen=True):
 
 
 class Ballast(Request[Noted], frozen=True):
-    """Bytes that are worth nothing: how long it takes until you have heard them is what the sender wants to know."""
+    """Bytes without meaning: the sender measures how long they take to reach you."""
 
     data: Annotated[bytes, msgspec.Meta(max_length=262144)]
 
 
 class Whereabouts(Request[Noted], frozen=True):
-    """I listen here from now on, in place of what I said before; nowhere, if there is no address."""
+    """I listen here from now on, no longer at the addresses that I named before; nowhere, if there is no address."""
 
     contact: Contact
 
@@ -420,7 +420,7 @@ class DhtStoreReply(Message, frozen=True):
 
 
 class DhtStore(Request[DhtStoreReply], frozen=True):
-    """Hold these records until they expire; then, if `find` names a key, say what is held for it."""
+    """Hold these records until they expire; after taking them, return the records of the key `find`, if it is set."""
 
     records: Annotated[list[Record], msgspec.Meta(max_length=256)]
     find: Key | None = None
@@ -532,7 +532,7 @@ class Abort(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """Decider to member: the connection with this member is lost. No contribution of it is to be waited for."""
+    """Decider to member: the connection with this member is lost. Do not wait for its contributions."""
 
     member: int
 
@@ -632,8 +632,8 @@ class Progress(Message, frozen=True):
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
     messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that is settled. With
     `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,
-    the digest of its own, and that of those which they were found equal to, to rounding where arithmetic differs.
-    `alone`: it is connected with nobody else of the run, or took its last step alone, and is not meant to.
+    the digest of its own parameters, and the digest of those that they were found equal to (to rounding, if arithmetic
+    differs). `alone`: it is connected with nobody else of the run, or took its last step alone, and is not meant to.
     """
 
     contact: Contact
@@ -651,7 +651,7 @@ class Progress(Message, frozen=True):
 
 
 class Standing(Message, frozen=True):
-    """What a peer told of another one that is at its own state: how many samples it has, by a clock of that other."""
+    """A peer's word about another peer at its own state: the other's samples, and the time by the other's clock."""
 
     peer: PeerID
     samples: Annotated[int, msgspec.Meta(ge=0)]
@@ -659,14 +659,14 @@ class Standing(Message, frozen=True):
 
 
 class ProgressTold(Message, frozen=True):
-    """Here I stand; with the others who are at my state, if together we have the samples of the next step."""
+    """My progress; with the other peers at my state, if together we have the samples of the next step."""
 
     progress: Progress
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
 
 
 class TellProgress(Request[ProgressTold], frozen=True):
-    """Here I stand, and others as in `ProgressTold`; where do you stand?"""
+    """My progress, and that of others as in `ProgressTold`; what is yours?"""
 
     run_id: str
     progress: Progress
@@ -682,7 +682,7 @@ class TellProgress(Request[ProgressTold], frozen=True):
 
 
 class ManifestReply(Message, frozen=True):
-    """What a donor offers: one consistent snapshot.
+    """The offer of a donor: one consistent snapshot.
 
     `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
     another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack. `infinite` are
@@ -762,12 +762,12 @@ class StepsFrom(Message, frozen=True):
 
 
 class StepTaken(Message, frozen=True):
-    """A step leads from the state `epoch`, `digest`, `samples` to the next one: what names that, and what it has.
+    """A step from the state `epoch`, `digest`, `samples` to the next one: the data that name and make the next state.
 
     Of a round: its `commit`, and how its vector was cut to parts (`slices`, `part_bytes`). Of a step that a peer took
-    alone: no commit, but `alone` and how many samples went into it. `agreement` (MessagePack) is how a step is taken;
-    without one states were averaged. `nbytes` is the size of the averages: the encoded parts one after another, or with
-    `raw` the values themselves.
+    alone: no commit, but `alone` and how many samples went into it. `agreement` (MessagePack) says how a step is taken;
+    without one, states were averaged. `nbytes` is the size of the averages: the encoded parts one after another, or
+    with `raw` the values themselves.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
@@ -836,7 +836,7 @@ class TraceEntry(Message, frozen=True):
 
 
 class Trace(Message, frozen=True):
-    """What a flight recorder holds, oldest first. `began` is wall clock, seconds, `now_s` seconds since then."""
+    """The content of a flight recorder, oldest first. `began` is wall clock, seconds, `now_s` seconds since then."""
 
     peer: PeerID
     pid: int
@@ -846,6 +846,6 @@ class Trace(Message, frozen=True):
 
 
 class GetTrace(Request[Trace], frozen=True):
-    """What happened at your place lately? At most `last` events."""
+    """Send me your latest events, at most `last` of them."""
 
     last: Annotated[int, msgspec.Meta(ge=0)] = 1000

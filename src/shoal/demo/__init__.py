@@ -4,17 +4,17 @@
 module             what it does
 =================  ==========================================================================================
 settings           the user's options, and the training settings all processes share
-messages           what supervisor and children say to each other (JSON lines)
+messages           the messages between supervisor and children (JSON lines)
 state              everything known about a run, as values: for screen, file and picture
 reducer            how facts change it; pure
-plan               what the demo does on purpose, and when (sans-IO)
+plan               the planned actions of the demo, and their times (sans-IO)
 supervisor         processes, signals, time; `run_demo` is here
 children           one child process: started, heard, told, ended
 lifeline           the child's side of it
 screen             the live screen and the plain lines
-conclusion         what came out, in sentences
-record             what came out, as JSON
-report             what came out, as a picture
+conclusion         the result, in sentences
+record             the result, as JSON
+report             the result, as a picture
 peer               a peer process: the training loop
 baseline           the single process it is compared with
 swarm              the only file here that uses shoal

@@ -1,12 +1,12 @@
 """Child processes of the supervisor: started, listened to, told things, and certainly ended.
 
-What holds for every child:
+These things hold for every child:
 
 - it is a direct child in a session of its own, so that the terminal's Ctrl+C reaches the supervisor alone;
 - its stdin is a pipe that only the supervisor holds: when the supervisor dies, however, the child reads the end of the
   pipe and exits (see `shoal.demo.lifeline`), so nothing outlives the demo;
-- its end is seen by the end of its stdout or of the process, whichever comes first, and is told once;
-- what it prints to stderr goes to its log file.
+- its end is seen by the end of its stdout or of the process, whichever comes first, and is reported once;
+- its stderr goes to its log file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What came out of a demo run, in sentences that say no more than was measured. For screen and picture."""
+"""The result of a demo run, in sentences that say no more than was measured. For screen and picture."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def comparison(state: DemoState) -> str:
 
 
 def losses_and_gains(state: DemoState) -> list[str]:
-    """Who was lost and who came, and what that cost."""
+    """The peers that were lost and that came, and the cost of both."""
     lines = []
     lost = [peer for peer in state.peers.values() if peer.lost]
     for peer in lost:

@@ -1,10 +1,10 @@
-"""What every child process of the demo does first: hold on to its supervisor by one pipe, and report through another.
+"""The first step of every child process: hold on to the supervisor by one pipe, and report through another.
 
 `Lifeline` needs nothing but the standard library and msgspec, so it stands before torch is imported. Its thread reads
 commands from stdin; when the pipe ends (the supervisor is gone, however it went) it ends this process at once, whatever
-the rest of it is doing. That is what makes `kill -9` of the supervisor leave nothing behind, without anything
-specific to one operating system. Where the kernel can do the same (Linux), it is asked to as well: while torch loads,
-no Python thread runs for up to two seconds.
+the rest of it is doing. So `kill -9` of the supervisor leaves nothing behind, without anything specific to one
+operating system. If the kernel can do the same (Linux), it is asked to as well: while torch loads, no Python thread
+runs for up to two seconds.
 """
 
 from __future__ import annotations

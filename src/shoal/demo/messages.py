@@ -1,4 +1,4 @@
-"""What the demo's supervisor and its children say to each other: JSON, one message a line.
+"""The messages between the demo's supervisor and its children: JSON, one message a line.
 
 ======================  =======================  =============================================================
 from                    through                  messages
@@ -55,7 +55,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
         judge_turn: it measures the held-out loss at epochs where `epoch % judge_every == judge_turn`. All peers hold
             the same weights, so one of them is enough for each epoch.
         judge_every: see `judge_turn`.
-        training: what all peers have in common.
+        training: the settings that all peers share.
     """
 
     name: str
@@ -69,7 +69,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BaselineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the single process that is compared with the swarm needs to know.
+    """The settings of the single process that is compared with the swarm.
 
     Attributes:
         epoch_samples: sequences in each epoch, as the swarm had them.
@@ -88,7 +88,7 @@ class BaselineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
-    """Base of what the supervisor tells a peer."""
+    """Base of the supervisor's messages to a peer."""
 
 
 class Stop(Command, frozen=True, kw_only=True):
@@ -105,11 +105,11 @@ class Leave(Command, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
-    """Base of what a child tells the supervisor."""
+    """Base of a child's messages to the supervisor."""
 
 
 class Working(Report, frozen=True, kw_only=True):
-    """What the peer does at the moment; sent about twice a second, and when it changes.
+    """The present work of the peer; sent about twice a second, and when it changes.
 
     Attributes:
         state: one or two words: "loading torch", "joining", "training", "averaging", "downloading", "waiting".
@@ -193,7 +193,7 @@ class Downloaded(Report, frozen=True, kw_only=True):
 
     Attributes:
         donors: printed peer ids.
-        bytes_received: size of what came.
+        bytes_received: size of the received state.
         duration_s: from the request to the verified state.
     """
 

@@ -134,14 +134,14 @@ def build_model(config: ModelConfig, *, seed: int) -> MaskedLM:
             elif name == "tokens.weight":
                 nn.init.normal_(parameter, std=0.05)  # small: it is also the output head
             elif parameter.dim() == 2 and not name.endswith("distance_bias"):
-                # What is added to the residual stream begins at half the size, so that depth does not blow it up.
+                # Values added to the residual stream begin at half the size, so that depth does not blow it up.
                 damping = 0.5 if name.endswith(("attention_out.weight", "down.weight")) else 1.0
                 nn.init.normal_(parameter, std=damping * parameter.shape[1] ** -0.5)
     return model
 
 
 def _first_distance_bias(config: ModelConfig) -> Tensor:
-    """[heads, 2T - 1]: what each head first adds to its scores, by the distance from the reader to the read token.
+    """[heads, 2T - 1]: the first bias of each head on its scores, by the distance from the reader to the read token.
 
     The first heads begin as "the token before", "the token after", "two before", ...; the last one sees everything
     alike. From there all of them learn.

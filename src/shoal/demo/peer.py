@@ -1,6 +1,6 @@
 """A peer process of the demo: an ordinary training loop with shoal's optimizer, and reports on stdout.
 
-`_loop` is what matters: loss, backward, step. Around it: the slower machine that this peer plays (it idles in
+The main part is `_loop`: loss, backward, step. Around it are the slower machine that this peer plays (it idles in
 proportion to what it computed), the held-out loss when it is this peer's turn, and the supervisor's few commands.
 """
 
@@ -36,12 +36,12 @@ def main(argument: str) -> None:
     line = Lifeline.hold()
     config = msgspec.json.decode(argument, type=PeerConfig)
     Peer(config, line).run()
-    # Everything was left in order; what other libraries' threads still do is not worth waiting for.
+    # Everything was left in order; work that other libraries' threads still do is not worth waiting for.
     os._exit(0)
 
 
 class Reporter:
-    """Keeps what the supervisor wants to know, and tells it: about twice a second, and at once when the state changes.
+    """Keeps the supervisor's data and reports it: about twice a second, and at once when the state changes.
 
     Used from the training loop and, for events, from shoal's thread.
 
@@ -113,7 +113,7 @@ class Peer:
     """One peer, from loading torch to leaving.
 
     Args:
-        config: what the supervisor said.
+        config: the supervisor's settings for this peer.
         line: the way to it.
     """
 
@@ -173,7 +173,7 @@ class Peer:
     def _judge(self, epoch: int, model: MaskedLM, held_out: list[Batch]) -> None:
         from shoal.demo.training import held_out_loss
 
-        # Epoch 0 is judged by everybody: the first loss must not hang on one peer's life.
+        # All peers judge epoch 0: the first loss must not depend on one peer's life.
         if epoch == 0 or epoch % self._config.judge_every == self._config.judge_turn:
             self._line.say(HeldOutLoss(epoch=epoch, loss=held_out_loss(model, held_out)))
 

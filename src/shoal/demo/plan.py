@@ -1,8 +1,9 @@
-"""What the demo does on purpose, and when: kill one peer, bring a new one, announce the end, give up.
+"""The planned actions of the demo, and their times: kill one peer, bring a new one, announce the end, give up.
 
-A sans-IO state machine: `Director.actions(state, now_s)` says what to do now, each thing once. It decides from the run
-as it is, not from the clock alone: nobody is killed before the swarm has trained, nor when a peer has died already; the
-newcomer comes after the survivors have gone on; a run that cannot finish is given up at a deadline.
+A sans-IO state machine: `Director.actions(state, now_s)` returns the actions that are due now, each one once. It
+decides from the state of the run, not from the clock alone: no peer is killed before the swarm has trained, or if a
+peer has died already; the newcomer comes after the survivors have gone on; a run that cannot finish is given up at a
+deadline.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Action", "Director", "GiveUp", "Kill", "Limits", "SendHome", "StartN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long the supervisor waits for what; all in seconds. Nothing in the demo waits without one.
+    """The limits of the supervisor's waits, in seconds. Nothing in the demo waits without a limit.
 
     Attributes:
         start_s: from the start until the first peer is in the network.
@@ -74,7 +75,7 @@ _KILL_AT, _JOIN_AT, _NO_MORE_AFTER = 1 / 3, 1 / 2, 0.85
 
 
 class Director:
-    """Decides what the supervisor does.
+    """Decides the supervisor's actions.
 
     Args:
         options: the user's options.
@@ -88,7 +89,7 @@ class Director:
         self._over = False
 
     def actions(self, state: DemoState, now_s: float) -> list[Action]:
-        """What to do at `now_s` seconds since the start; empty when there is nothing."""
+        """The actions that are due at `now_s` seconds since the start; empty if there are none."""
         if self._over:
             return []
         reason = self._hopeless(state, now_s)
@@ -98,7 +99,7 @@ class Director:
         if state.phase == "stopping":
             self._over = all(peer.finished for peer in state.living)
             return [SendHome()] if self._over else []
-        # The stop waits for somebody to be there; `_hopeless` bounds that.
+        # The stop waits until a peer is there; `_hopeless` bounds that.
         if now_s >= self._options.seconds and any(peer.peer_id for peer in state.living):
             return [TellStop(self._last_epoch(state))]
         return [*self._kill(state, now_s), *self._newcomer(state, now_s)]
@@ -121,7 +122,7 @@ class Director:
         if self._killed_at_s is not None or now_s < self._options.seconds * _KILL_AT:
             return []
         if any(not peer.alive for peer in state.peers.values()):
-            self._killed_at_s = now_s  # somebody else was faster: one loss is what the demo shows
+            self._killed_at_s = now_s  # a peer died by itself before: the demo shows one loss only
             return []
         trained = [peer for peer in state.living if peer.training_since_s is not None]
         all_there = len(trained) == len(state.living) or now_s > self._options.seconds * _JOIN_AT

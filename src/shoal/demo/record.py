@@ -1,6 +1,6 @@
-"""The JSON file of a demo run: what it holds, and how it is written.
+"""The JSON file of a demo run: its content, and how it is written.
 
-The file is replaced whole (written beside, then renamed), so whoever reads it sees one complete state at any time.
+The file is replaced whole (written beside, then renamed), so a reader sees one complete state at any time.
 
 ===================== ==============================================================================================
 field                 meaning
@@ -76,7 +76,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_record(state: DemoState, options: DemoOptions, now_s: float) -> Record:
-    """What the file says at `now_s` seconds since the start."""
+    """The content of the file at `now_s` seconds since the start."""
     peers = state.peers.values()
     return Record(
         phase=state.phase,
@@ -118,7 +118,7 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def verdict(state: DemoState) -> str:
-    """What is wrong with a run whose peers have ended, in words; empty if nothing is.
+    """The fault of a run whose peers have ended, in words; empty if there is none.
 
     Right means: every peer that was not lost stood at the announced last epoch, all with the same weights, and the
     held-out loss fell.

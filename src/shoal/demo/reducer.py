@@ -1,10 +1,10 @@
-"""How facts change what is known about a demo run: `apply(state, fact, now_s)`, the only way to a new `DemoState`.
+"""How facts change the state of a demo run: `apply(state, fact, now_s)`, the only way to a new `DemoState`.
 
-Pure: no clock, no process, no file. Facts are what the supervisor did or saw (`Started`, `Killing`, `Ended`, ...) and
-what a child said (`Said`).
+Pure: no clock, no process, no file. Facts are actions or observations of the supervisor (`Started`, `Killing`, `Ended`,
+...) and reports of a child (`Said`).
 
-Kept: an epoch counts once, when the first peer reaches it; so does its held-out loss. What a peer says after its end
-was seen changes nothing.
+Invariants: an epoch counts once, when the first peer reaches it; so does its held-out loss. Reports of a peer after its
+end was seen change nothing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _with(state: DemoState, peer: PeerView) -> DemoState:
     return replace(state, peers={**state.peers, peer.name: peer})
 
 
-# ------------------------------------------------------------------------------------- what the supervisor did or saw
+# --------------------------------------------------------------------------------- the supervisor's acts and sights
 
 
 def _started(state: DemoState, fact: Started, now_s: float) -> DemoState:

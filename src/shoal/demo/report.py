@@ -2,8 +2,8 @@
 
 Above: the held-out loss against time, with the kill and the join, and the single process on the same axis: its loss
 after as many epochs (and sequences) is drawn at the time when the swarm had that many, so the two curves answer "what
-did the model lose by being trained by a swarm", not "which is faster". Below: who took part, when. Under both, what
-came out, in words.
+did the model lose by being trained by a swarm", not "which is faster". Below: the peers that took part, over time.
+Under both: the result, in words.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the user sees while the demo runs: a live screen in a terminal, plain lines anywhere else. No torch here.
+"""The demo's display while it runs: a live screen in a terminal, plain lines anywhere else. No torch here.
 
 `render(state, now_s)` is a pure function to a rich renderable that fits the width (from 80 columns) and height it is
 given. `open_display` chooses between the two displays and draws the first picture, before anything is started.
@@ -43,11 +43,11 @@ class Display(Protocol):
     """Shows the run."""
 
     def show(self, state: DemoState, now_s: float) -> None:
-        """Bring what is shown up to date."""
+        """Bring the display up to date."""
         ...
 
     def close(self, state: DemoState, now_s: float) -> None:
-        """Show the end, and what came out, and give the terminal back."""
+        """Show the end and the result, and give the terminal back."""
         ...
 
 
@@ -125,7 +125,7 @@ class _Screen:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         state, now_s = self._state, self._now_s
         inner = options.max_width - 4
-        # Frame 2, status 1, bar 1, three gaps, table head 1, and 1 for the cursor: what is left goes to the log.
+        # Frame 2, status 1, bar 1, three gaps, table head 1, and 1 for the cursor: the rest goes to the log.
         room = console.size.height - (9 + len(state.peers) + _CHART_ROWS) if console.is_terminal else _LOG_ROWS
         log_rows = max(3, min(_LOG_ROWS, room))
         yield Panel(

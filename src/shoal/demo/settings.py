@@ -1,4 +1,4 @@
-"""What a demo run is told: the user's options, and the training that all its processes have in common. No torch here.
+"""The settings of a demo run: the user's options, and the training settings that all its processes share. No torch.
 
 The numbers of `Training` were found by measuring: with them one thread of a 2.5 GHz core does about 290 sequences a
 second, and the 20,000 sequences that four peers see in a minute on two such cores bring the held-out loss from 7.7
@@ -20,7 +20,7 @@ NAMES = (
     *("oak", "elm", "fir", "yew", "ash", "bay", "fig", "box", "hop"),
     *("ivy", "sal", "tea", "gum", "nut", "plum", "pine", "rose", "thyme"),
 )
-"""What the peers are called, in the order they start; the newcomer takes the next one."""
+"""The names of the peers, in the order they start; the newcomer takes the next one."""
 
 SPEEDS = (1.0, 0.65, 0.45, 0.3)
 """How much of the time the first, second, ... peer computes; then again from the first."""
@@ -67,11 +67,11 @@ def warm_up(training: Training, epoch: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the user asked for.
+    """The user's options.
 
     Attributes:
         seconds: from the start to the signal to stop; the last epoch, the baseline and the picture come after it.
-        seed: decides the first weights, the batches and who is killed.
+        seed: decides the first weights, the batches and the peer that is killed.
         peers: processes at the start, 2 to 16; one is killed on the way and one more joins.
         headless: plain lines instead of the live screen, as also when stdout is not a terminal.
         json: file for the numbers, rewritten as the run goes; None for no file.

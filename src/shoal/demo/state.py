@@ -1,4 +1,4 @@
-"""What is known about a demo run, as values: one `DemoState`, of which screen, JSON file and picture are made.
+"""The state of a demo run, as values: one `DemoState`, of which screen, JSON file and picture are made.
 
 Only `shoal.demo.reducer.apply` makes new states. All times are seconds since the demo's start.
 """
@@ -34,17 +34,17 @@ class PeerView:
     """One peer process, from its start to after its end.
 
     Attributes:
-        name: what people call it.
+        name: the name that people see.
         pid: its process.
         started_at_s: when the process was started.
         newcomer: started after the others.
-        state: what it does, in a word or two.
+        state: its present work, in a word or two.
         fate: "killed" by plan, "died" of anything else, "left" in order, or still "alive".
         peer_id: printed identity; empty until it is ready.
         addresses: where it listens.
         epoch: the epoch of its weights.
         samples: sequences it has computed.
-        samples_per_s: what it adds to the swarm at present.
+        samples_per_s: its present contribution to the swarm.
         bytes_sent: in averaging rounds.
         bytes_received: in averaging rounds.
         last_round: its last averaging round.
@@ -52,7 +52,7 @@ class PeerView:
         training_since_s: when it first trained.
         ended_at_s: when its end was seen, or the demo killed it.
         noticed: another peer has noticed that it is gone.
-        finished: what it reported at the last epoch.
+        finished: its report at the last epoch.
     """
 
     name: str
@@ -195,7 +195,7 @@ class DemoState:
 
     @property
     def finished(self) -> Mapping[str, say.Finished]:
-        """What the peers that stood at the last epoch reported there, by name."""
+        """The reports of the peers at the last epoch, by name."""
         return {peer.name: peer.finished for peer in self.peers.values() if peer.finished is not None}
 
     @property

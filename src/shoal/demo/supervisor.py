@@ -1,8 +1,8 @@
-"""Runs the demo: starts the peers, kills one, brings a new one, ends the run, and says what came out. Without torch.
+"""Runs the demo: starts the peers, kills one, brings a new one, ends the run, and reports the result. Without torch.
 
-The supervisor decides nothing itself: what it sees and does becomes facts, of which `reducer` makes the `DemoState`;
-what is to be done comes from `Director`; screen, JSON file and picture are made from the state. So what is here is only
-what needs processes, signals and time:
+The supervisor decides nothing itself. Its observations and actions become facts, of which `reducer` makes the
+`DemoState`; `Director` decides the actions; screen, JSON file and picture are made from the state. So this module has
+only the parts that need processes, signals and time:
 
 - every wait has a deadline (`Limits`), and a child that misses it is killed;
 - whatever happens, also an error in here, no child is left when `run_demo` returns;
@@ -58,11 +58,11 @@ _BASELINE = "baseline"
 
 
 class Meeting(Protocol):
-    """Where the first peers find each other: a node of the network that trains nothing."""
+    """The meeting point of the first peers: a node of the network that trains nothing."""
 
     @property
     def addresses(self) -> Sequence[str]:
-        """What peers take as `initial_peers`."""
+        """The addresses that peers take as `initial_peers`."""
         ...
 
     def close(self) -> None:
@@ -78,14 +78,14 @@ def _open_meeting() -> Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wiring:
-    """What the supervisor starts; tests put something lighter here.
+    """The programs that the supervisor starts; tests put something lighter here.
 
     Attributes:
         peer: the command of a peer process, from its configuration as JSON.
         baseline: the command of the single process, likewise.
         meeting: opens the place where the first peers meet.
         limits: the deadlines.
-        training: what all processes share but the seed, which the options give.
+        training: the settings that all processes share, except the seed, which the options give.
     """
 
     peer: Callable[[bytes], list[str]] = lambda config: python_module("shoal.demo.peer", config)
@@ -99,7 +99,7 @@ def run_demo(options: DemoOptions, wiring: Wiring | None = None) -> int:
     """Run the demo from start to end.
 
     Args:
-        options: what the user asked for.
+        options: the user's options.
         wiring: for tests; None for the real thing.
 
     Returns:
@@ -165,7 +165,7 @@ def _signals(interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 class _Supervisor:
-    """One run of the demo. `state` is what is known of it."""
+    """One run of the demo. `state` is all that is known of it."""
 
     def __init__(self, options: DemoOptions, wiring: Wiring, display: Display, logs: Path, started_s: float) -> None:
         self._options, self._wiring, self._display, self._logs = options, wiring, display, logs
@@ -212,7 +212,7 @@ class _Supervisor:
         self.conclude(reason or COMPLETED)
 
     async def _acts(self) -> str:
-        """Swarm, then goodbye, then baseline; returns what went wrong, empty if nothing did."""
+        """Swarm, then goodbye, then baseline; returns the failure, empty if there was none."""
         reason = await self._meet()
         if reason:
             return reason
@@ -252,7 +252,7 @@ class _Supervisor:
         self._refresh(at_once=True)
 
     async def _train(self) -> str:
-        """Until all living peers stand at the last epoch. Returns what went wrong."""
+        """Run until all living peers stand at the last epoch. Returns the failure, empty if there was none."""
         while not self._interrupted:
             for action in self._director.actions(self.state, self.now_s()):
                 if isinstance(action, SendHome):
@@ -266,14 +266,14 @@ class _Supervisor:
     async def _act(self, action: Action) -> None:
         match action:
             case Kill(name):
-                # Seen before it is done: whatever the others say afterwards is news of it.
+                # The fact comes before the kill: all later reports of the others are reactions to it.
                 self._see(Killing(name))
                 self._children[name].kill()
             case StartNewcomer():
                 await self._start_peer(self._options.peers, newcomer=True)
             case TellStop(epoch):
                 self._see(StopAnnounced(epoch))
-                # All are told, because whoever is told alone may die before it has passed the news on.
+                # All are told, because a single peer may die before it has passed the news on.
                 for peer in self.state.living:
                     self._children[peer.name].tell(Stop(epoch=epoch))
         self._refresh(at_once=True)
@@ -357,7 +357,7 @@ class _Supervisor:
             write_record(self._options.json, make_record(self.state, self._options, now_s))
 
     async def _clear_away(self) -> None:
-        """Whatever happened: no child and no network node is left."""
+        """In every case: leave no child and no network node."""
         for child in self._children.values():
             child.kill()
         for child in self._children.values():

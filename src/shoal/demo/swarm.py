@@ -119,7 +119,7 @@ def join(
 
 
 def translate(event: events.Event) -> say.Report | None:
-    """The report that tells the supervisor of `event`; None for what it need not know."""
+    """The report that tells the supervisor of `event`; None if it need not know of it."""
     match event:
         case events.EpochAdvanced():
             return say.EpochReached(epoch=event.epoch, samples=event.samples, peers=event.peers)

@@ -1,10 +1,10 @@
 """English text for the demo without a download, and a small tokenizer in pure Python.
 
-The text is CPython's own documentation as every installation carries it: the reference manual's topics (what
+The text is CPython's own documentation as every installation carries it: the reference manual's topics (the text that
 ``help("topics")`` shows) and the docstrings of a few modules of the standard library. Paragraphs that are mostly code
 are left out, and so is every second copy of a paragraph (topics quote each other), so that nothing is in both halves:
 
-- *train*: what the peers learn from;
+- *train*: the text that the peers learn from;
 - *held out*: every 12th paragraph (by hash, not by place), which no peer ever trains on; every loss in the report is
   measured here.
 
@@ -100,7 +100,7 @@ class Tokenizer:
         """Make a vocabulary from `texts`; equal texts give equal vocabularies.
 
         Args:
-            texts: what to count words in.
+            texts: the texts in which words are counted.
             size: tokens at most.
             pieces: so many of them are pieces of words.
         """
@@ -164,7 +164,7 @@ class Corpus:
     """The demo's text as tokens.
 
     Attributes:
-        tokenizer: what made the tokens.
+        tokenizer: the tokenizer that made the tokens.
         train: tokens of the paragraphs to learn from, a separator after each.
         held_out: tokens of the paragraphs that nobody learns from.
         digest: SHA-256 over the vocabulary and both token streams, in hexadecimal.

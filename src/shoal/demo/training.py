@@ -1,6 +1,6 @@
-"""What peers and the single process have in common: model, optimizer, schedule, judging, the hash of the weights.
+"""The parts that peers and the single process share: model, optimizer, schedule, judging, the hash of the weights.
 
-Both build everything here, so that the only difference between swarm and baseline is who computes the gradients.
+Both build everything here, so that swarm and baseline differ only in the processes that compute the gradients.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def draw_batches(training: Training, corpus: Corpus, stream_seed: int) -> Masked
 
 
 def held_out(training: Training, corpus: Corpus) -> list[Batch]:
-    """What every loss in the report is measured on."""
+    """The batches on which every loss in the report is measured."""
     return held_out_batches(corpus, batch_size=32, sequence=training.sequence)
 
 

@@ -1,11 +1,12 @@
-"""Who has contributed to the last steps, and with how many samples: what a peer's word weighs. Pure bookkeeping.
+"""The contributors to the last steps, with their samples: the weight of each peer's word. Pure bookkeeping.
 
-Keys are free, so what is said under a key counts by what was committed under it: a key that has contributed to none of
-the last rounds weighs nothing. In a round a peer says itself how many samples it has; so nobody weighs more than all
-the others of its round together.
+Keys are free, so a word under a key counts by the work that was committed under it: a key that has contributed to none
+of the last rounds has no weight. In a round a peer says itself how many samples it has. So no peer has more weight than
+all the others of its round together.
 
-It belongs to a state, like the parameters: the members of a round know it from the round, a peer that follows their
-steps from these, and a newcomer gets it with the state. So all who are at one state conclude the same from it.
+These steps belong to a state, like the parameters. The members of a round know them from the round, a peer that follows
+their steps knows them from these, and a newcomer gets them with the state. So all peers at one state conclude the same
+from them.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ class Committed:
     """The last steps that led to a state.
 
     Attributes:
-        steps: what the contributors to each said, with what counts of that.
+        steps: for each step the words of its contributors, with the samples that count.
     """
 
     steps: Sequence[Sequence[Contributor]] = ()
 
     @cached_property
     def samples(self) -> Mapping[PeerID, int]:
-        """Of each contributor to these steps, all of them together."""
+        """The samples of each contributor, over all these steps."""
         samples: dict[PeerID, int] = {}
         for each in (each for step in self.steps for each in step if each.samples):
             samples[each.peer] = samples.get(each.peer, 0) + each.samples
@@ -49,11 +50,11 @@ class Committed:
 
     @cached_property
     def ends(self) -> Mapping[PeerID, int | None]:
-        """Where the run ends, as each of these has said last; None for nowhere."""
+        """The end of the run that each contributor named last; None for no end."""
         return {each.peer: each.end for step in self.steps for each in step}
 
     def after(self, contributors: Sequence[Contributor], epoch: int) -> Committed:
-        """With a step from the state of this epoch. An end that was over already when it was first said is none."""
+        """These steps and one more, from the state of this epoch. An end already over when first said is ignored."""
 
         def end_of(each: Contributor) -> int | None:
             in_time = each.end is not None and (each.end >= epoch or each.end == self.ends.get(each.peer))
@@ -71,12 +72,12 @@ class Committed:
         return Committed((*self.steps[1 - _STEPS :], step))
 
     def export(self) -> bytes:
-        """For a newcomer, with the state."""
+        """The form for a newcomer, sent with the state."""
         return encode(self.steps)
 
     @classmethod
     def read(cls, exported: object) -> Committed:
-        """As a donor has exported it; nothing is known if it cannot be read."""
+        """Read the form that a donor exported; empty if it cannot be read."""
         try:
             steps = decode(exported, _Steps) if isinstance(exported, bytes) else []
         except msgspec.MsgspecError:

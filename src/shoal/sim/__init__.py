@@ -3,9 +3,9 @@
 - `run(main, seed=…)` runs a coroutine on a `VirtualLoop`, on which hours take milliseconds, and hides no failure.
 - `SimNetwork` has hosts, latency, bandwidth, stalls, partitions and crashes; `transport.memory` runs over it.
 - `Swarm` makes peers on it from a factory: each with its own clock, chance, identity and transport.
-- `FaultPlan` says what goes wrong and when.
+- `FaultPlan` lists faults and their times.
 
-shoal's own tests stand on it, and so can those of programs that use shoal.
+shoal's own tests use it, and so can the tests of programs that use shoal.
 """
 
 from shoal.sim.faults import (

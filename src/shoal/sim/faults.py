@@ -1,8 +1,8 @@
-"""What goes wrong, and when, as values: plans that can be generated, printed, shrunk and played again.
+"""Faults and their times, as values: plans that can be generated, printed, shrunk and played again.
 
 A plan says at which virtual time which host crashes, vanishes, stalls, gets slow or is cut off, and when it comes back.
-Every plan can be played on every swarm that has its hosts: what is impossible at its time (a crash of a host that is
-down, a restart of one that is alive) is passed over. The repr of a plan is the Python that makes it.
+Every plan can be played on every swarm that has its hosts: a fault that is impossible at its time (a crash of a host
+that is down, a restart of one that is alive) is skipped. The repr of a plan is the Python that makes it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         return (self.host,) if isinstance(self, HostFault) else ()
 
     def actions(self, swarm: Swarm[Any]) -> Sequence[tuple[float, Callable[[], None]]]:
-        """What a kind of fault that a program adds does, and when, in virtual seconds after the plan began to play."""
+        """The actions of this fault, with virtual seconds since the plan began; programs can override it."""
         raise ConfigError(f"unknown fault {self!r}: a kind of its own overrides actions()")
 
 
@@ -156,11 +156,11 @@ class FaultPlan(msgspec.Struct, frozen=True):
         """Play the plan from now on; returns when all is over and every restarted peer has started or given up.
 
         Returns:
-            The restarts whose peer could not start because of other peers (a partition may be in its way), and why.
+            The restarts whose peer could not start because of other peers (perhaps a partition), and why.
 
         Raises:
             ConfigError: the swarm has no such host.
-            BaseException: what else the factory of a restarted peer raised.
+            BaseException: any other error of a restarted peer's factory.
         """
         for name in self.hosts:
             swarm.host(name)

@@ -1,17 +1,18 @@
 """An asyncio event loop on virtual time: when nothing is ready the clock jumps to the next timer.
 
-Hours pass in milliseconds, and what happens follows from the program and its seed alone. Invariants:
+Hours pass in milliseconds, and the run follows from the program and its seed alone. Invariants:
 
 - Time moves only when nothing can run, and only to a timer that will run: a cancelled one moves nothing.
 - Timers of the same instant fire in the order in which they were set.
-- Nothing waits for the machine: no sockets, no threads, no executor; each is refused with what to do instead.
-- A deadlock, a loop without progress and a run past its limits are errors that say who was waiting where.
+- Nothing waits for the machine: no sockets, no threads, no executor; each is refused, with a hint what to do instead.
+- A deadlock, a loop without progress and a run past its limits are errors that name the waiting tasks and where they
+wait.
 
 Every task and timer belongs to an `Owner`, one life of one simulated process, named by a context variable that tasks
-inherit. `freeze` holds what an owner would run (SIGSTOP, a lid that is closed), `thaw` lets it go on: its clock has
-stood still meanwhile, as that of a real loop of shoal's does (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its
-tasks are cancelled at once, its timers never fire, and what it still does while it unwinds takes no time and may not
-wait. Owners are looked up when something runs, not when it is set, and only while some owner is not running.
+inherit. `freeze` holds an owner's code back (SIGSTOP, a lid that is closed), `thaw` lets it go on: its clock has stood
+still meanwhile, as that of a real loop of shoal's does (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its tasks
+are cancelled at once, its timers never fire, and its unwinding takes no time and may not wait. Owners are looked up
+when something runs, not when it is set, and only while some owner is not running.
 
 The same seed gives the same run within one process. Across processes Python shuffles sets of strings and bytes: set
 PYTHONHASHSEED, or do not iterate over sets where order matters.
@@ -101,12 +102,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # ------------------------------------------------------------------------------------------------- time and turns
 
     def time(self) -> float:
-        """Virtual seconds since the simulation began; for who was frozen, without most of that time."""
+        """Virtual seconds since the simulation began; for an owner that was frozen, without most of that time."""
         owner = OWNER.get()
         return self._now if owner is None else self._now - owner.stood_s
 
     def world_time(self) -> float:
-        """Virtual seconds since the simulation began, whoever asks."""
+        """Virtual seconds since the simulation began, the same for every caller."""
         return self._now
 
     def call_soon(
@@ -134,7 +135,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_at_world_time(self, when: float, callback: Callable[[], object], context: contextvars.Context) -> Timer:
-        """As `call_at`, whoever asks."""
+        """As `call_at`, in the time that is the same for every caller."""
         timer = Timer(when, callback, (), self, context)
         self._push(when, timer)
         return timer
@@ -301,8 +302,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def kill(self, owner: Owner) -> None:
         """End this owner: its timers never fire again, its tasks are cancelled and unwind without time passing.
 
-        A task that does not end is cancelled a few times more and then never resumed. What its tasks raise while they
-        unwind is not reported: a killed process has nobody to tell. `owner.ended` is done when all this is over.
+        A task that does not end is cancelled a few times more and then never resumed. Errors of its tasks while they
+        unwind are not reported: a killed process has nobody to tell. `owner.ended` is done when all this is over.
         """
         if owner.killed:
             return
@@ -372,12 +373,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 def world_time(loop: asyncio.AbstractEventLoop) -> float:
-    """The time of a simulation, whoever asks; else the loop's."""
+    """The time of a simulation, the same for every caller; outside of one, the loop's."""
     return loop.world_time() if isinstance(loop, VirtualLoop) else loop.time()
 
 
 def _note_failure(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """The loop's exception handler: keeps what would only be logged elsewhere."""
+    """The loop's exception handler: keeps errors that would only be logged elsewhere."""
     if isinstance(loop, VirtualLoop):
         error = context.get("exception") or SimulationError(context["message"])
         whose = context.get("handle") or context.get("task") or context.get("future")

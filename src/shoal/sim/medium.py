@@ -1,4 +1,4 @@
-"""What all pipes of a simulated network share: links, lines, chance, and the trace of what arrived."""
+"""The parts that all pipes of a simulated network share: links, lines, chance, and the trace of deliveries."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         latency_s: one way, seconds.
         jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
-        loss: the part of packets that is lost, 0 to below 1. Nothing goes missing: what is lost comes later.
-        bandwidth_bytes_s: of each pipe there, each way, beside what the hosts' own lines give; None for no limit.
+        loss: the part of packets that is lost, 0 to below 1. No bytes go missing: lost packets come later.
+        bandwidth_bytes_s: of each pipe there, each way, in addition to the limits of the hosts' own lines; None for no
+            limit.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -68,7 +69,7 @@ class Delivery(NamedTuple):
 
 
 class Station(Protocol):
-    """What the trace wants to know of a host."""
+    """The data about a host that the trace needs."""
 
     name: str
     index: int
@@ -77,7 +78,7 @@ class Station(Protocol):
 
 
 class Medium:
-    """What all flows of a network share: the loop, chance, the window, which messages are small, and the trace."""
+    """The parts that all flows of a network share: loop, chance, window, the size of small messages, and trace."""
 
     __slots__ = (
         "_backs_off",
@@ -120,7 +121,7 @@ class Medium:
         return world_time(self.loop)
 
     def delay_s(self, link: Link, nbytes: int, slowness: float) -> float:
-        """How long a segment flies: latency, jitter, and what a lost packet costs."""
+        """How long a segment flies: latency, jitter, and the delay of a lost packet."""
         latency_s = delay_s = link.latency_s * slowness
         if link.jitter_s:
             delay_s += self.rng.random() * link.jitter_s
@@ -168,7 +169,7 @@ class Line:
     def occupy(self, start: float, nbytes: int, *, ahead: bool) -> float:
         """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through.
 
-        What goes `ahead` waits only for its like.
+        A segment that goes `ahead` waits only for others that do.
         """
         taken_s = nbytes / self.rate if self.rate is not None else 0.0
         self.busy_until = max(self.busy_until, start) + taken_s
@@ -178,6 +179,6 @@ class Line:
         return self.small_until
 
     def stretch(self, now: float, ratio: float) -> None:
-        """What is on the line takes longer by `ratio` from now on."""
+        """Segments on the line take longer by `ratio` from now on."""
         self.busy_until = max(now, now + (self.busy_until - now) * ratio)
         self.small_until = max(now, now + (self.small_until - now) * ratio)

@@ -1,6 +1,6 @@
-"""A simulated network of named hosts, with all that goes wrong in real ones. Implements `transport.base.Network`.
+"""A simulated network of named hosts, with the faults of real ones. Implements `transport.base.Network`.
 
-What can happen to a host, and what others see of it:
+Faults of a host, and how others see them:
 
 =============  =======================================  ============================================================
 fault          the host itself                          what others see
@@ -22,7 +22,7 @@ fault          the host itself                          what others see
 Tasks belong to a host if they were started through `spawn`, or by a task that was. On an ordinary event loop the
 network part works the same, but tasks are the caller's own affair: there nothing is frozen or cancelled.
 
-How bytes move is told in `shoal.sim.pipes`. All chance comes from the seed; `trace_digest` is a hash over every
+`shoal.sim.pipes` describes how bytes move. All chance comes from the seed; `trace_digest` is a hash over every
 delivery: equal seeds, equal digests.
 """
 
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class SimNetwork:
-    """Hosts and what lies between them. Made inside of a running event loop, virtual or not.
+    """Hosts and the network between them. Made inside of a running event loop, virtual or not.
 
     Args:
         seed: where jitter and losses come from: a number, or a random source of its own.
@@ -137,7 +137,7 @@ class SimNetwork:
                 end.out.link = end.into.link = link
 
     def owner(self, host: str) -> Owner:
-        """The present life of a host: what its tasks belong to."""
+        """The present life of a host, to which its tasks belong."""
         return self._host(host).life
 
     def is_alive(self, host: str) -> bool:
@@ -158,7 +158,7 @@ class SimNetwork:
             return self._loop.spawn(found.life, coroutine, name=name)
         return self._loop.create_task(coroutine, name=name)
 
-    # --------------------------------------------------------------------------------------------- what has travelled
+    # ---------------------------------------------------------------------------------------------------- deliveries
 
     def trace_digest(self) -> str:
         """Hash over (time, source, target, length, content) of every delivery so far, 32 hexadecimal digits."""
@@ -278,7 +278,7 @@ class SimNetwork:
         self._regroup(sides)
 
     def heal(self) -> None:
-        """End the partition: what waited arrives, in order, after one latency."""
+        """End the partition: waiting bytes arrive, in order, after one latency."""
         self._regroup({})
 
     def wall(self, host: str, *, refuses: bool = False) -> None:
@@ -286,7 +286,7 @@ class SimNetwork:
 
         Args:
             host: its name.
-            refuses: whether they are told so; else they wait for an answer in vain.
+            refuses: whether they are refused; if not, they wait for an answer that never comes.
         """
         self._host(host).walled = refuses
 
@@ -315,7 +315,7 @@ class SimNetwork:
             self._medium.at(until, lambda: self.unstall(host) if found.stalled_until == until else None)
 
     def unstall(self, host: str) -> None:
-        """Let a stalled host go on: its late timers fire, and what came for it arrives, at once."""
+        """Let a stalled host go on: its late timers fire, and the bytes that came for it arrive, at once."""
         found = self._host(host)
         if not found.alive or found.stalled_until is None:
             return
@@ -365,7 +365,7 @@ class SimNetwork:
         self._retry_dials()
 
     def restart(self, host: str) -> Owner:
-        """Start the machine, if it vanished, and a new process with the same name; returns what its tasks belong to.
+        """Start the machine, if it vanished, and a new process with the same name; returns the owner of its tasks.
 
         Raises:
             LocalError: the host is alive.
@@ -375,7 +375,7 @@ class SimNetwork:
             raise LocalError(f"host {host!r} is alive: crash it before it can be restarted")
         found.life = Owner(host)
         found.set_state(alive=True, up=True, stalled_until=None)
-        # The machine knows nothing of its old connections, and says so to whoever still sends on them.
+        # The machine does not know its old connections, and answers so to hosts that still send on them.
         for end in found.ghosts:
             end.out.reset("the connection broke: the other machine was started again")
         found.ghosts = []
@@ -397,7 +397,7 @@ class SimNetwork:
         return self._hosts[name]
 
     def _usable(self, name: str) -> Host:
-        """The host, if whoever asks may use its network: a killed process may not, not even after a restart."""
+        """The host, if the caller may use its network: a killed process may not, not even after a restart."""
         host, owner = self._host(name), current_owner()
         if not host.alive or (owner is not None and owner.killed):
             raise PeerUnreachable(f"host {name!r} is down")

@@ -1,7 +1,7 @@
-"""Who owns what runs: the lives of simulated processes, and their tasks.
+"""The owners of running code: the lives of simulated processes, and their tasks.
 
 An `Owner` is one life of one simulated process. A context variable names it; tasks and timers inherit their context
-from whoever makes them, and so all that a process starts is known as its own, and stops with it.
+from the code that makes them. So everything that a process starts is known as its own, and stops with it.
 """
 
 # ruff: noqa: SLF001 (an event loop works on the inside of asyncio's tasks: that is its side of the contract)
@@ -27,7 +27,7 @@ OWNER: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("shoal.sim.
 
 
 def current_owner() -> Owner | None:
-    """Whose code is running: None outside of simulated processes."""
+    """The owner of the running code: None outside of simulated processes."""
     return OWNER.get()
 
 
@@ -140,18 +140,18 @@ class Tasks:
 
 
 class Owner:
-    """One life of a simulated process: what its tasks and timers belong to.
+    """One life of a simulated process, to which its tasks and timers belong.
 
     Args:
         name: for messages.
 
     Attributes:
         running: its code runs: it is neither frozen nor killed.
-        killed: it was killed; what it still does, it does while it unwinds.
+        killed: it was killed; it may still run code while it unwinds.
         buried: it was killed and has unwound: nothing of it will ever run again.
         ended: done when it is buried; None before its first task.
         tasks: its tasks.
-        held_ready: what it would have run while it was frozen.
+        held_ready: callbacks that it would have run while it was frozen.
         held_timers: its timers that came first in the queue while it was frozen, with their time and number.
         frozen_at: the simulation's time at which it was frozen last.
         stood_s: how long its clock has stood still, in all.

@@ -1,17 +1,17 @@
 """How bytes move in the simulated network: hosts, their access lines, and the two flows of each pipe.
 
-What is modelled, per direction of a pipe (a `Flow`):
+The model, per direction of a pipe (a `Flow`):
 
 - A write leaves the host when its uplink is free, flies for the link's latency, and arrives when the downlink has had
   time for it. Segments of several pipes take turns on the uplink; on the downlink they come in the order in which they
   were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of bulk, as fair queueing does for
-  sparse flows; they still use up their share of the line. Unless the network is not `fair`.
+  sparse flows; they still use up their share of the line. A network that is not `fair` does not do this.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
-  queue, which is what makes a writer wait. Credit comes back after one latency, a quarter of the window at a time.
+  queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
-- A closed path (partition, stall, a machine that is gone) holds what would leave and what would arrive; nothing ends by
-  it. When it opens again, all comes in order.
-- A host that gets slower or faster takes what is under way with it: the time that was left is stretched.
+- A closed path (partition, stall, a machine that is gone) holds bytes that would leave or arrive; nothing ends by it.
+  When it opens again, all comes in order.
+- When a host gets slower or faster, bytes under way do too: their remaining time is stretched.
 
 Costs: one timer per segment, two when the uplink has a rate; no work per byte but the checksum of the trace.
 """
@@ -37,7 +37,7 @@ class Host:
     """A machine, and the process on it.
 
     Attributes:
-        life: who owns the tasks of the process; a new one after each restart.
+        life: the owner of the process's tasks; a new one after each restart.
         alive: the process runs, or is stalled.
         up: the machine answers; a crashed process leaves it up, a vanished machine is not.
         stalled_until: neither sends nor receives before this time; None if it does.
@@ -74,7 +74,7 @@ class Host:
         self.awake = up and stalled_until is None
 
     def slow_down(self, factor: float) -> None:
-        """Make both lines and all latencies slower by `factor`, against what they are by nature."""
+        """Make both lines and all latencies slower by `factor`, compared with their normal values."""
         now, ratio = self._medium.time(), factor / self.slowness
         self.slowness = factor
         for line, rate in zip((self.uplink, self.downlink), self.rates, strict=True):
@@ -121,7 +121,7 @@ class Host:
 
 
 class PipeEnd:
-    """One end of a pipe: what the transport sees of it (`Pipe`)."""
+    """One end of a pipe, as the transport sees it (`Pipe`)."""
 
     __slots__ = ("finishing", "host", "into", "open", "opened", "out", "user")
 
@@ -144,7 +144,7 @@ class PipeEnd:
 
     @property
     def acked_bytes(self) -> int:
-        """Bytes that the other machine has, read or not, as far as word of it is back."""
+        """Bytes that the other machine is known to have, read or not."""
         return self.out.acked_bytes() if self.open else 0
 
     def send(self, data: bytes) -> None:
@@ -158,7 +158,7 @@ class PipeEnd:
             self.into.consumed(nbytes)
 
     def finish(self) -> None:
-        """End after what is queued."""
+        """End after the queued bytes."""
         if self.open and not self.finishing:
             self.finishing = True
             self.out.end_if_empty()
@@ -218,7 +218,7 @@ class Flow:
         self.in_turn = False
         self._medium = medium
         self._queue: deque[bytes] = deque()
-        self._flying: deque[tuple[float, bytes | Callable[[], None]]] = deque()  # when it arrives, and what
+        self._flying: deque[tuple[float, bytes | Callable[[], None]]] = deque()  # time of arrival, and content
         self._held_until = 0.0
         self._line = Line(None)  # of this pipe alone: the way between the two hosts, where it is narrower than theirs
         self._unread = 0  # bytes sent for which no credit has come back
@@ -227,7 +227,7 @@ class Flow:
         self._end_sent = False
         self._lost_since: float | None = None  # when the first byte met a closed path
         self._again_at = 0.0  # when it is sent anew; until then nothing else leaves
-        self._acks: deque[tuple[float, int]] = deque()  # when word of what arrived is back, and of how much
+        self._acks: deque[tuple[float, int]] = deque()  # when an acknowledgement is back, and of how many bytes
         self._acked = 0
 
     # ------------------------------------------------------------------------------------------------------- leaving
@@ -255,7 +255,7 @@ class Flow:
         self.kick()
 
     def kick(self) -> None:
-        """Something changed: send on what can be sent."""
+        """Something changed: send all bytes that can be sent."""
         if self._queue and self._may_leave():
             if self._unlimited():
                 while self.send_next():
@@ -300,7 +300,7 @@ class Flow:
         self._fly(data, arrival)
 
     def _fly(self, item: bytes | Callable[[], None], arrival: float) -> None:
-        # What jitter would let overtake waits behind what was sent before it: only the first in flight can arrive.
+        # A segment that jitter would let overtake waits behind earlier ones: only the first in flight can arrive.
         self._flying.append((arrival, item))
         self._medium.at(arrival, self._arrive)
 
@@ -333,7 +333,7 @@ class Flow:
             self.receiver.user.data_received(item)
 
     def reopen(self, *, at_once: bool) -> None:
-        """The path may be open again: what waits moves on, what is late arrives, at once or after one more latency."""
+        """The path may be open again: waiting bytes move on, late bytes arrive, at once or after one more latency."""
         now = again_at = self._medium.time()
         late = bool(self._flying) and self._flying[0][0] < now
         if self.src.group == self.dst.group and not at_once:
@@ -355,7 +355,7 @@ class Flow:
             self._credit(count)
 
     def stretch(self, ratio: float) -> None:
-        """What is in flight takes longer by `ratio` from now on (below 1: is sooner there)."""
+        """Segments in flight take longer by `ratio` from now on (below 1: they arrive sooner)."""
         now = self._medium.time()
         flying = [(now + (at - now) * ratio if at > now else at, item) for at, item in self._flying]
         self._flying = deque(flying)
@@ -364,7 +364,7 @@ class Flow:
                 self._medium.at(at, self._arrive)
 
     def acked_bytes(self) -> int:
-        """What the other machine has taken, also for a process that stands still, as far as word of it is back."""
+        """Bytes that the other machine is known to have taken, even for a process that stands still."""
         self._note_acks()
         if not self.dst.up or self.src.group != self.dst.group or self._held_until > self._medium.time():
             return self._acked
@@ -403,7 +403,7 @@ class Flow:
             self.sender.lose("closed on this side")
 
     def reset(self, reason: str) -> None:
-        """Send the end of the pipe now; what is queued is dropped, what is in flight arrives before it."""
+        """Send the end of the pipe now; queued bytes are dropped, bytes in flight arrive before it."""
         if not self._end_sent:
             self._end_sent = True
             self.clear()
@@ -416,7 +416,7 @@ class Flow:
             end.forget()
 
     def clear(self) -> None:
-        """Drop what is queued."""
+        """Drop the queued bytes."""
         self._queue.clear()
         self.queued_bytes = 0
 

@@ -1,7 +1,7 @@
 """Runs a simulation to its end, and lets none of its failures pass unseen.
 
-When `main` has ended, what is left is cancelled and may unwind, for a bounded virtual time. Then the loop is closed,
-and whatever a task or callback raised and nobody retrieved is raised here: a simulation hides no crash.
+When `main` has ended, all other tasks are cancelled and may unwind, for a bounded virtual time. Then the loop is
+closed. If a task or callback raised an exception that nobody retrieved, it is raised here: a simulation hides no crash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run(
     max_turns: int = MAX_TURNS,
     max_turns_at_one_instant: int = MAX_TURNS_AT_ONE_INSTANT,
 ) -> T:
-    """Run a coroutine on virtual time and return what it returns: `asyncio.run` for simulations.
+    """Run a coroutine on virtual time and return its result: `asyncio.run` for simulations.
 
     Args:
         main: a coroutine, or a function without arguments that makes one.
@@ -42,8 +42,8 @@ def run(
     Raises:
         SimulationError: a deadlock, or a limit.
         ConfigError: `main` is not a coroutine, or an event loop is already running in this thread.
-        BaseException: what `main` raised; else what a task or callback raised and nobody retrieved (several: in a
-            group).
+        BaseException: the exception of `main`; otherwise that of a task or callback which nobody retrieved (several: in
+            a group).
     """
     coroutine = main() if callable(main) else main
     if not isinstance(coroutine, Coroutine):
@@ -82,7 +82,7 @@ async def sleep(delay_s: float) -> None:
 
 
 def _account(loop: VirtualLoop, error: BaseException | None) -> BaseException | None:
-    """What the run ends with, given what `main` raised and what failed unseen."""
+    """The error of the run, from the exception of `main` and unseen failures."""
     failures = list({id(failure): failure for failure in loop.failures if failure is not error}.values())
     if error is None:
         if len(failures) > 1:
@@ -96,11 +96,11 @@ def _account(loop: VirtualLoop, error: BaseException | None) -> BaseException | 
 
 
 def _wind_down(loop: VirtualLoop) -> None:
-    """Cancel what is left and let it unwind, for a bounded time; then close."""
+    """Cancel all remaining tasks and let them unwind, for a bounded time; then close."""
     for owner in loop.owners:
         loop.thaw(owner)
     loop.set_limits(loop.time() + 5 * _WIND_DOWN_S, loop.turns + _WIND_DOWN_TURNS, _WIND_DOWN_TURNS)
-    for _ in range(3):  # what is cancelled may start something new
+    for _ in range(3):  # a cancelled task may start something new
         left = [task for tasks in loop.living_tasks() for task in tasks.pending()]
         dying = [owner.ended for owner in loop.owners if owner.killed and not owner.buried and owner.ended is not None]
         if not left and not dying:

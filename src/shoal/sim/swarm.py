@@ -1,8 +1,8 @@
 """Many simulated peers from one seed: hosts with their environments, identities and transports, and their faults.
 
-The swarm knows nothing of what a peer is: a factory, given a `SimHost`, makes one and starts it. Factory and all that
-it starts belong to that host: a crash stops them, a stall freezes them, a restart calls the factory again, with the
-same name, identity and address and a new environment.
+A peer can be anything: a factory, given a `SimHost`, makes one and starts it. The factory and everything that it starts
+belong to that host: a crash stops them, a stall freezes them, a restart calls the factory again, with the same name,
+identity and address and a new environment.
 
 ::
 
@@ -42,7 +42,7 @@ T = TypeVar("T")
 PeerT = TypeVar("PeerT")
 
 EPOCH_S = 1.7e9
-"""What wall clocks show when a simulation begins, seconds since 1970."""
+"""The time of wall clocks when a simulation begins, seconds since 1970."""
 
 PORT = 4000
 """Where every simulated peer listens, on a host of its own."""
@@ -69,7 +69,7 @@ class SimClock:
 
 @dataclass(frozen=True, slots=True)
 class SimHost:
-    """What a peer needs to start on a simulated host; made anew for every life of the host.
+    """The surroundings of a peer on a simulated host; made anew for every life of the host.
 
     Attributes:
         name: the host's name.
@@ -77,7 +77,7 @@ class SimHost:
         env: clock, chance, executor and events of this life.
         identity: the same in every life.
         transport: not yet listening; its address is the same in every life.
-        network: what the transport stands on.
+        network: the network under the transport.
     """
 
     name: str
@@ -89,7 +89,7 @@ class SimHost:
 
     @property
     def peer_id(self) -> PeerID:
-        """Who this is."""
+        """The id of the peer."""
         return self.identity.peer_id
 
     @property
@@ -102,7 +102,7 @@ class Swarm(Generic[PeerT]):
     """Simulated peers, by the names of their hosts. Made inside of `shoal.sim.run`.
 
     Args:
-        seed: where everything comes from; None takes the seed given to `run`.
+        seed: the source of all chance; None takes the seed given to `run`.
         network: None makes one with the default latency and no limit of bandwidth.
         epoch_s: wall time at virtual time 0, seconds since 1970.
         clock_skew_s: each host's wall clock is wrong by up to this much, either way.
@@ -138,11 +138,11 @@ class Swarm(Generic[PeerT]):
 
     @property
     def peers(self) -> dict[str, PeerT]:
-        """What the factories returned, of the hosts that are alive now, in the order in which they were started."""
+        """The factories' results for the hosts that are alive now, in the order in which they were started."""
         return {name: self._peers[name] for name in self._hosts if name in self._peers}
 
     def peer(self, name: str) -> PeerT:
-        """What the factory of this host returned.
+        """The result of this host's factory.
 
         Raises:
             ClosedError: the host is down, or its factory has not returned yet.
@@ -169,7 +169,7 @@ class Swarm(Generic[PeerT]):
     async def start_peer(
         self, name: str, factory: Callable[[SimHost], Coroutine[Any, Any, PeerT]], *, client_mode: bool = False
     ) -> PeerT:
-        """Make a host and run `factory` on it; returns what it returns.
+        """Make a host and run `factory` on it; returns the factory's result.
 
         Args:
             name: letters, digits, dots, dashes and underscores.
@@ -195,7 +195,7 @@ class Swarm(Generic[PeerT]):
     async def run_on(
         self, name: str, function: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Call a coroutine function on a host, so that what it starts is the host's; returns what it returns.
+        """Call a coroutine function on a host, which owns all tasks that it starts; returns the function's result.
 
         Cancelled, it cancels the call and does not wait for it to unwind: the host may be stalled.
 

@@ -74,5 +74,5 @@ def test_an_epoch_is_counted_with_its_step() -> None:
         if training.whole:
             assert weight.tolist() == [0.5] * 3, moment
             assert not training._has_average, moment
-    assert retried > 5
+    assert retried >= 3  # Python 3.12 makes fewer calls of what it inlines
     sys.setprofile(before)

@@ -167,6 +167,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
                 self._timers_cancelled -= 1
             else:
                 ready.append(timer)
+            del timer
         self.turns += 1
         if self.turns > self._turn_limit:
             self._give_up_turning()
@@ -174,6 +175,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle = ready.popleft()
             if not handle._cancelled and (not self._gated or self._admit(handle)):
                 handle._run()
+            # From Python 3.12 on a traceback that somebody keeps keeps this frame, too: not what ran in it, please.
+            del handle
 
     def _jump(self) -> None:
         """Move the clock to the next timer that will run."""

@@ -72,7 +72,8 @@ def numbered_plan(number: int, hosts: Sequence[str], horizon_s: float, *, bandwi
     Args:
         number: names the plan.
         hosts: whom it may happen to.
-        horizon_s: every fault begins within this time, and none lasts longer than it.
+        horizon_s: every fault begins within this time, and none lasts longer than it, but silence: that lasts 0.2 to
+            60 s, as often below 3.5 s as above.
         bandwidth_bytes_s: of a host; a slow link keeps 1% of it.
     """
     rng = random.Random(f"plan/{number}")
@@ -90,6 +91,7 @@ def _draw(
 ) -> list[Fault]:
     """One fault; with it the restart that ends it, perhaps."""
     host, long_s = rng.choice(hosts), round(rng.uniform(0, horizon_s), 2)
+    silent_s = round(0.2 * 300 ** (long_s / horizon_s), 2)
     kind = rng.choice((Crash, Vanish, Stall, Slow, SlowLink, Throttle, Partition, Corrupt, Corrupt))
     if kind in (Crash, Vanish):
         restart = [Restart(at_s=round(at_s + long_s, 2), host=host)] if rng.random() < 0.6 else []
@@ -105,8 +107,10 @@ def _draw(
     if kind is Partition:
         side = tuple(sorted(rng.sample(list(hosts), rng.randrange(1, len(hosts)))))
         groups = (side, tuple(name for name in hosts if name not in side))
-        return [Partition(at_s=at_s, groups=groups, duration_s=long_s)]
+        return [Partition(at_s=at_s, groups=groups, duration_s=silent_s)]
     if kind is Corrupt:
         mute_s = round(rng.uniform(0, horizon_s), 2) if rng.random() < 0.4 else 0.0
         return [Corrupt(at_s=at_s, host=host, kind=rng.choice(KINDS), duration_s=long_s, mute_s=mute_s)]
-    return [(Stall if kind is Stall else Throttle)(at_s=at_s, host=host, duration_s=long_s)]
+    if kind is Stall:
+        return [Stall(at_s=at_s, host=host, duration_s=silent_s)]
+    return [Throttle(at_s=at_s, host=host, duration_s=long_s)]

@@ -80,7 +80,7 @@ class Play:
             now=0.0,
             wall_offset_s=WALL_S,
             expected=expected,
-            silent=lambda peer: peer in self.silent,
+            silent=lambda peer, soon: peer in self.silent,
         )
         self.first = self._note(self.machine.start(0.0))
 

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from shoal.peer import PeerID
-from shoal.rpc.rhythm import LEAST_S, LOOK_S, Rhythm
+from shoal.rpc.rhythm import LEAST_S, LOOK_S, SOON_S, Rhythm
 
 MOST_S = 5.0
 
@@ -70,6 +70,22 @@ def test_nobody_is_silent_before_it_was_asked_for_a_second() -> None:
     assert world.asked == {peer(1): 1}
     assert world.found == [peer(1)]
     assert world.rhythm.silent(world.now) == {peer(1)}
+
+
+def test_where_it_costs_little_half_a_second_is_enough_unless_answers_take_longer() -> None:
+    """A member that is given up loses one contribution, and those who wait for it have waited half as long."""
+    world = World()
+    began = world.now
+    while not world.rhythm.is_silent(peer(1), world.now, soon=True):
+        world.now += LOOK_S
+    assert SOON_S <= world.now - began <= SOON_S + 2 * LOOK_S
+    for _ in range(3):
+        world.answer(peer(2), 0.4)
+    world.now += 10.0
+    began = world.now
+    while not world.rhythm.is_silent(peer(2), world.now, soon=True):
+        world.now += LOOK_S
+    assert 0.8 <= world.now - began <= 0.8 + 2 * LOOK_S
 
 
 def test_any_byte_is_a_sign_of_life_and_who_speaks_is_not_asked() -> None:

@@ -121,7 +121,8 @@ class GroupMachine:
         wall_offset_s: wall clock minus loop time, seconds; only used to write and read expirations.
         expected: returns the peers that are expected to join, None if not known. Called often; the group starts as soon
             as all of them that are alive have joined, and otherwise waits for them to the end of the window.
-        silent: called every `look_s` for a peer that is waited for; returns whether to stop waiting for it.
+        silent: called every `look_s` for a peer that is waited for; returns whether to stop waiting for it. The
+            second argument is True for an expected member: giving up the leader costs more.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
@@ -136,7 +137,7 @@ class GroupMachine:
         now: float,
         wall_offset_s: float,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
-        silent: Callable[[PeerID], bool] = lambda _: False,
+        silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
     ) -> None:
         self._me, self._rules, self._memory, self._expected, self._silent = me, rules, memory, expected, silent
         self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
@@ -186,8 +187,8 @@ class GroupMachine:
     def start(self, now: float) -> list[Action]:
         """Begin the search; call it once, before `handle`."""
         self._new_window(now)
-        leader, expected = self._memory.leader, self._expected_members()
-        if leader is not None and expected is not None and leader.peer in expected and not self._silent(leader.peer):
+        leader, expected = self._memory.leader, self._expected_members() or ()
+        if leader is not None and leader.peer in expected and not self._silent(leader.peer, False):
             self._ask(leader)  # it expects us and searches now too: asking at once saves a read
         return self._done(now)
 
@@ -295,7 +296,7 @@ class GroupMachine:
     def _ask(self, contact: Contact) -> None:
         self._phase, self._leader = Phase.ASKING, contact
         self._chain.add(contact.peer)
-        self._silent(contact.peer)  # the first look at it: the next one is a while later
+        self._silent(contact.peer, False)  # the first look at it: the next one is a while later
         self._out.append(Ask(contact, self._expiration))
 
     def _on_answer(self, event: _Answer, now: float) -> None:
@@ -381,7 +382,7 @@ class GroupMachine:
             self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (self._leader.peer,))
         elif self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
             self._abandon(self._leader.peer, "it did not begin in time")
-        elif self._leader is not None and self._silent(self._leader.peer):
+        elif self._leader is not None and self._silent(self._leader.peer, False):
             self._abandon(self._leader.peer, "it is silent")
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
@@ -432,7 +433,7 @@ class GroupMachine:
         may_start = self._group.can_start and not earlier and expected is None
         if leader is not None and not self._lookout.outdated(now):
             self._ask(leader.contact)
-        elif may_start and self._lookout.all_joined(self._followers, now, self._silent):
+        elif may_start and self._lookout.all_joined(self._followers, now, lambda peer: self._silent(peer, False)):
             self._start()
         else:
             self._out += self._lookout.nudge(self.key, self._followers, now)
@@ -463,7 +464,7 @@ class GroupMachine:
 
     def _gone(self, peer: PeerID) -> bool:
         """Whether not to wait for an expected peer. A peer that was lost before this search may be here again."""
-        return peer in self._lost_now or self._silent(peer)
+        return peer in self._lost_now or self._silent(peer, True)
 
     def _start(self) -> None:
         self._phase = Phase.OVER

@@ -198,9 +198,12 @@ class Matchmaker:
         """
         while (awaited := self._awaited()) and not self._closed:
             for peer in awaited if self._search is None else ():
-                self._endpoint.is_silent(peer)
+                self._endpoint.is_silent(peer, soon=self._memory.led)
             await asyncio.sleep(LOOK_S)
         self._looking = None
+
+    def _is_silent(self, peer: PeerID, soon: bool) -> bool:
+        return self._endpoint.is_silent(peer, soon=soon)
 
     def _awaited(self) -> frozenset[PeerID]:
         if self._memory.led:
@@ -262,7 +265,7 @@ class Matchmaker:
             now=now,
             wall_offset_s=self._env.clock.time() - now,
             expected=expected,
-            silent=self._endpoint.is_silent,
+            silent=self._is_silent,
         )
         terms = Terms(
             group_key=group_key,

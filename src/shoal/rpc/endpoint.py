@@ -244,12 +244,13 @@ class Endpoint:
 
         return unsubscribe
 
-    def is_silent(self, peer: PeerID) -> bool:
+    def is_silent(self, peer: PeerID, *, soon: bool = False) -> bool:
         """Whether nobody should wait for this peer: it was asked for a sign of life, and gives none (`rhythm`).
 
-        For whoever waits for it, to be called every `LOOK_S`: to look at a peer is to have it asked.
+        For whoever waits for it, to be called every `LOOK_S`: to look at a peer is to have it asked. `soon`: half a
+        second is enough, as to give it up wrongly costs little.
         """
-        return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time())
+        return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time(), soon=soon)
 
     @property
     def silent(self) -> frozenset[PeerID]:

@@ -23,16 +23,16 @@ from collections.abc import Callable
 
 from shoal.peer import PeerID
 
-__all__ = ["LEAST_S", "LOOK_S", "Rhythm"]
+__all__ = ["LEAST_S", "LOOK_S", "SOON_S", "Rhythm"]
 
-LEAST_S = 1.0
-"""Nobody is silent that was asked more recently than this."""
+LEAST_S, SOON_S = 1.0, 0.5
+"""Nobody is silent that was asked more recently than this; the second where giving it up costs little."""
 
 LOOK_S = 0.25
 """Between two looks at a peer; more than this is not counted as its silence."""
 
 _QUIET_S = 0.5
-"""Who was heard within this is not asked."""
+"""Who was heard within this is not asked; half of it where giving it up costs little."""
 
 _SLACK = 2.0
 """How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
@@ -82,8 +82,14 @@ class Rhythm:
         self._answers: deque[float] = deque(maxlen=_ALL_ANSWERS)
         self._silent: set[PeerID] = set()
 
-    def is_silent(self, peer: PeerID, now: float) -> bool:
-        """Look at a peer (`now`: local time, seconds): whether nobody should wait for it. To be called again soon."""
+    def is_silent(self, peer: PeerID, now: float, *, soon: bool = False) -> bool:
+        """Look at a peer (`now`: local time, seconds): whether nobody should wait for it. To be called again soon.
+
+        Args:
+            peer: who is waited for.
+            now: local time, seconds.
+            soon: to give it up costs little: it has less time.
+        """
         received = self._received(peer)
         pulse = self._pulses.get(peer)
         if pulse is None:
@@ -98,8 +104,8 @@ class Rhythm:
             self._silent.discard(peer)
             self._begin(peer, pulse)
         elif pulse.asked:
-            self._wait(peer, pulse, min(now - pulse.looked_at, LOOK_S))
-        elif now - pulse.heard_at >= _QUIET_S:
+            self._wait(peer, pulse, min(now - pulse.looked_at, LOOK_S), SOON_S if soon else LEAST_S)
+        elif now - pulse.heard_at >= (_QUIET_S / 2 if soon else _QUIET_S):
             self._begin(peer, pulse)
         pulse.looked_at = now
         return pulse.silent
@@ -117,7 +123,7 @@ class Rhythm:
         pulse.asked, pulse.acked = self._ask(peer), self._acked(peer)
         pulse.waited_s = pulse.quiet_s = waited_s
 
-    def _wait(self, peer: PeerID, pulse: _Pulse, step_s: float) -> None:
+    def _wait(self, peer: PeerID, pulse: _Pulse, step_s: float, least_s: float) -> None:
         """It was asked, and has said nothing since."""
         pulse.waited_s += step_s
         pulse.quiet_s += step_s
@@ -129,7 +135,7 @@ class Rhythm:
         if acked >= pulse.acked + _TAKEN_BYTES:
             pulse.acked, pulse.quiet_s = acked, 0.0
         pulse.acked = min(pulse.acked, acked)  # less than before: a connection was closed
-        if pulse.quiet_s >= self._limit_s(pulse) or pulse.waited_s >= self._most_s:
+        if pulse.quiet_s >= max(least_s, self._limit_s(pulse)) or pulse.waited_s >= self._most_s:
             pulse.silent = True
             self._silent.add(peer)
             self._found(peer, pulse.waited_s)
@@ -137,7 +143,7 @@ class Rhythm:
     def _heard(self, peer: PeerID, pulse: _Pulse, received: int, now: float) -> None:
         if received > pulse.received and pulse.asked:
             took_s = pulse.waited_s + min(now - pulse.looked_at, LOOK_S)
-            if took_s <= _SLACK * self._limit_s(pulse):
+            if took_s <= _SLACK * max(LEAST_S, self._limit_s(pulse)):
                 pulse.answers.append(took_s)
                 self._answers.append(took_s)
         if received > pulse.received:
@@ -148,4 +154,4 @@ class Rhythm:
     def _limit_s(self, pulse: _Pulse) -> float:
         all_but_few = sorted(self._answers)[-1 - _OUTLIERS :]
         slowest_s = max([*pulse.answers, *all_but_few[: 1 if len(all_but_few) > _OUTLIERS else 0]], default=0.0)
-        return min(max(LEAST_S, _SLACK * slowest_s), self._most_s)
+        return min(_SLACK * slowest_s, self._most_s)

@@ -160,11 +160,11 @@ class Line:
         rate: bytes per second; None for no limit.
     """
 
-    __slots__ = ("busy_until", "rate", "small_until")
+    __slots__ = ("busy_until", "rate", "small_from", "small_until")
 
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
-        self.busy_until = self.small_until = 0.0
+        self.busy_until = self.small_from = self.small_until = 0.0
 
     def occupy(self, start: float, nbytes: int, *, ahead: bool) -> float:
         """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through.
@@ -175,6 +175,9 @@ class Line:
         self.busy_until = max(self.busy_until, start) + taken_s
         if not ahead:
             return self.busy_until
+        if start < self.small_from:
+            return start + taken_s  # it comes before one that was sent earlier, over a longer way
+        self.small_from = start
         self.small_until = max(self.small_until, start) + taken_s
         return self.small_until
 

@@ -99,10 +99,10 @@ class SwarmProgress:
         self._me, self._settings, self._ttl_s = me, dict(settings), ttl_s
         self._known: dict[PeerID, tuple[Progress, float]] = {}
         self._alive: set[PeerID] = set()  # of those known
-        self._strangers: dict[PeerID, float] = {}  # their settings differ, if they live: what they said last
-        self._lost: dict[PeerID, tuple[float, float]] = {}  # what it said last: its own time, and when it was lost here
-        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often, and until when it does not count
-        self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # of those known, as others say
+        self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
+        self._lost: dict[PeerID, tuple[float, float]] = {}  # its last word's own time, and when it was lost here
+        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often it did so, and until when it does not count
+        self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._now = float("-inf")
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a

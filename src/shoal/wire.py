@@ -317,7 +317,7 @@ class Bye(Message, frozen=True):
 
 
 class Noted(Message, frozen=True):
-    """I have heard you."""
+    """Confirms that a message was heard."""
 
 
 class DialedBack(Message, frozen=True):
@@ -606,7 +606,7 @@ class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=T
 
 
 class Verdict(Message, frozen=True):
-    """What I know of a round: its commit if I have it; else whether I may still learn it from the decider."""
+    """The state of a round here: its commit if I have it; else whether I may still learn it from the decider."""
 
     commit: Commit | None
     may_learn: bool

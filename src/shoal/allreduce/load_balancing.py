@@ -107,7 +107,7 @@ class _Load:
     def within(self, t: float) -> float:
         """The largest fraction that is done by `t`, 0 to 1."""
         if not self.slope:
-            return 1.0  # the only contributor: what it reduces need not travel
+            return 1.0  # the only contributor: the part that it reduces need not travel
         return min(1.0, max(0.0, (t * self.bandwidth - self.offset) / self.slope))
 
 

@@ -1,4 +1,4 @@
-"""The two ends of a stream of data: what goes on it, and in which order.
+"""The two ends of a stream of data: its messages, and their order.
 
 Each member opens one stream to each owner. The member sends on it its values of the owner's parts, and asks for
 averages that it lacks; averages come back on it. `exchange` and `owner` decide how these are used.

@@ -35,7 +35,7 @@ class GroupFinder:
         core: the peer that the averager is part of.
         prefix: peers with the same prefix meet.
         settings: of the averager.
-        vector: what is averaged.
+        vector: the averaged tensors.
 
     Attributes:
         bits: which of several groups is looked for.

@@ -131,7 +131,7 @@ class TensorLock:
         Args:
             holder: a name for the holder that others can read; empty: the name of the thread.
             timeout_s: longest wait, seconds; None: without limit.
-            kind: what to make.
+            kind: the class of the place.
         """
         name = holder or f"thread {threading.current_thread().name!r}"
         return kind(self._line, name, float("inf") if timeout_s is None else timeout_s)

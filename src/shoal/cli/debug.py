@@ -1,4 +1,4 @@
-"""`shoal debug dump`: what happened at a peer lately, from its flight recorder."""
+"""`shoal debug dump`: the last events of a peer, from its flight recorder."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`shoal doctor`: finds what keeps this machine from training with others; each line has a verdict and a remedy.
 
 Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would,
-and asks the peers that it meets: whether they can dial this machine, what their clocks show, how fast they take bytes.
+and asks the peers that it meets: whether they can dial this machine, the time of their clocks, how fast they take
+bytes.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class PeerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a peer process needs to know.
 
     Attributes:
-        name: what people call it.
+        name: the name that people see.
         run_id: beginning of the run's name; the peer adds the digest of its text.
         initial_peers: addresses or invites of peers that are there already; empty for the very first.
         speed: part of the time it computes, 0 to 1; it idles for the rest, to play a slower machine.

@@ -11,7 +11,7 @@ run_id                full name of the run
 elapsed_s             time since the start when this was written
 seconds, seed, peers  the options
 peers_started         peer processes at the start
-killed                peers that ended without leaving: by the demo's plan or by somebody else's
+killed                peers that ended without leaving: by the demo's plan or by another cause
 joined                peers that came later and trained, or at least reached the last epoch with the others
 epochs                the newest swarm epoch
 epoch_times_s         when each epoch was reached, since the start
@@ -27,7 +27,7 @@ names                 peer id to name
 state_download_s      how long the newcomer's state download took; null if there was none
 state_download_bytes  its size; null if there was none
 pids                  of all peer processes ever started
-log                   (seconds, text) of what happened
+log                   (seconds, text) of each event
 ===================== ==============================================================================================
 """
 

@@ -126,7 +126,7 @@ class DemoState:
         losses: held-out losses in order of epoch.
         baseline: points of the single process.
         baseline_complete: whether it got through all epochs; None while it has not ended.
-        log: what happened, newest last; only the last few hundred lines.
+        log: the events, newest last; only the last few hundred lines.
         logged: how many lines there have been in all.
         run_id: full name of the run, once a peer has said it.
         parameters: weights of the model, once a peer has said it.

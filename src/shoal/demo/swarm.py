@@ -1,7 +1,7 @@
 """The seam between the demo and shoal's public interface: the only file of the demo that uses it.
 
-`open_meeting` is the supervisor's side (no torch), `join` a peer's. What happens in the swarm comes as shoal's events
-and goes out as the demo's reports.
+`open_meeting` is the supervisor's side (no torch), `join` a peer's. shoal's events come in, and the demo's reports go
+out.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Knocking:
         contacts: the initial peers, at least one.
         caller: makes the calls.
         rng: jitter of the pauses.
-        look_around: makes this node and its neighbours known to each other, once somebody has answered.
+        look_around: makes this node and its neighbours known to each other, once a peer has answered.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Knocking:
         """Raise if nobody answered.
 
         Raises:
-            PeerUnreachable: names every address and what went wrong there.
+            PeerUnreachable: names every address and the error there.
         """
         if not self._answered:
             tried = "; ".join(

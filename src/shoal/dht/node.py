@@ -6,7 +6,7 @@ signatures. The parts: `routing`, `lookup` and `storage` decide, without I/O; `c
 
 Rules:
 
-- Every public method ends within its `timeout_s`, and answers with what it has by then. Peers that fail, lie or stall
+- Every public method ends within its `timeout_s`, and answers with its results so far. Peers that fail, lie or stall
   make answers poorer, but never raise an exception here. Only wrong arguments, and use after `close`, raise.
 - A node without addresses (client mode) stores and gets, but holds nothing for others and is in nobody's table.
 - `get` may miss a value that was stored a moment ago elsewhere; `get(latest=True)` asks all nodes that should hold the

@@ -66,7 +66,7 @@ class SchemaValidator:
 
 class _Kind(Protocol):
     def misfit(self, record: Record) -> str:
-        """What is wrong with a record under this key; empty if nothing."""
+        """The fault of a record under this key; empty if there is none."""
         ...
 
 

@@ -110,7 +110,7 @@ class Lookout:
         return [ReadDirectory()]
 
     def read_done(self, declarations: Iterable[Declaration], now: float) -> None:
-        """What the directory said to the last `ReadDirectory`."""
+        """The directory answered the last `ReadDirectory` with these declarations."""
         self._reading = False
         self._looked(declarations, self._read_begun, now)
 
@@ -124,7 +124,7 @@ class Lookout:
         self._reading = self._disappointed = False
 
     def joined(self, now: float) -> None:
-        """Somebody joined."""
+        """A peer joined."""
         self._gaps.append(now - self._last_join)
         self._last_join = now
         self._poll_s = self._rules.settle_s

@@ -193,7 +193,7 @@ class GroupMachine:
         return self._done(now)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """What to do upon `event`. After the search is over: nothing, but joins are refused."""
+        """The actions upon `event`. After the search is over there are none, but joins are refused."""
         match event:
             case JoinAsked(contact) if self._phase is Phase.OVER:
                 self._out.append(Refuse(contact.peer, "not-looking", "not looking for a group now"))

@@ -88,7 +88,7 @@ class Search:
         env: chance and events.
         directory: where peers declare themselves.
         owner: the matchmaker.
-        terms: what is looked for.
+        terms: the terms of the search.
         machine: not started yet.
     """
 
@@ -177,7 +177,7 @@ class Search:
         try:
             for action in decide():
                 self._do(action)
-        except Exception as error:  # noqa: BLE001 (raised by `run`, to whoever called us)
+        except Exception as error:  # noqa: BLE001 (raised by `run`, to our caller)
             self.fail(error)
         self._rearm()
 

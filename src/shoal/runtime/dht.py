@@ -66,7 +66,7 @@ class DHT:
             docs/migrating.md lists them.
 
     Attributes:
-        events: what happens, as `shoal.events`; subscribers are called in shoal's own thread.
+        events: the bus of `shoal.events`; subscribers are called in shoal's own thread.
 
     Raises:
         ConfigError: an argument is wrong, the port is used, or the key file can be read by others.

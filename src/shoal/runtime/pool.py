@@ -34,7 +34,7 @@ class DaemonPool(concurrent.futures.Executor):
 
     Args:
         size: the most threads.
-        name: what the threads are called, with a number.
+        name: the name of the threads, to which a number is added.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -105,7 +105,7 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
         return
     try:
         result = work()
-    except BaseException as error:  # noqa: BLE001 (whoever waits for the future gets it)
+    except BaseException as error:  # noqa: BLE001 (the task that waits for the future gets it)
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -328,6 +328,6 @@ def _shut_down() -> ClosedError:
 
 
 def _settle(future: concurrent.futures.Future[Any], settle: Callable[[], None]) -> None:
-    """Answer a future that somebody may cancel at this moment."""
+    """Answer a future that another thread may cancel at this moment."""
     if future.set_running_or_notify_cancel():
         settle()

@@ -59,7 +59,7 @@ class SimNetwork:
         bandwidth_bytes_s: how fast each host sends, and receives; None for no limit. `add_host` sets it for one host.
         window_bytes: how much may be in flight and unread on one direction of a pipe.
         fair: small messages go ahead of bulk on the hosts' lines; else each line has one queue, as a plain router has.
-        backs_off: what a partition has stopped comes when TCP tries again, ever more rarely; else at once.
+        backs_off: bytes that a partition has stopped come when TCP tries again, ever more rarely; otherwise at once.
         dial_round_trips: how often a new connection goes back and forth before it is open (2: as TCP and TLS 1.3).
         keep_trace: keep every delivery in `trace`, for looking at; the digest is always kept.
 

@@ -182,7 +182,7 @@ class _Download:
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
 
     def describe(self, what: str) -> str:
-        """What happened, with the record of each donor."""
+        """The summary of the download, with the record of each donor."""
         return f"{what} for {self._prefix!r} ({self._candidates.describe()})"
 
     async def run(self, timeout_s: float) -> DownloadedState:

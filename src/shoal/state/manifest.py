@@ -1,20 +1,20 @@
-"""What a state looks like: its tensors, and the chunks that it travels in. Pure values: no loop, no network.
+"""The layout of a state: its tensors, and the chunks in which it travels. Pure values: no loop, no network.
 
 A state is metadata (plain MessagePack) and tensors, each encoded by a codec of its own, a large one slice by slice, so
 that neither side needs room for a tensor twice. The encodings follow one another without gaps and are cut to chunks of
-equal size, each with its digest. A manifest from the network is believed
-only as far as it was checked here, before anything is allocated for it:
+equal size, each with its digest. A manifest from the network is checked here before anything is allocated for it, and
+nothing else in it is believed:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
 - there are as many hashes as chunks;
 - tensors that hold infinities are told of in order, and could hold some;
 - metadata is plain: None, bool, int, float, str, bytes, list, dict.
 
-Two manifests of the same layout describe the same bytes wherever their hashes are equal, whoever made them: a download
-takes chunks from several donors, and goes on from one to the next, on that. Encoding and cutting follow from values,
-shapes, dtypes and codecs alone, so donors of equal states have equal hashes. Which tensors hold infinities (masks,
-bounds) each donor says itself; who says otherwise has another state. Metadata is no part of that: it may hold
-what is a donor's own, and comes from one of them.
+Two manifests of the same layout describe the same bytes wherever their hashes are equal, whichever donors made them.
+Because of that, a download takes chunks from several donors, and goes on from one to the next. Encoding and cutting
+follow from values, shapes, dtypes and codecs alone, so donors of equal states have equal hashes. Each donor says itself
+which tensors hold infinities (masks, bounds); a donor that names others has another state. Metadata is not compared: it
+may hold values of a donor's own, and comes from one of the donors.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ MIN_CHUNK_BYTES = 1 << 10
 CHUNK_BYTES = 1 << 20
 MAX_CHUNK_BYTES = 16 << 20
 MAX_CHUNKS = 4096
-"""So many hashes fit beside the rest into one message; larger states get larger chunks."""
+"""So many hashes fit into one message beside the other fields; larger states get larger chunks."""
 
 SLICE_ELEMENTS = 1 << 20
 """So many elements of a tensor are encoded together."""
 
 MAX_METADATA_BYTES = 1 << 20
 _MAX_EXPANSION, _SMALL_BYTES = 256, 16 << 20
-"""A state is at most so many times as large as what is sent of it, unless it is small: who takes memory sends, too."""
+"""A state is at most so many times as large as its encoding, unless it is small: taking memory must cost bytes."""
 
 _MAX_DIMS = 32
 _MAX_ELEMENTS = 1 << 44
@@ -100,7 +100,7 @@ class TensorSpec:
         return self.codec == NoCompression()
 
     def slices(self) -> Iterator[tuple[int, int, int, int]]:
-        """What is encoded together: (first element, the one after the last, first byte, the one after the last)."""
+        """The slices: (first element, the one after the last, first byte, the one after the last)."""
         start = 0
         for first in range(0, self.numel, SLICE_ELEMENTS):
             last = min(first + SLICE_ELEMENTS, self.numel)
@@ -128,7 +128,7 @@ class Manifest:
     Attributes:
         snapshot: its name at the donor.
         epoch: the epoch that the donor says it is of.
-        metadata: what goes with the tensors.
+        metadata: plain values that go with the tensors.
         tensors: the tensors in order.
         chunk_bytes: size of every chunk but the last.
         hashes: digest of every chunk.
@@ -168,7 +168,7 @@ class Manifest:
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
     def pieces(self, chunk: int) -> Iterator[tuple[int, int, int]]:
-        """What a chunk covers: (tensor, first byte within its encoding, byte after the last), in order."""
+        """The ranges that a chunk covers: (tensor, first byte within its encoding, byte after the last), in order."""
         start, stop = self.chunk_range(chunk)
         tensor = bisect.bisect_right(self.offsets, start) - 1
         while start < stop:
@@ -194,7 +194,7 @@ class Manifest:
 
 
 Accept = Callable[[Manifest], str | None]
-"""Looks at a manifest before anything is fetched: None to take it, else why not."""
+"""Checks a manifest before anything is fetched: None to take it, else the reason against it."""
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] | None) -> tuple[TensorSpec, ...]:
@@ -215,7 +215,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
 
 
 def chunk_hash() -> blake3:
-    """What makes the digest of a chunk: BLAKE3, 32 bytes."""
+    """The hash that makes the digest of a chunk: BLAKE3, 32 bytes."""
     return blake3()
 
 
@@ -248,7 +248,7 @@ def chunk_size(total_bytes: int) -> int:
 def shares(specs: Sequence[TensorSpec], count: int = 2) -> list[range]:
     """The positions of tensors in at most `count` shares, in order and about as large.
 
-    Two, as the executor of a peer has so many threads, are faster than one at whatever passes over memory.
+    Two are faster than one for work that passes over memory; the executor of a peer has two threads.
     """
     ends = list(accumulate((spec.raw_bytes for spec in specs), initial=0))
     cuts = [bisect.bisect_left(ends, ends[-1] * number / count) for number in range(count)] + [len(specs)]
@@ -275,11 +275,11 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
     """Check a manifest from the network. Nothing is allocated for it.
 
     Args:
-        reply: what the donor sent.
+        reply: the donor's message.
         max_state_bytes: the largest state that is taken, both encoded and decoded.
 
     Raises:
-        PeerProtocolError: it contradicts itself, or is over a limit; says what.
+        PeerProtocolError: it contradicts itself, or is over a limit; says how.
     """
     try:
         metadata = decode_plain(reply.metadata)

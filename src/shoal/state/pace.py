@@ -3,10 +3,10 @@
 `Pacer` is a fixed limit. Each sender reserves one piece at a time and waits for as long as it is told, so senders take
 turns and share the rate evenly. After a pause at most `burst_s` worth of bytes goes at once.
 
-`Courtesy` keeps newcomers from slowing what this peer is there for: as long as it sends other things (rounds of
-averaging), states get a fraction of what those get. Where all bytes cost the same, on a line or on a processor, a round
-takes longer by about that fraction, however many newcomers there are. What is measured is the rounds' own traffic, so
-the rule needs to know neither the line nor the processor, nor when a round begins.
+`Courtesy` keeps newcomers from slowing this peer's main work: as long as it sends other things (rounds of averaging),
+states get a fraction of that traffic. If all bytes cost the same, on a line or on a processor, a round takes longer by
+about that fraction, however many newcomers there are. The rule measures the rounds' own traffic, so it needs to know
+neither the line nor the processor, nor when a round begins.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ QUIET_BYTES = 64 << 10
 """Other traffic below this, within the window, is no round."""
 
 FREE_PIECE_BYTES, QUICK_PIECE_BYTES = 256 << 10, 1 << 20
-"""Before each piece is looked whether a round has begun. The larger ones are for where they go in no time."""
+"""Before each piece the pacer checks whether a round has begun. The larger pieces are for very fast lines."""
 
 QUICK_S = 0.02
 """The next piece is twice as large if it may go so soon after the one before."""
@@ -73,11 +73,11 @@ LONGEST_HOLD_S = 1.5
 LOOK_AGAIN_S = 0.02
 _WINDOW_S = 0.5
 _WATCH_S = 0.1
-"""Nothing goes before other traffic was watched for so long: what has gone is in the queues of the line."""
+"""Nothing is sent before other traffic was watched for so long: sent bytes cannot leave the queues of the line."""
 
 
 class Courtesy:
-    """Compares what is sent for states with what else is sent, over the last half second.
+    """Compares the traffic of states with all other traffic, over the last half second.
 
     Attributes:
         busy: whether there was other traffic at the last look.
@@ -95,12 +95,12 @@ class Courtesy:
         return HELD_PIECE_BYTES if self.busy else self._free_bytes
 
     def held(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
-        """Whether states have had their share by now, or it is not known yet: then look again after `LOOK_AGAIN_S`.
+        """Whether states have used up their share, or this is not known yet: then look again after `LOOK_AGAIN_S`.
 
         Args:
-            fraction: of the other traffic, that states may have.
+            fraction: the fraction of the other traffic that states may have.
             now: seconds.
-            other_bytes: what was sent by this peer so far, beside states. Called only as often as needed.
+            other_bytes: bytes that this peer has sent so far, beside states. Called only as often as needed.
         """
         samples = self._samples
         if not samples or now - samples[-1][0] >= LOOK_AGAIN_S:
@@ -115,7 +115,7 @@ class Courtesy:
         return self.busy and self._state_bytes - state_before > fraction * other
 
     def sent(self, nbytes: int, now: float) -> None:
-        """So many bytes of a state go now."""
+        """Count so many bytes of a state, which go now."""
         self._state_bytes += nbytes
         quick = now - self._sent_at < QUICK_S
         self._free_bytes = min(2 * self._free_bytes, QUICK_PIECE_BYTES) if quick else FREE_PIECE_BYTES

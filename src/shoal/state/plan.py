@@ -1,11 +1,11 @@
-"""Which chunks of a state are still missing, who has them and who is sending them. Pure logic: no loop, no network.
+"""The chunks of a state that are still missing, the donors that have or send them. Pure logic: no loop, no network.
 
 A chunk is missing, then in flight from one donor, its owner, then verified; a donor that gives up returns its chunks to
 missing. Near the end a second donor may be asked for a chunk whose owner is slow: it *doubles* it.
 
 Invariants: a chunk in flight has one owner and at most one other donor that doubles it; a verified chunk is never asked
-for again, except when the plan moves to a manifest that says something else of it. The plan does not care how many
-donors send at the same time.
+for again, except when the plan moves to a manifest with another hash for it. The plan does not care how many donors
+send at the same time.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ChunkPlan(Generic[D]):
 
     @property
     def contributors(self) -> tuple[D, ...]:
-        """Who sent the chunks that are verified, each once, in the order of the chunks."""
+        """The donors that sent the verified chunks, each once, in the order of the chunks."""
         return tuple(dict.fromkeys(donor for _, donor in sorted(self._verified.items(), key=lambda item: item[0])))
 
     def move_to(self, manifest: Manifest) -> bool:
@@ -109,7 +109,7 @@ class ChunkPlan(Generic[D]):
         self._doubled[chunk] = donor
 
     def owner(self, chunk: int) -> D | None:
-        """From whom a chunk is in flight; None if it is missing or verified."""
+        """The donor from which a chunk is in flight; None if it is missing or verified."""
         return self._in_flight.get(chunk)
 
     def is_verified(self, chunk: int) -> bool:
@@ -117,13 +117,13 @@ class ChunkPlan(Generic[D]):
         return chunk in self._verified
 
     def verify(self, chunk: int, donor: D) -> None:
-        """A chunk in flight has arrived from this donor, its owner or who doubles it, and its hash is right."""
+        """A chunk in flight has arrived from this donor, its owner or its doubler, and its hash is right."""
         senders = (self._in_flight.pop(chunk), self._doubled.pop(chunk, None))
         assert donor in senders, "verify() of a chunk from somebody else"
         self._verified[chunk] = donor
 
     def release(self, donor: D) -> None:
-        """A donor sends nothing more: what is in flight from it alone is missing again, and it holds nothing."""
+        """A donor sends nothing more: chunks in flight from it alone are missing again, and it holds nothing."""
         self._holdings.pop(donor, None)
         self._doubled = {chunk: sender for chunk, sender in self._doubled.items() if sender != donor}
         back = [chunk for chunk, sender in self._in_flight.items() if sender == donor]

@@ -1,13 +1,14 @@
-"""A donor's snapshots: consistent copies of the state, shared by all who ask while the state is the same.
+"""A donor's snapshots: consistent copies of the state, shared by all peers that ask while the state is the same.
 
 Invariants:
 
 - A snapshot is one version: the owner holds the state still (its lock) while it is encoded, and no longer. Hashing and
   sending work on the copy.
-- One copy exists at any time, the one being made included. The next one is made when nobody takes the old one any more.
-- Whoever comes while others take a copy of a state that has moved on is given that copy, if it will do and is young
-  enough, else waits for the next. One that is old and waited for is taken away from its readers: so nobody, reading or
-  coming again and again, keeps a state from the others for ever.
+- One copy exists at any time, including one being made. The next one is made when nobody downloads the old one any
+more.
+- A receiver that comes while others download a copy of a state that has moved on gets that copy, if it will do and is
+  young enough; otherwise it waits for the next. If a copy is old and others wait for the next one, its readers are sent
+  away. So no receiver, by reading or coming again and again, keeps a state from the others for ever.
 - A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
 """
 
@@ -40,7 +41,7 @@ _HASH_BYTES = 34
 """One digest in MessagePack."""
 
 _ABOUT_TO_OPEN_S = 2.0
-"""Whoever was told of a snapshot opens a stream for it within this time, or may have to ask again."""
+"""A receiver that was told of a snapshot opens a stream for it within this time, or may have to ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,13 @@ class Snapshot:
 
     Attributes:
         version: the owner's version of the state.
-        manifest: what it holds.
+        manifest: the description of its content.
         message: the manifest as it is sent.
         data: the encoded tensors, one after another.
         made_at: when it was made, seconds of the loop.
         streams: how many receivers are taking it.
-        told: who was told of it, and when first. Whoever is told again and again does not keep it by that.
-        used_at: when somebody was last told of it or had done with it.
+        told: the receivers that were told of it, and when first. Being told again does not keep the copy alive.
+        used_at: when a receiver was last told of it or had finished with it.
         over: whether its readers are to be sent away.
     """
 
@@ -94,7 +95,7 @@ class Snapshot:
     over: bool = False
 
     def in_use(self, now: float) -> bool:
-        """Whether somebody takes it, or is about to."""
+        """Whether a receiver downloads it, or is about to."""
         return self.streams > 0 or any(now - at < _ABOUT_TO_OPEN_S for at in self.told.values())
 
 
@@ -107,7 +108,7 @@ class SnapshotStore:
         version: the current version of the state: cheap, and different whenever the state is.
         join_s: until when newcomers are given a copy that others take, though the state has moved on, seconds after it
             was made.
-        hold_s: how long after that its readers may keep it from those who wait for the next one.
+        hold_s: how long after that its readers may keep it while others wait for the next one.
         linger_s: how long a copy that nobody takes is kept, seconds.
         max_message_bytes: the largest manifest that can be sent.
     """
@@ -138,13 +139,13 @@ class SnapshotStore:
         return self._snapshot
 
     async def offer(self, peer: PeerID, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
-        """A snapshot for this peer: of the state as it is now, or the one that others are taking.
+        """A snapshot for this peer: of the present state, or the one that others are downloading.
 
         Args:
-            peer: who asks.
-            epoch: it has no use for a state of an earlier one.
-            timeout_s: how long to wait while a snapshot is made. It is made to the end in any case, for the next one
-                who asks.
+            peer: the peer that asks.
+            epoch: the peer has no use for a state of an earlier epoch.
+            timeout_s: how long to wait while a snapshot is made. It is made to the end in any case, for the next peer
+                that asks.
 
         Returns:
             The snapshot; or that it is still being made, or cannot be made before others are through (`busy`).
@@ -201,7 +202,7 @@ class SnapshotStore:
         snapshot.used_at = asyncio.get_running_loop().time()
 
     def close(self) -> None:
-        """Free everything; what is being made is given up."""
+        """Free everything; a copy that is being made is given up."""
         self._closed = True
         if self._making is not None:
             self._making.cancel()

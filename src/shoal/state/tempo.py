@@ -1,7 +1,7 @@
-"""How fast one donor's chunks come, and what follows from it. Pure logic: `now` is an argument.
+"""The pace of one donor's chunks, and its consequences. Pure logic: `now` is an argument.
 
 Two questions are answered: how many chunks to ask for ahead, so that the donor never waits for our next message; and
-when a chunk that it was asked for will be here, which tells whether to ask somebody else for it too.
+when a chunk that it was asked for will be here, which tells whether to ask another donor for it too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIN_AHEAD = 2
 MAX_AHEAD = 64
 
 _WEIGHT = 0.3
-"""Of the latest gap between two chunks, in the mean."""
+"""The weight of the latest gap between two chunks in the mean."""
 
 
 class Tempo:

@@ -1,7 +1,7 @@
-"""What leaves one peer for newcomers: which streams there are, and when the next piece may go.
+"""The uploads of one peer to newcomers: the open streams, and when the next piece may go.
 
-One is shared by all states that are served on an endpoint, since it is the peer's line and processor that they share.
-Invariant: a piece waits for the fixed limit (`Pacer`), and for rounds (`Courtesy`) `LONGEST_HOLD_S` at most.
+All states that are served on an endpoint share one object, since they share the peer's line and processor. Invariant: a
+piece waits for the fixed limit (`Pacer`), and for rounds (`Courtesy`) `LONGEST_HOLD_S` at most.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Upload:
     """The streams of states of one endpoint. Take it with `of`.
 
     Args:
-        endpoint: whose other traffic is looked at.
+        endpoint: the endpoint whose other traffic is watched.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = ref(endpoint)  # which is the key that this is found by: it may not keep it alive
+        self._endpoint = ref(endpoint)  # the key in the table of uploads: this object must not keep it alive
         self._courtesy = Courtesy()
         self._streams: dict[Stream[Any, Any], int] = {}  # and what their connections had sent before
         self._ended_bytes = 0
@@ -40,7 +40,7 @@ class Upload:
 
     @contextmanager
     def stream(self, stream: Stream[Any, Any]) -> Iterator[None]:
-        """What this stream sends in the block is sent for a state."""
+        """Count this stream's traffic in the block as that of a state."""
         self._streams[stream] = stream.bytes_sent
         try:
             with self._serving.env.prompt():
@@ -49,7 +49,7 @@ class Upload:
             self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)
 
     def watch(self) -> None:
-        """Begin to look at the other traffic: soon somebody will ask for a state."""
+        """Begin to watch the other traffic: a receiver will soon ask for a state."""
         self._courtesy.held(0.0, asyncio.get_running_loop().time(), self._other_bytes)
 
     def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
@@ -63,7 +63,7 @@ class Upload:
         Args:
             nbytes: one piece.
             pacer: the fixed limit.
-            fraction: of this peer's other traffic, that states may have; None for no such limit.
+            fraction: the fraction of this peer's other traffic that states may have; None for no such limit.
         """
         loop = asyncio.get_running_loop()
         if fraction is not None:

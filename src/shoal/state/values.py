@@ -1,7 +1,8 @@
-"""Which values a state may hold: NaN nowhere, infinities where its owner allows them.
+"""The values that a state may hold: NaN nowhere, infinities where its owner allows them.
 
-A donor looks at its tensors when it copies them, and does not share what went wrong; it says which of them hold
-infinities. A receiver looks at what it has put together: whatever else is not finite, the donor has not told the truth.
+A donor checks its tensors when it copies them, does not share a bad state, and says which tensors hold infinities. A
+receiver checks the tensors that it has put together: if any other value is not finite, the donor has not told the
+truth.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Connection(Protocol):
 
     @property
     def bytes_acked(self) -> int:
-        """Bytes that the other machine has acknowledged, read there or not, and what they were wrapped in.
+        """Bytes that the other machine has acknowledged, read there or not, including those of the encryption.
 
         The other process may stand still: its system takes bytes until its buffers are full. 0 if this cannot be known.
         """

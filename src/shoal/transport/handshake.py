@@ -136,7 +136,7 @@ async def greet_as_client(
         clear: send data as it is, if the server wants that too; else it is sealed.
 
     Raises:
-        PeerRefused: the server is somebody else, speaks no version of ours, or said no.
+        PeerRefused: the server is another peer, speaks no version of ours, or refused.
         PeerProtocolError: it sent what the protocol does not allow.
         PeerUnreachable: it does not speak TLS 1.3, or is gone.
     """

@@ -227,7 +227,7 @@ class Saved:
         )
 
     def _part(self, wanted: Piece | Range, key: str, piece: Range, file: str, part: slice) -> torch.Tensor:
-        """Of a statistic, what a saved piece has of it."""
+        """The part of a statistic that a saved piece has."""
         if key not in self._keys.get(_place(piece), ()):
             raise ConfigError(f"{self._folder} lacks {key!r} of some values of {wanted.name}: it is damaged")
         there = self._files[file].get_slice(state_key(piece, key))

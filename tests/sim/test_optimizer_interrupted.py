@@ -106,7 +106,34 @@ def test_one_interrupt_while_a_step_is_told_disables_a_peer_for_good() -> None:
         assert run.agree(["p0", "p1"])
         await run.close()
 
-    sim.run(main, seed=2)
+    sim.run(main, seed=2, max_time_s=600.0)
+
+
+def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
+    """A step was due, of the state before: it was due for ever, if nobody was told of the download's end."""
+
+    async def main() -> None:
+        run = Run(target=2 * BATCH)
+        first, second = await two_at_their_first_step(run)
+        await run.swarm.run_on("p1", second.take_turn)
+        await sim.sleep(1.0)
+        collaboration = first.collaboration
+        wait = collaboration._fetching.wait
+
+        async def interrupted(*args: Any, **options: Any) -> bool:
+            await wait(*args, **options)
+            raise asyncio.CancelledError
+
+        collaboration._fetching.wait = interrupted  # type: ignore[method-assign]
+        with pytest.raises(asyncio.CancelledError):
+            await run.swarm.run_on("p0", collaboration.download, 30.0)
+        collaboration._fetching.wait = wait  # type: ignore[method-assign]
+        assert collaboration.epoch == 1
+        await train_until(run, epoch=3)
+        assert run.agree(["p0", "p1"])
+        await run.close()
+
+    sim.run(main, seed=2, max_time_s=600.0)
 
 
 def test_an_average_of_states_keeps_no_trainer_waiting() -> None:

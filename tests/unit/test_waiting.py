@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import inspect
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -138,6 +139,40 @@ def test_an_interrupt_keeps_no_future_from_the_loop(what: str) -> None:
     thread.call_soon(settle)
     thread.run(nothing(), LONG_S)
     assert free == [True] * len(kept)
+    thread.stop(nothing, LONG_S)
+
+
+def test_a_state_is_taken_over_while_an_interrupted_trainer_computes() -> None:
+    """Who is interrupted goes on when what it waited for has ended, which may be at the parameters just then."""
+    thread, changing, ended = LoopThread("test"), threading.Event(), list[bool]()
+    waiter = threading.main_thread().ident
+    assert waiter is not None
+
+    async def take_over() -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            changing.set()
+            await loop.create_future()
+        finally:
+            changed = loop.create_future()
+            loop.call_later(0.2, changed.set_result, None)
+            await changed
+            ended.append(True)
+
+    def interrupt() -> None:
+        changing.wait(LONG_S)
+        signal.pthread_kill(waiter, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            thread.run(take_over(), LONG_S)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ended == [True]
+    interrupting.join()
     thread.stop(nothing, LONG_S)
 
 

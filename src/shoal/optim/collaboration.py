@@ -752,6 +752,8 @@ class Collaboration:
                 self._companions.forget()
                 self._companions.renamed(self._now())
                 self._renewed()
+            if self.phase is Phase.STEPPING and self._update is None:
+                self._move(Phase.COLLECTING)  # what was due was of another state; the trainer may be interrupted
 
     def _to_follow(self) -> list[Contact]:
         """Who has the best state and can be dialed, in any order: not all who catch up should follow the same ones."""

@@ -50,6 +50,8 @@ class LoopFuture(concurrent.futures.Future[T]):
         # Of the base class: the loop takes it, and must never find it kept.
         self._condition: SafeCondition = SafeCondition()  # type: ignore[assignment]
         self._thread, self._settled = thread, (settled := Gate())
+        self.ended = Gate()
+        """Open when nothing is done for it any more: later than it is cancelled."""
         self.add_done_callback(lambda _: settled.open())
 
     def wait(self, timeout_s: float) -> bool:
@@ -189,9 +191,11 @@ class LoopThread:
             if future.cancelled():
                 future.set_running_or_notify_cancel()
                 work.close()
+                future.ended.open()
                 return
             task = self._loop.create_task(work)
             self._open.add(future)
+            task.add_done_callback(lambda _: future.ended.open())
             task.add_done_callback(lambda done: self._done(done, future))
             future.add_done_callback(lambda done: self.call_soon(task.cancel) if done.cancelled() else None)
 
@@ -199,6 +203,7 @@ class LoopThread:
             self._call_soon(start)
         except ClosedError:
             work.close()
+            future.ended.open()
             raise
 
     def call_soon(self, function: Callable[[], object]) -> None:
@@ -224,7 +229,7 @@ class LoopThread:
             _settle(future, answer)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine in the loop and wait for it. Any interrupt of the wait cancels it.
+        """Run a coroutine in the loop and wait for it. An interrupt of the wait cancels it, and waits for its end.
 
         Args:
             work: keeps its own deadline; this method only makes sure that nobody waits for ever.
@@ -242,8 +247,12 @@ class LoopThread:
             self.answer(future, work)
             if self._answered(future, timeout_s):
                 return future.result()
-        finally:
-            future.cancel()  # without effect if it is done
+        except BaseException:
+            if future.cancel():  # what it does may change what the interrupted thread goes on with
+                self.call_soon(lambda: None if future in self._open else future.ended.open())
+                future.ended.wait(GRACE_S)
+            raise
+        future.cancel()
         raise LocalError(
             f"no answer from shoal's own thread within {timeout_s:g} s: "
             "does an event subscriber, or get_current_state, block it?"

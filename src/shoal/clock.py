@@ -182,7 +182,7 @@ class Env:
     Attributes:
         clock: reads the time.
         rng: the only source of chance. Not used for keys and nonces of real peers.
-        executor: where tensor work runs.
+        executor: runs tensor work.
         events: the bus to which the part emits its events.
         prompt: makes a block in which the program's own threads do not keep the loop's thread waiting.
     """

@@ -76,11 +76,11 @@ class PeerCore:
             initial_peers: addresses at which to join the network; without any, a new network begins.
             client_mode: never listen; False: listen, and announce where; None: ask the others whether they can dial
                 this peer, unless all initial peers are on this machine, and announce nothing if they cannot.
-            limits: of the endpoint.
-            dht_settings: of the DHT node.
+            limits: the limits of the endpoint.
+            dht_settings: the settings of the DHT node.
             validators: rules for records, beside signatures.
             state_upload_limit: see the attributes.
-            timeout_s: for joining.
+            timeout_s: the longest time for joining.
             must_join: False begins a new network if no initial peer answers.
 
         Raises:

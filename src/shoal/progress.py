@@ -64,7 +64,7 @@ class SwarmView:
         samples: accumulated at this peer's state, by all peers there, as far as they can be believed: see
             `SwarmProgress.view`.
         rate: samples per second of all peers at this peer's state.
-        epoch: of the best state.
+        epoch: the epoch of the best state.
         behind: the best state is another one than this peer's.
         leaders: the other peers that have the best state; first those that can be dialed.
         vouched: the best state is another one than this peer's, and a contributor to the last rounds is at it.

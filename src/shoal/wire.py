@@ -361,7 +361,7 @@ class OpenStream(Message, frozen=True):
 # --------------------------------------------------------------------------------------------------------------- dht
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-"""Where a record lies in the DHT: SHA-256 of the application's key."""
+"""The place of a record in the DHT: SHA-256 of the application's key."""
 
 
 class Record(Message, frozen=True):
@@ -626,7 +626,7 @@ Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
 
 
 class Progress(Message, frozen=True):
-    """Where one peer of a run stands. Kept in the DHT under `RUN_ID_progress`, and told to the others directly.
+    """The progress of one peer of a run. Kept in the DHT under `RUN_ID_progress`, and sent to the others directly.
 
     `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own

@@ -179,7 +179,7 @@ class DeciderRules:
     come back as a `Send` to its own index.
 
     Args:
-        round_id: of the round.
+        round_id: the id of the round.
         owners: for each part, the index of the member that averages it at first.
         reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.

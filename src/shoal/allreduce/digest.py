@@ -26,7 +26,7 @@ class PartDigests:
     """Digests of one round: another round has another key, so equal bytes have other digests there.
 
     Args:
-        round_id: of the round; known to all its members.
+        round_id: the id of the round, which all its members know.
     """
 
     def __init__(self, round_id: bytes) -> None:

@@ -27,7 +27,7 @@ class PartOwner:
 
     Args:
         round_: the round.
-        work: where parts are computed.
+        work: computes parts.
         silence_s: how long a silent sender is waited for.
         give: called with each part that is done and has an average.
 

@@ -1,4 +1,4 @@
-"""Where the numbers of a part are worked on: one piece of work at a time for each part, in the loop or beside it.
+"""The work on the numbers of parts: one piece of work at a time for each part, in the loop or beside it.
 
 Summing, finishing and receiving a part use the same memory; one lock for each part keeps them apart. Under such a lock
 code waits only for the bytes of that part.
@@ -32,7 +32,7 @@ class PartWork:
 
     Args:
         vector: the numbers.
-        executor: where large parts are computed.
+        executor: computes large parts.
         parts: how many parts there are.
 
     Attributes:

@@ -89,7 +89,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """Where each tensor lies in the flat vector: at `offsets`, in its run.
+    """The place of each tensor in the flat vector: at `offsets`, in its run.
 
     Args:
         specs: the tensors in order; at least one element in all.

@@ -103,7 +103,7 @@ class ReducerRules:
         return [sender for sender, limit in self._limits().items() if now >= limit]
 
     def _limits(self) -> dict[int, float]:
-        """Until when each sender that owes something is waited for, if nothing more comes from it."""
+        """For each sender that owes something, the time until which the owner waits if nothing more comes from it."""
         owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
         passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
         limits = {}

@@ -40,7 +40,7 @@ class Residual:
     """The losses of one run's encodings.
 
     Args:
-        dtype: of the run's tensors.
+        dtype: the dtype of the run's tensors.
         start: its first element in the flat vector.
         kept: the residual itself, in the dtype of sums; as long as the run.
         limit: a value times a weight of more than this cannot be summed.

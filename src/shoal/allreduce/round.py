@@ -49,11 +49,11 @@ class Round:
     """One member's part in one round.
 
     Args:
-        table: where the round is found by incoming streams.
+        table: the table in which incoming streams find the round.
         group: the members, the decider, and the slice that each member averages.
         vector: the numbers; `copy_in` was called, unless this member is an auxiliary one: then no tensor is read.
-        weight: of this member's values, 0 (takes part without counting) or within `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an
-            auxiliary member.
+        weight: the weight of this member's values, 0 (takes part without counting) or within
+            `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
         options: patience.
 
     Raises:
@@ -382,7 +382,7 @@ class RoundTable:
     """The rounds of one endpoint: brings incoming streams to them, and answers for recent ones.
 
     Args:
-        endpoint: of this peer; several averagers share one table.
+        endpoint: the endpoint of this peer; several averagers share one table.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:

@@ -209,7 +209,7 @@ class Inbound:
     Args:
         round_: the round.
         stream: the stream.
-        work: where parts are computed.
+        work: computes parts.
     """
 
     def __init__(self, round_: RoundView, stream: DownStream, work: PartWork) -> None:

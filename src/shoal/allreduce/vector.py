@@ -105,8 +105,8 @@ class Vector:
 
     Args:
         tensors: the tensors to average; any floating dtype, shape, strides and device. Kept by reference.
-        layout: of these tensors.
-        memory: for the copies; None for memory of its own.
+        layout: the layout of these tensors.
+        memory: memory for the copies; None for memory of its own.
 
     Attributes:
         reference_name: the round whose average later ones may code against; empty: none.

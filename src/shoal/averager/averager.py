@@ -53,7 +53,7 @@ class Averager:
         tensors: changed in place by a successful round; all floating point.
         prefix: peers with the same prefix meet.
         settings: see there.
-        lock: of the tensors.
+        lock: the lock of the tensors.
         compression: codec for averaging.
         state: gives the state to share; default the averaged tensors. Called under the lock.
         codecs: one codec for each tensor, in place of `compression`.

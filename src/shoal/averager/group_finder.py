@@ -34,7 +34,7 @@ class GroupFinder:
     Args:
         core: the peer that the averager is part of.
         prefix: peers with the same prefix meet.
-        settings: of the averager.
+        settings: the settings of the averager.
         vector: the averaged tensors.
 
     Attributes:

@@ -32,7 +32,7 @@ class Turn(queue.SimpleQueue[object]):
     An item in its queue means that the place is over.
 
     Args:
-        line: of the lock.
+        line: the line of the lock.
         holder: the name of the holder of the place, in words.
         timeout_s: longest wait, seconds.
 

@@ -38,7 +38,7 @@ class AveragingMode(enum.Enum):
 
 
 class AveragingStage(enum.Enum):
-    """Where a step stands. After a failed attempt it looks for a group again."""
+    """The stages of a step. After a failed attempt it looks for a group again."""
 
     IDLE = "idle"
     AWAITING_TRIGGER = "awaiting trigger"
@@ -57,7 +57,7 @@ class StepPlan:
         triggered: False: no search for a group before `allow_allreduce`.
 
     Attributes:
-        stage: where the step stands.
+        stage: the stage of the step.
         grouped: whether there is a group: too late for another `scheduled_time`, unless the step is retried.
         began: whether the values were taken: too late for another `weight`, unless the step is retried.
 
@@ -139,7 +139,7 @@ class StepPlan:
 
         Args:
             clock: tells wall-clock time.
-            deadline: of the step, loop time.
+            deadline: the deadline of the step, loop time.
 
         Raises:
             RoundFailed: the deadline came first.

@@ -30,7 +30,7 @@ class StateSharing:
         core: this peer.
         prefix: the name of the state; donors and receivers use the same one.
         settings: how often a donor declares itself, how old a copy may be, when a silent donor is left.
-        lock: of the state's tensors.
+        lock: the lock of the state's tensors.
         state: gives the state, called under the lock.
 
     Attributes:
@@ -117,7 +117,7 @@ class StateSharing:
 
         Args:
             timeout_s: longest time, seconds.
-            options: for `download_state`.
+            options: arguments for `download_state`.
 
         Raises:
             StateUnavailable: there is no donor, or none gave it.

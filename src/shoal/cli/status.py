@@ -90,12 +90,12 @@ class RunStatus:
 
     @property
     def samples(self) -> int:
-        """Accumulated for the next step."""
+        """Samples accumulated for the next step."""
         return sum(peer.samples for peer in self.together)
 
     @property
     def samples_per_s(self) -> float:
-        """Of all peers."""
+        """Samples per second of all peers."""
         return sum(map(_rate, self.peers))
 
     @property

@@ -175,7 +175,7 @@ def choose_codecs(
     Args:
         codec: chooses.
         tensors: in order.
-        role: of all of them.
+        role: the role of all of them.
     """
     return [
         codec.choose(CompressionInfo.from_tensor(tensor, key=key, role=role))

@@ -95,7 +95,7 @@ class Blocks:
 
     Args:
         sizes: numbers of values of the pieces.
-        width: of a block.
+        width: the number of values in a block.
 
     Attributes:
         count: how many blocks there are.

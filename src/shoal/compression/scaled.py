@@ -33,7 +33,7 @@ from shoal.compression.pieces import pieces_of
 __all__ = ["FIT_BYTES", "ScaledFloat16Compression", "fit", "read_fits", "write_fits"]
 
 FIT_BYTES = 5
-"""Of center (float32) and scale of one piece."""
+"""Bytes of the center (float32) and the scale of one piece."""
 
 _NEAR_OVERFLOW = 2.0**126
 _LARGEST = 32752.0

@@ -4,7 +4,8 @@ Kept from ALBERT: one transformer layer whose weights are used at every depth, a
 table and a projection, an output head tied to the table, GELU. Changed, because the run lasts one minute:
 
 - the layer normalises *before* attention and feed-forward (pre-norm), which bears a larger learning rate;
-- places are told by a learned bias on the distance between reader and read token (Shaw et al., 2018; T5) instead of
+- positions are encoded by a learned bias on the distance between reader and read token (Shaw et al., 2018; T5) instead
+of
   absolute positions, and most heads begin by looking at one near neighbour each. With absolute positions the model
   spent its whole minute at the loss of guessing by frequency; with this it leaves that plateau within ten steps.
 

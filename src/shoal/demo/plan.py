@@ -26,7 +26,7 @@ class Limits:
         stop_s: from the signal to stop until all living peers stand at the last epoch.
         leave_s: from being told to leave until a process is gone; then it is killed.
         baseline_s: training time of the single process.
-        baseline_start_s: for that process to start and to end, on top.
+        baseline_start_s: additional time for that process to start and to end.
         margin_s: the announced last epoch lies at least so far ahead, for the news to spread.
     """
 

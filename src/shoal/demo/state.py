@@ -120,7 +120,7 @@ class DemoState:
 
     Attributes:
         seconds: planned time from the start to the signal to stop.
-        phase: where the run is.
+        phase: the phase of the run.
         peers: every peer process there ever was, in order of start.
         epochs: swarm epochs in order.
         losses: held-out losses in order of epoch.

@@ -209,7 +209,7 @@ class _Run:
         self.wake = asyncio.Event()
 
     def touch(self, searches: Sequence[Search]) -> None:
-        """These may be able to go on."""
+        """Note searches that may be able to go on."""
         self.ready.update((search.key, search) for search in searches)
         self.wake.set()
 

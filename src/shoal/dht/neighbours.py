@@ -120,7 +120,7 @@ class Neighbours:
         return avoided is not None and avoided.until > now
 
     def worth_asking(self, contacts: Iterable[Contact], now: float) -> list[Contact]:
-        """Those of the contacts that are not avoided."""
+        """The contacts that are not avoided."""
         return [contact for contact in contacts if not self.avoids(contact.peer, now) or contact.peer in self.table]
 
     def always_remember(self, contacts: Iterable[Contact]) -> None:

@@ -28,7 +28,7 @@ _MAX_ROUTES = 1024
 
 
 class _Route(NamedTuple):
-    """Where a key belongs, as found at this time, with this state of the table."""
+    """The nodes for a key, as found at this time, with this state of the table."""
 
     nodes: list[Contact]
     at: float

@@ -1,4 +1,4 @@
-"""Where nodes and keys lie, and which nodes this one knows (sans-IO).
+"""The ids of nodes and keys, and the table of the nodes that this one knows (sans-IO).
 
 Ids are 256-bit numbers: a key's is the SHA-256 of the application's key, a node's the SHA-256 of its `PeerID`; the
 distance of two ids is their XOR (Kademlia, Maymounkov and Mazieres 2002). Bucket i of the table holds nodes that share
@@ -32,7 +32,7 @@ _FAILURES_TO_REMOVE = 2
 
 
 def key_of(key: str | bytes) -> bytes:
-    """Where an application's key lies: its SHA-256. Text counts as its UTF-8 bytes."""
+    """The wire key of an application's key: its SHA-256. Text counts as its UTF-8 bytes."""
     return hashlib.sha256(key.encode() if isinstance(key, str) else key).digest()
 
 
@@ -105,7 +105,7 @@ class RoutingTable:
         return sum(len(bucket.spares) for bucket in self._buckets.values())
 
     def contact(self, peer: PeerID) -> Contact | None:
-        """Where a known node is; None if it is not in the table."""
+        """The contact of a known node; None if it is not in the table."""
         node = self._nodes.get(peer)
         return node.contact if node else None
 

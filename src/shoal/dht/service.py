@@ -31,7 +31,7 @@ class Service:
     """Serves `DhtPing`, `DhtFind` and `DhtStore`.
 
     Args:
-        endpoint: where the calls come in.
+        endpoint: receives the calls.
         local: its neighbours learn which peers called, and are named to others; its vault holds the records.
         on_held: called with each record that was newly taken in.
     """

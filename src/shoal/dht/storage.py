@@ -130,7 +130,7 @@ def view(records: Iterable[Record], now: float, *, of_peers: bool = False) -> Va
     An entry that cannot be decoded does not exist.
 
     Args:
-        records: of one key.
+        records: the records of one key.
         now: wall clock, seconds.
         of_peers: only entries of its dictionary that peers wrote under their own ids, of at most `PEER_ENTRY_BYTES`.
     """

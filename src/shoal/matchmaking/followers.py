@@ -21,7 +21,7 @@ class Followers:
     """The peers that a leader leads while its group forms.
 
     Args:
-        rules: of the leader.
+        rules: the rules of the leader.
 
     Attributes:
         members: the peers that were accepted and have neither left nor been sent away, without the leader itself.

@@ -30,7 +30,7 @@ MAX_GATHERED_BYTES = 65536
 
 
 class GroupDirectory(Protocol):
-    """Where peers that look for a group under a key declare themselves; in a swarm, a dictionary record in the DHT.
+    """The place in which peers that look for a group declare themselves; in a swarm, a dictionary record in the DHT.
 
     The directory is only a hint which peers to ask: entries may be late, missing or stale. But once `declare` has
     returned, reads that begin later should find the entry. If two peers declare at the same time, at least one should

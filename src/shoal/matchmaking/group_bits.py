@@ -73,7 +73,7 @@ class GroupBits:
     """The group bits of one averager, from search to search. Bits that the user sets count from the next search on.
 
     Args:
-        bits: to begin with.
+        bits: the first bits.
         target_group_size: members of a full group; None: no size is full.
         rng: source of chance.
     """

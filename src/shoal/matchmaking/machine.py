@@ -98,7 +98,7 @@ _Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
 
 class Phase(enum.Enum):
-    """Where a search stands."""
+    """The state of a search."""
 
     LOOKING = enum.auto()
     """Follows and asks nobody; leads the peers that ask it."""
@@ -162,7 +162,7 @@ class GroupMachine:
 
     @property
     def phase(self) -> Phase:
-        """Where the search stands."""
+        """The state of the search."""
         return self._phase
 
     @property

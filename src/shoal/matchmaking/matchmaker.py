@@ -48,7 +48,7 @@ class Matchmaker:
     Args:
         endpoint: calls and streams of this peer; not owned.
         env: clock, chance, events.
-        directory: where peers declare themselves.
+        directory: the directory in which peers declare themselves.
         prefix: the averager's name; group keys are `prefix.0b` and bits.
         schema: describes our tensors; equal bytes are equal schemas.
         settings: named values that must be equal in the whole run.
@@ -329,7 +329,7 @@ class Matchmaker:
             self.spawn(_end(stream, leave=leave))
 
     def hold(self, inbounds: Sequence[Inbound]) -> None:
-        """These streams belong to a group now, until `release`."""
+        """Note that these streams belong to a group now, until `release`."""
         self._held.update(inbounds)
 
     def release(self, streams: Sequence[ControlStream], inbounds: Sequence[Inbound]) -> None:

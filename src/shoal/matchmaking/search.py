@@ -72,7 +72,7 @@ class Owner(Protocol):
         ...
 
     def hold(self, inbounds: Sequence[Inbound]) -> None:
-        """These belong to a group now."""
+        """Note that these streams belong to a group now."""
         ...
 
     def release(self, streams: Sequence[ControlStream], inbounds: Sequence[Inbound]) -> None:
@@ -86,7 +86,7 @@ class Search:
     Args:
         endpoint: opens streams.
         env: chance and events.
-        directory: where peers declare themselves.
+        directory: the directory in which peers declare themselves.
         owner: the matchmaker.
         terms: the terms of the search.
         machine: not started yet.

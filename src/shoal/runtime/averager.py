@@ -68,7 +68,7 @@ class DecentralizedAverager(SharesState):
         state_compression: codec for `load_state_from_peers`.
         tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. For
             tensors with the role of parameters, codecs of 16 bits or less send the changes since the last average.
-        bandwidth: of this peer, bytes per second: a peer with more reduces more; 0 reduces nothing; None is taken as
+        bandwidth: bytes per second of this peer: a peer with more reduces more; 0 reduces nothing; None is taken as
             average.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.
         auxiliary: only reduce for others: the tensors here are neither read nor changed.
@@ -323,7 +323,7 @@ class DecentralizedAverager(SharesState):
         Args:
             gather: a small value (numbers, text, bytes, lists, dictionaries) that every member of the group gets.
             scheduled_time: look for a group only from this time on, wall-clock seconds (`time.time()`); None: now.
-            weight: of this peer's tensors, from 1e-9 to 1e12, or 0: it takes part without counting; None: 1.
+            weight: the weight of this peer's tensors, from 1e-9 to 1e12, or 0: it takes part without counting; None: 1.
             timeout: seconds for everything, retries included; None: 300.
             allow_retries: after a failed round look for another group until the timeout.
             require_trigger: begin only when `allow_allreduce()` of the returned `StepControl` is called; needs

@@ -21,7 +21,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     Args:
         averager: the owner of the step: it is not dropped before its step.
-        thread: where the step runs.
+        thread: the thread in which the step runs.
         plan: the plan of the step.
         deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether it looks for another group after a failed round.
@@ -36,7 +36,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def stage(self) -> AveragingStage:
-        """Where the step stands."""
+        """The stage of the step."""
         return AveragingStage.FINISHED if self.done() else self._plan.stage
 
     @property

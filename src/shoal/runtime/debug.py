@@ -42,7 +42,7 @@ class DebugService:
     """Gives the recorder's content to everybody who may have it; loop only.
 
     Args:
-        recorder: of this peer.
+        recorder: the recorder of this peer.
         peer: this peer.
     """
 

@@ -187,7 +187,7 @@ class Leaving:
 
 
 _inside: weakref.WeakSet[Leaving] = weakref.WeakSet()
-"""Those whose block the program is in."""
+"""The `Leaving` objects whose `with` block is open."""
 
 
 def _restore_in_child() -> None:

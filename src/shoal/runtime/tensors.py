@@ -45,7 +45,7 @@ class HeldTensors:
         tensors: the tensors that the lock protects.
 
     Attributes:
-        lock: as the async core takes it.
+        lock: the lock, in the form that the async core takes.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -110,7 +110,7 @@ class LoopThread:
     """An event loop in a daemon thread, and a small pool for tensor work.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -131,7 +131,7 @@ class LoopThread:
 
     @property
     def executor(self) -> ThreadExecutor:
-        """Where tensor work runs."""
+        """The executor for tensor work."""
         return ThreadExecutor(self._pool)
 
     @property

@@ -53,7 +53,7 @@ class SlicingSelector(selectors.DefaultSelector):
     """The loop's selector, which returns after `SLICE_S` at the latest and tells the clock.
 
     Args:
-        clock: of the loop.
+        clock: the clock of the loop.
     """
 
     def __init__(self, clock: RunningTime) -> None:

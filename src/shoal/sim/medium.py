@@ -36,8 +36,8 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
         latency_s: one way, seconds.
         jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
         loss: the part of packets that is lost, 0 to below 1. No bytes go missing: lost packets come later.
-        bandwidth_bytes_s: of each pipe there, each way, in addition to the limits of the hosts' own lines; None for no
-            limit.
+        bandwidth_bytes_s: the rate of each pipe there, each way, in addition to the limits of the hosts' own lines;
+            None for no limit.
 
     Raises:
         ConfigError: a number is out of its range.

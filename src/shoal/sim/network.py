@@ -52,7 +52,7 @@ class SimNetwork:
     """Hosts and the network between them. Made inside of a running event loop, virtual or not.
 
     Args:
-        seed: where jitter and losses come from: a number, or a random source of its own.
+        seed: the source of jitter and losses: a number, or a random source of its own.
         latency_s: one way, between any two hosts; none within a host. `set_link` changes it for a pair.
         jitter_s: each segment takes up to this much longer.
         loss: part of the packets that are lost (and come later), 0 to 1.

@@ -131,11 +131,11 @@ class Tasks:
         return iter(self._tasks)
 
     def pending(self) -> list[Task[Any]]:
-        """Those that have not ended."""
+        """The tasks that have not ended."""
         return [task for task in self._tasks if not task.done()]
 
     def failed(self) -> list[Task[Any]]:
-        """Those that ended in an exception which nobody has looked at."""
+        """The tasks that ended in an exception which nobody has looked at."""
         return [task for task in self._tasks if task.done() and task._log_traceback]
 
 
@@ -143,7 +143,7 @@ class Owner:
     """One life of a simulated process, to which its tasks and timers belong.
 
     Args:
-        name: for messages.
+        name: a name for messages.
 
     Attributes:
         running: its code runs: it is neither frozen nor killed.

@@ -34,7 +34,7 @@ def run(
 
     Args:
         main: a coroutine, or a function without arguments that makes one.
-        seed: where all chance of the simulation comes from (`Swarm` takes it from the loop). A failure names it.
+        seed: the source of all chance in the simulation (`Swarm` takes it from the loop). A failure names it.
         max_time_s: virtual seconds after which the run fails.
         max_turns: turns of the loop after which the run fails.
         max_turns_at_one_instant: turns without time passing after which the run fails.

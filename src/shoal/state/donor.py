@@ -62,7 +62,7 @@ class StateDonor:
     """Shares one state, from now on until `stop`.
 
     Args:
-        endpoint: where it is served; other donors may serve other prefixes there.
+        endpoint: the endpoint that serves it; other donors may serve other prefixes there.
         env: chance, executor, events.
         prefix: the name by which receivers ask for it.
         hold: `async with hold() as state` gives the state and keeps it still (the owner's lock) until the end of the

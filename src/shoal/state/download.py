@@ -63,8 +63,8 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_state_bytes: the largest state that is taken.
-        answer_timeout_s: for each answer of a donor that is asked for its state. One that needs longer to make its
-            snapshot says "not yet" after two seconds.
+        answer_timeout_s: limit for each answer of a donor that is asked for its state. A donor that needs longer to
+            make its snapshot says "not yet" after two seconds.
         stall_s: a donor that sends nothing for this long is dropped.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         max_donors: donors that are asked, and send, at the same time; others take the places of those that end.

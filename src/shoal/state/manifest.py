@@ -7,7 +7,7 @@ nothing else in it is believed:
 
 - sizes follow from shapes, dtypes and codecs, and the sum is within the receiver's limit;
 - there are as many hashes as chunks;
-- tensors that hold infinities are told of in order, and could hold some;
+- tensors that hold infinities are named in order, and their dtypes can hold some;
 - metadata is plain: None, bool, int, float, str, bytes, list, dict.
 
 Two manifests of the same layout describe the same bytes wherever their hashes are equal, whichever donors made them.

@@ -51,7 +51,7 @@ class Scratch:
     has the loop to itself, as in a state download. In rounds more of them made no difference that could be measured.
 
     Attributes:
-        receiving: where the socket's bytes come to.
+        receiving: memory for the socket's bytes.
         sending: memory in which the bytes for the socket are made.
     """
 

@@ -342,7 +342,7 @@ class TcpTransport:
         return None
 
     def _make_place(self) -> None:
-        """Of the host with most connections the one goes that has carried least: it is idle, or has only begun."""
+        """Close a connection of the host with most: the one that has carried least, which is idle or has only begun."""
         proved = [each for each in self._alive if each.proved_peer_id is not None and not each.closed]
         crowded = Counter(each.remote_host for each in proved).most_common(1)[0][0]
         least = min(

@@ -14,11 +14,11 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """Among the ranks of one process group.
+    """Agreement among the ranks of one process group.
 
     Args:
         group: the ranks.
-        watch: of the same ranks.
+        watch: the watch of the same ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, watch: Watch) -> None:

@@ -28,7 +28,7 @@ class Bucket:
     Attributes:
         parameters: see above.
         flat: see above.
-        tiles: that lie in `flat`, in its order.
+        tiles: the tiles that lie in `flat`, in its order.
         runs: the tiles of each owner; neighbouring tiles of one owner are one run.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.
         local: laid out as `flat`, 16-bit values in float32: sums of this rank that are not reduced yet; None while

@@ -57,7 +57,7 @@ def save(
     """Write a checkpoint of the model and its optimizer. All ranks call it, between steps.
 
     Args:
-        path: of the folder, which must not exist yet; the same on all ranks, on a file system that they share.
+        path: the path of the folder, which must not exist yet; the same on all ranks, on a file system that they share.
         model: as `shoal.zero.shard` returned it.
         optimizer: as `shoal.zero.shard` returned it.
         consolidated: one file in place of a folder, for plain torch: `torch.load(path)` is a dictionary of two state
@@ -259,7 +259,7 @@ def load(
     """Take over a checkpoint, of any number of ranks and any stage, or weights alone. All ranks call it.
 
     Args:
-        path: of the folder that `save` wrote, or a copy; or of a file for plain torch, with the state dictionaries
+        path: the folder that `save` wrote, or a copy of it; or a file for plain torch, with the state dictionaries
             ``model`` and ``optimizer`` (and ``extra``) of a model before sharding and its optimizer: to begin with
             sharding later. Or weights alone, for which the optimizer stays as it is: a state dictionary of the whole
             model, or a file of one, by `torch.save` or of safetensors. The same on all ranks.

@@ -155,18 +155,18 @@ class Pending:
 
 
 class Collectives:
-    """Among the ranks of one process group.
+    """The collectives of one process group.
 
     Args:
         group: the ranks.
-        watch: of the same ranks.
-        device: where tensors are.
+        watch: the watch of the same ranks.
+        device: the device of the tensors.
         model: a number for the sharded model, above 0: the same on all ranks, another one for each model of the group.
 
     Attributes:
         rank: ours in the group.
         ranks: how many there are.
-        tagged: whether messages of several models are told apart: on gloo. Others have one order for all.
+        tagged: whether messages of several models carry tags: on gloo. Other backends have one order for all.
         traffic: the bytes sent so far.
         scratch: memory for messages under way.
     """

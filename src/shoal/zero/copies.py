@@ -19,10 +19,10 @@ __all__ = ["Copies", "wide_dtype"]
 
 
 class Copies:
-    """Of some parameters.
+    """The copies of some parameters.
 
     Args:
-        parameters: of 16 bits, by name.
+        parameters: the parameters, of 16 bits, by name.
         plan: the owner of each tile of them.
         own: float32 values of the tiles of this rank, one-dimensional.
         collectives: among the ranks.

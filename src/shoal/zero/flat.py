@@ -35,7 +35,7 @@ from shoal.zero.tiles import Tile, assign, cut, tile_numel
 __all__ = ["FlatEngine", "engine_of"]
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine] = weakref.WeakKeyDictionary()
-"""Of the models that are carried. An engine lives as long as its model, to which it does not refer."""
+"""The engine of each carried model. An engine lives as long as its model, to which it does not refer."""
 
 
 def engine_of(model: torch.nn.Module) -> FlatEngine | None:
@@ -47,7 +47,7 @@ class FlatEngine:
     """Stage 1 or 2 for some parameters.
 
     Args:
-        model: is only asked whether it is still the same.
+        model: the model; only used to check whether it is still the same.
         parameters: those that are trained, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.

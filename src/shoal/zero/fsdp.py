@@ -130,7 +130,7 @@ def partition(
         parts: its units.
         group: the ranks.
         device: where the parameters are.
-        dtype: to compute, gather and reduce in; None for that of the parameters.
+        dtype: the dtype to compute, gather and reduce in; None for that of the parameters.
 
     Returns:
         The dtype, if it has 16 bits: to send gradients in, too. FSDP2 adds them up in float32.

@@ -28,7 +28,7 @@ class Meeting:
     Args:
         collectives: among the ranks.
         unit: the how many-th it is of the model's.
-        name: of the module.
+        name: the name of the module.
     """
 
     def __init__(self, collectives: Collectives, unit: int, name: str) -> None:

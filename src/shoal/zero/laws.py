@@ -149,8 +149,8 @@ class Sizes(NamedTuple):
 
     Attributes:
         parameters: all of them, tied ones counted once.
-        gradients: of those that are trained; as much of the parameters changes in a step.
-        state: of the optimizer.
+        gradients: gradients of the trained parameters; as many bytes of the parameters change in a step.
+        state: the state of the optimizer.
     """
 
     parameters: float

@@ -17,7 +17,7 @@ _CHANNELS_LAST = {4: (torch.channels_last, (0, 2, 3, 1)), 5: (torch.channels_las
 
 
 def order_of(tensor: torch.Tensor) -> Order:
-    """Of a tensor's values."""
+    """The order of a tensor's values."""
     kind, order = _CHANNELS_LAST.get(tensor.ndim, (None, None))
     if kind is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=kind):
         return None

@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     """A range of a parameter that this rank keeps.
 
     Attributes:
-        name: of the parameter.
-        start: of its flat values, in the carrier's order.
+        name: the name of the parameter.
+        start: the first of its flat values, in the carrier's order.
         stop: behind the last one.
         parameter: the tensor that the optimizer steps; its state is `optimizer.state[parameter]`.
         values: one-dimensional, `stop - start` of them, in memory that may be written.
@@ -46,9 +46,9 @@ class Memory(NamedTuple):
     """The memory that this rank holds, in bytes (padding included), each storage counted once.
 
     Attributes:
-        parameters: of the model, frozen ones too.
-        gradients: of all kinds.
-        state: of the optimizer, and its float32 copies of the parameters.
+        parameters: the parameters of the model, frozen ones too.
+        gradients: gradients of all kinds.
+        state: the state of the optimizer, and its float32 copies of the parameters.
         messages: for messages under way, kept from one step to the next: about four buckets. The laws leave it out.
     """
 
@@ -131,7 +131,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     rank.
 
     Args:
-        model: that is trained.
+        model: the trained model.
         inner: steps this rank's part.
         carrier: partitions the model.
         collectives: among the ranks.
@@ -191,7 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             max_norm: above 0.
-            norm_type: of the p-norm; may be infinite.
+            norm_type: the p of the p-norm; may be infinite.
 
         Returns:
             The norm before, the same on all ranks.

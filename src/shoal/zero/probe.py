@@ -50,7 +50,7 @@ class _Subject(NamedTuple):
     Attributes:
         group: whose number it has in the optimizer.
         real: one of those parameters.
-        values: to begin with.
+        values: its first values.
         state: the optimizer's state of such a tensor before its first step.
     """
 
@@ -74,8 +74,8 @@ def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | N
     """Why the parameters of an optimizer cannot be cut: words that follow its name. None if they can.
 
     Args:
-        inner: as it was built of the model's parameters, before its first step.
-        model: that it was built of.
+        inner: the optimizer, built of the model's parameters, before its first step.
+        model: the model that it was built of.
     """
     reals = [each for group in inner.param_groups for each in group["params"]]
     if problem := _of_state(inner.state, reals):

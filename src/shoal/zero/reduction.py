@@ -47,11 +47,11 @@ class _Flight(NamedTuple):
 
 
 class Reduction:
-    """Of the gradients of some parameters.
+    """The reduction of the gradients of some parameters.
 
     Args:
         parameters: by name, in the same order on all ranks.
-        buckets: that they are in.
+        buckets: the buckets of these parameters.
         own: the tiles of this rank, which get the means.
         stage: 1 or 2.
         collectives: among the ranks.

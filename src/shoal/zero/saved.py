@@ -250,7 +250,7 @@ class Whole:
     """A checkpoint of plain torch in one file, as `Saved` gives those in pieces.
 
     Args:
-        path: of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
+        path: the path of the file: a dictionary of ``model`` and ``optimizer``, their state dictionaries.
         groups: names of the trained parameters in each of the optimizer's groups: plain torch numbers them.
         listed: the same with those that are frozen: as the optimizer was given them, there or here.
         orders: in which order whoever asks counts the values of a parameter.
@@ -364,7 +364,7 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The checkpoint in `path` as plain torch has it; needs no process group.
 
     Args:
-        path: of the folder that `save` wrote.
+        path: the folder that `save` wrote.
 
     Returns:
         ``model`` and ``optimizer``, state dictionaries for `load_state_dict` of the model and its optimizer before

@@ -72,11 +72,12 @@ def shard(
             of some of them, in any parameter groups. It may read the model instead of its argument.
         stage: 1 partitions optimizer state, 2 gradients as well, 3 parameters as well.
         group: the ranks; None for all.
-        dtype: to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None for the
-            parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A model of
-            bfloat16 parameters gets float32 copies in any case; stage 3 refuses one that mixes dtypes. In stages 1 and
-            2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; values written into
-            a parameter later are rounded there. Frozen ones keep their float32 values as well, each rank its share.
+        dtype: the dtype to compute, gather and reduce in: `torch.bfloat16`, with float32 copies for the optimizer; None
+            for the parameters' own, and for a model to which `fully_shard` was applied. Buffers stay as they are. A
+            model of bfloat16 parameters gets float32 copies in any case; stage 3 refuses one that mixes dtypes. In
+            stages 1 and 2 the parameters themselves become narrow: load weights before, or by `shoal.zero.load`; values
+            written into a parameter later are rounded there. Frozen ones keep their float32 values as well, each rank
+            its share.
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
         units: stage 3: which modules are gathered together, while they run, and freed behind that: such as
             ``model.layers``, or modules of any kind. Parameters outside of them stay gathered while the model runs.
@@ -258,7 +259,7 @@ def _listed(inner: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _names(inner: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> list[list[str]]:
-    """Those of the parameters in each group, frozen ones too."""
+    """The names of the parameters in each group, frozen ones too."""
     of = {id(each): name for name, each in parameters.items()}
     return [[of[id(each)] for each in group["params"]] for group in inner.param_groups]
 

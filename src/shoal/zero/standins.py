@@ -72,7 +72,7 @@ class StandIns:
         self._held.clear()
 
     def cleared(self) -> list[str]:
-        """Names of those that others have cleared since they were taken; each is told once.
+        """Names of parameters whose gradients others have cleared since they were taken; each is returned once.
 
         Raises:
             LocalError: other values than zeros were written over one.

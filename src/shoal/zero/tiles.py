@@ -26,8 +26,8 @@ class Tile(NamedTuple):
     """The values `start` to `stop` of one parameter.
 
     Attributes:
-        name: of the parameter, as in `model.state_dict()`.
-        start: of its flat values.
+        name: the name of the parameter, as in `model.state_dict()`.
+        start: the first of its flat values.
         stop: behind the last one.
     """
 

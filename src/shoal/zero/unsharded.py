@@ -32,7 +32,7 @@ class _Mark(NamedTuple):
 
 
 class Unsharded:
-    """Of one model.
+    """The whole parameters of one model.
 
     Args:
         shards: the parameters, by name.

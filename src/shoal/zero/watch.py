@@ -160,7 +160,7 @@ class _Pulse:
         waits: the operations that this rank waits for, and since which look.
         beats: how often this rank has beaten.
         looks: how often it has looked around.
-        counts: of the other ranks, as they were last read; empty while nothing waits.
+        counts: the counts of the other ranks, as they were last read; empty while nothing waits.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

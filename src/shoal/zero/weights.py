@@ -27,7 +27,7 @@ def full_state_dict(
     Args:
         model: sharded or not.
         rank0_only: only rank 0 of the group keeps them.
-        group: that the model was sharded over; None: all ranks.
+        group: the group that the model was sharded over; None: all ranks.
         but: the `id` of parameters to leave out.
 
     Returns:

@@ -18,6 +18,9 @@ __all__ = ["Blocks", "Pieces", "blocks_of", "pieces_of"]
 _SHORT = 1 << 10
 """A piece of fewer values is worked on together with its neighbours."""
 
+_FEW = 4
+"""So many neighbours, or fewer, are faster worked on one by one."""
+
 
 class Pieces:
     """Pieces of tensors with a scale for each.
@@ -33,7 +36,7 @@ class Pieces:
         for short, group in groupby(sizes, lambda size: size < _SHORT):
             found = list(group)
             last = first + len(found)
-            if short and len(found) > 1:
+            if short and len(found) > _FEW:
                 self._groups.append((first, last, torch.tensor(found)))
             else:
                 self._groups += [(piece, piece + 1, None) for piece in range(first, last)]
@@ -57,9 +60,11 @@ class Pieces:
     def affine(self, addends: Sequence[float], factors: Sequence[float], values: torch.Tensor) -> torch.Tensor:
         """The addend of its piece plus each value times the factor of its piece."""
         out = torch.empty_like(values)
+        alone = torch.tensor([addends[first] for first, _, lengths in self._groups if lengths is None])
+        singles = iter(alone.unbind())
         for part, made, (first, last, lengths) in zip(self._split(values), self._split(out), self._groups, strict=True):
             if lengths is None:
-                torch.add(torch.tensor(addends[first]), part, alpha=factors[first], out=made)
+                torch.add(next(singles), part, alpha=factors[first], out=made)
             else:
                 addend, factor = (_spread(each[first:last], lengths, part) for each in (addends, factors))
                 torch.addcmul(addend, part, factor, out=made)

@@ -32,8 +32,8 @@ def debug() -> None:
 def dump(*, whom: str, last: int, as_json: bool, timeout: float) -> None:
     """Print the last events of the process PID on this machine, or of the peer that INVITE leads to.
 
-    A process of yours tells all; a peer elsewhere tells whoever was invited, without the texts of warnings. INVITE is
-    an invite or an address; of several peers in an invite the first that answers is asked.
+    A process of yours tells everything; a peer elsewhere answers every invited peer, without the texts of warnings.
+    INVITE is an invite or an address; of several peers in an invite the first that answers is asked.
     """
     traces = _local(whom, timeout) if whom.isdecimal() else [_remote(whom, last, timeout)]
     if as_json:

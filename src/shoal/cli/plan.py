@@ -39,8 +39,8 @@ def plan(
 ) -> None:
     """Print the memory per rank and the bytes that it sends per optimizer step, for each ZeRO stage and engine.
 
-    From the laws of the stages, not from a measurement: what is held all through a step. Activations, and what lives
-    for a part of the step, come on top.
+    The numbers come from the laws of the stages, not from a measurement, for memory that is held all through a step.
+    Activations, and memory for a part of the step, come on top.
     """
     from rich.console import Console
 

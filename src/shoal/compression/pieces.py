@@ -84,7 +84,7 @@ class Pieces:
         return values
 
     def spread(self, each: Sequence[float]) -> torch.Tensor:
-        """For each value the number of its piece (float64)."""
+        """Repeat the number of each piece for each of its values (float64)."""
         return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64), torch.tensor(self.sizes))
 
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -161,7 +161,7 @@ class Blocks:
         return out
 
     def spread(self, each: torch.Tensor) -> torch.Tensor:
-        """For each value the number of its block."""
+        """Repeat the number of each block for each of its values."""
         return self.scale(
             torch.ones(sum(self._cuts), dtype=each.dtype), each, torch.empty(sum(self._cuts), dtype=each.dtype)
         )

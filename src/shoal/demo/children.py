@@ -1,4 +1,4 @@
-"""Child processes of the supervisor: started, listened to, told things, and certainly ended.
+"""Child processes of the supervisor: it starts them, reads their reports, sends them commands, and ends them.
 
 These things hold for every child:
 

@@ -122,7 +122,7 @@ class Lookup:
 
     @property
     def hops(self) -> int:
-        """How many calls in a row it took to reach the nearest node that answered; 0 if none did."""
+        """The number of calls in a row to the nearest node that answered; 0 if none did."""
         for candidate in self._ordered:
             if candidate.state is _State.REPLIED:
                 return candidate.hops

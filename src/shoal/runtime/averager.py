@@ -67,7 +67,7 @@ class DecentralizedAverager(SharesState):
         compression: codec for averaging.
         state_compression: codec for `load_state_from_peers`.
         tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. For
-            tensors with the role of parameters, codecs of 16 bits or less send the changes since the last average.
+            tensors with the role of parameters, lossy codecs send the changes since the last average.
         bandwidth: bytes per second of this peer: a peer with more reduces more; 0 reduces nothing; None is taken as
             average.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.

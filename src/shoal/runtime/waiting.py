@@ -96,7 +96,8 @@ class Gate:
 class SafeCondition(_thread.RLock):  # type: ignore[misc]  # typeshed says final; CPython does not
     """The lock of a `concurrent.futures.Future` that the loop must settle, in the place of its `threading.Condition`.
 
-    An interrupted thread that kept that would stop the loop for ever. Nobody waits on this one: `Gate` is for that.
+    An interrupted thread that kept such a condition would stop the loop for ever. Nobody waits on this one: `Gate` is
+    for that.
     """
 
     def notify_all(self) -> None:

@@ -5,7 +5,7 @@ The model, per direction of a pipe (a `Flow`):
 - A write leaves the host when its uplink is free, flies for the link's latency, and arrives when the downlink has had
   time for it. Segments of several pipes take turns on the uplink; on the downlink they come in the order in which they
   were sent. Messages of at most `SMALL_BYTES` on a pipe with nothing queued go ahead of bulk, as fair queueing does for
-  sparse flows; they still use up their share of the line. A network that is not `fair` does not do this.
+  sparse flows; they still use up their share of the line. In a network that is not `fair` they do not go ahead.
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.

@@ -57,7 +57,7 @@ def run(
     error: BaseException | None = None
     try:
         result = loop.run_until_complete(loop.create_task(coroutine, name="main"))
-    except BaseException as raised:  # noqa: BLE001 (raised again below, with what else went wrong)
+    except BaseException as raised:  # noqa: BLE001 (raised again below, with other failures)
         error = raised
     _wind_down(loop)
     error = _account(loop, error)

@@ -3,8 +3,8 @@
 - Donors of higher priority come first, equal ones in an order drawn by chance. Priority says which donor to ask first,
   not which to wait for: a busy donor is passed over, and asked again later.
 - Keys are free, hosts less so: donors at an address where others have failed, or were busy, come after those elsewhere.
-- A donor that breaks the protocol is not asked again. One that was lost or fell silent is asked again if its turn
-  brought at least one chunk, and otherwise may fail twice in a row. So turns come to an end.
+- A donor that breaks the protocol is not asked again. A donor that was lost or fell silent is asked again if one of its
+  turns brought a chunk; after that it may fail twice in a row. So turns come to an end.
 - A donor whose state is not the one being fetched is put aside until no donor is left that has that one.
 """
 

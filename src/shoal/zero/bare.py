@@ -37,7 +37,7 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
             raise ConfigError(f"{path} is damaged: {error}") from error
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception:  # noqa: BLE001 (whatever torch raises: who takes it for a checkpoint says so)
+    except Exception:  # noqa: BLE001 (whatever torch raises: a caller that takes it for a checkpoint says so)
         return None
     if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
         return BareWeights(found, str(path))

@@ -150,7 +150,7 @@ class Pending:
             with self._watch.named(self._turn):
                 for work in self._works:
                     work.wait()
-        except Exception as error:  # noqa: BLE001 (raised by whoever waits)
+        except Exception as error:  # noqa: BLE001 (raised in the code that waits)
             self._error = error
 
 

@@ -296,7 +296,7 @@ class Reduction:
 
     @contextlib.contextmanager
     def _unless_lost(self) -> Iterator[None]:
-        """Give up all messages under way: without a rank, or with one at another model, none of them arrives."""
+        """If a rank is lost or at another model, give up all messages under way: none of them arrives."""
         try:
             yield
         except (RankLost, LocalError) as error:

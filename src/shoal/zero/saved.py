@@ -323,7 +323,7 @@ class Whole:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Nothing is to be done."""
+        """Does nothing: all values are in memory already."""
         yield
 
     def other(self, name: str) -> torch.Tensor:

@@ -628,7 +628,7 @@ Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
 class Progress(Message, frozen=True):
     """The progress of one peer of a run. Kept in the DHT under `RUN_ID_progress`, and sent to the others directly.
 
-    `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` is what it has
+    `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` counts those
     accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
     messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that is settled. With
     `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,

@@ -229,7 +229,7 @@ class DeciderRules:
         self._heard = list(self._progress)
 
     def reported(self, member: int, report: Report, now: float) -> list[Send]:
-        """A member told what it newly holds, and which owners it cannot get parts from."""
+        """A member reported the parts that it newly holds, and the owners that it cannot get parts from."""
         self._heard[member] = now
         if self.verdict is not None or member not in self.live:
             return []

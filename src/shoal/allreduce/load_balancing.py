@@ -14,8 +14,8 @@ within t only members count that can take so much, and those of them that can ta
 many. Elements that rounding leaves over go, one by one, to the member that would be done first with one more: no
 division into whole elements is quicker. Members whose values alone take longer than the others' work own nothing.
 
-With c <= 2 a contributor's time does not grow with what it owns. Then only the traffic of reducing counts, (c - 1) x
-and c x: among the optimal divisions this one spreads the work by bandwidth.
+With c <= 2 a contributor's time does not grow with the part that it owns. Then only the traffic of reducing counts, (c
+- 1) x and c x: among the optimal divisions this one spreads the work by bandwidth.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The time limits of an averager: limits that were not given follow from those that were.
+"""The time limits of an averager: limits that were not given follow from the given ones.
 
 Invariant: for any given limits, either all limits fit each other, or an error names limits that were given, and no
 others.

@@ -80,7 +80,7 @@ def _as_tensor(tokens: array[int]) -> Tensor:
 
 def _masked(windows: Tensor, vocabulary: int, generator: torch.Generator) -> Batch:
     draw = torch.rand(windows.shape, generator=generator)
-    # One draw decides both: below 15% a place is chosen, and where in that range it fell decides what is shown.
+    # One draw decides both: below 15% a place is chosen, and its place in that range decides which token is shown.
     chosen = (draw < _CHOSEN).flatten().nonzero().squeeze(1)
     shown = windows.clone()
     shown[draw < _CHOSEN * _SHOWN_AS_MASK] = MASK

@@ -1,7 +1,7 @@
 """A peer process of the demo: an ordinary training loop with shoal's optimizer, and reports on stdout.
 
 The main part is `_loop`: loss, backward, step. Around it are the slower machine that this peer plays (it idles in
-proportion to what it computed), the held-out loss when it is this peer's turn, and the supervisor's few commands.
+proportion to its computing), the held-out loss when it is this peer's turn, and the supervisor's few commands.
 """
 
 from __future__ import annotations

@@ -161,7 +161,7 @@ class Findings:
         self.records: dict[bytes | None, Record] = {}
 
     def improves(self, record: Record) -> bool:
-        """Whether the record would replace what was found so far."""
+        """Whether the record would replace the ones found so far."""
         held = self.records.get(record.subkey)
         return held is None or wins(record, held)
 
@@ -344,7 +344,7 @@ class Crawler:
         search.lookup.reply(peer, nearest)
 
     async def take_records(self, peer: PeerID, findings: Findings, records: Sequence[Record]) -> None:
-        """Check the records that a node gave for one key, and add them to what was found.
+        """Check the records that a node gave for one key, and add them to the findings.
 
         Raises:
             PeerProtocolError: the node gave a record that no honest node holds.

@@ -231,7 +231,7 @@ class DhtNode:
     ) -> bool:
         """Store a value, or with `subkey` one entry of a dictionary, until `expiration_time`.
 
-        While this node lives it renews what it stored. Of two values for one key (and subkey) the one that expires
+        While this node lives it renews its own records. Of two values for one key (and subkey) the one that expires
         later wins. An entry whose subkey is the 32 bytes of a peer's id can only be written by that peer.
 
         Args:

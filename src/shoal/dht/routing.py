@@ -210,7 +210,7 @@ class RoutingTable:
         """Buckets that saw no lookup since `before`, far ones first; of the empty ones only those that can matter.
 
         A network of n nodes has nobody beyond about log2(n) shared bits: the deepest bucket in use, and all buckets
-        above it, are what is worth refreshing.
+        above it, are worth refreshing.
         """
         if not self._nodes:
             return []

@@ -1,9 +1,9 @@
 """When a searching peer declares, reads and nudges, and how long it waits for more peers to join. Sans-IO.
 
 - A peer that declares sees at once which peers are there already: each holder of the group key takes the declaration
-  and then says what it holds. So if two peers declare at the same time and share a holder, the one that the holder
-  hears later sees the other. The directory is read (by a client at once) after each quiet time, and ever more rarely
-  while nothing happens.
+  and then lists its entries. So if two peers declare at the same time and share a holder, the one that the holder hears
+  later sees the other. The directory is read (by a client at once) after each quiet time, and ever more rarely while
+  nothing happens.
 - The *quiet time* after a join is short if exactly the last group's members are there, long if one of them is missing,
   and otherwise depends on the gaps between joins; it is never shorter than a read of the directory, because a peer that
   another leader sent here needs about as many round trips.

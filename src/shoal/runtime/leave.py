@@ -84,7 +84,7 @@ class Leaving:
             self._woken.set()
         self.restore()
         if self._listener is not None:
-            self._listener.join()  # it has heard what came until now
+            self._listener.join()  # it has heard all signals until now
         if self._thread is not None:
             self._thread.join()  # bounded: see `_limit_s`
         if self.requested and self.exit_code is not None and (error is None or isinstance(error, ClosedError)):

@@ -5,7 +5,7 @@ Why not `concurrent.futures.ThreadPoolExecutor`: it refuses work as soon as the 
 makes the program wait for a name lookup that hangs.
 
 Tensor work beside a training loop takes one core, not all of them: each thread tells torch so, for itself alone.
-Threads of the user keep what they had.
+Threads of the user keep their setting.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ class LoopThread:
             if self._answered(future, timeout_s):
                 return future.result()
         except BaseException:
-            if future.cancel():  # what it does may change what the interrupted thread goes on with
+            if future.cancel():  # its work may still change state that the interrupted thread uses
                 self.call_soon(lambda: None if future in self._open else future.ended.open())
                 future.ended.wait(GRACE_S)
             raise

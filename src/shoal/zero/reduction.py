@@ -268,7 +268,7 @@ class Reduction:
             if values.grad is not None:
                 values.grad += mean
             elif gradients is bucket.gradients and gradients.dtype == values.dtype:
-                values.grad = bucket.part(gradients, tile).copy_(mean)  # our own piece holds what was there
+                values.grad = bucket.part(gradients, tile).copy_(mean)  # our own piece is already in the sum
             else:
                 values.grad = mean.to(values.dtype, copy=True)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import re
+import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -200,6 +202,34 @@ def test_nothing_is_told_of_optimizers_whose_state_travels(name: str) -> None:
     for number in range(4):
         step(training, number)
     assert training.kept_back is None
+
+
+class Drawing(torch.optim.SGD):
+    """Adds noise to each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        """As SGD, and noise."""
+        loss = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter += 1e-3 * torch.randn_like(parameter)
+        return loss
+
+
+@pytest.mark.parametrize(("kind", "told"), [(torch.optim.SGD, False), (Drawing, True)])
+def test_random_numbers_that_another_thread_draws_are_not_the_optimizers(kind: Any, told: bool) -> None:
+    """A thread that loads data draws at any moment; the warning to use another optimizer was false."""
+    training = training_of(lambda params: kind(params, lr=0.1))
+    training.optimizer.register_step_post_hook(lambda *_: spawn_and_wait(lambda: torch.rand(1)))
+    step(training, 0)
+    assert ("torch's random numbers" in (training.kept_back or "")) is told
+
+
+def spawn_and_wait(work: Callable[[], object]) -> None:
+    """Do this in another thread."""
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
 
 def adamw(*, initial_lr: bool = False, **options: Any) -> TrainingState:

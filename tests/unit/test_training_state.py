@@ -37,6 +37,20 @@ def accumulate(training: TrainingState, parameters: Sequence[torch.Tensor], valu
     assert training.accumulate(samples)
 
 
+def test_the_summary_says_in_words_how_tensors_differ() -> None:
+    """Peers with another dtype, another order or a frozen weight were shown two hashes, and nothing else."""
+    training, parameters = state((2, 3), (4,))
+    start, shapes = training.summary().rsplit(" ", 1)
+    assert start == "2 with 10 elements of float32, 2 trained, shapes in order"
+    other_order = state((4,), (2, 3))[0].summary()
+    assert other_order.startswith(start)
+    assert not other_order.endswith(shapes)
+    parameters[0].requires_grad_(False)
+    assert "of float32, 1 trained" in training.summary()
+    parameters[1].data = parameters[1].data.bfloat16()
+    assert "of bfloat16 and float32, 1 trained" in training.summary()
+
+
 @pytest.mark.parametrize("unit", [1, 4, 10])
 def test_the_mean_counts_samples(unit: int) -> None:
     """Batches of 1 and 3 samples: the larger one has three times the weight; in the second step as in the first."""

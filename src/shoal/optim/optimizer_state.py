@@ -26,7 +26,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
-from shoal.optim.trial import needs_closure, try_step
+from shoal.optim.trial import draws_random_numbers, needs_closure, try_step
 from shoal.state import TensorSpec
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
@@ -42,6 +42,7 @@ _ON_HOST = frozenset({"step"})
 """Statistics that torch leaves on the host, unless a step is captured or fused."""
 
 _NOT_ITS_OWN = frozenset({"param_groups", "state", "defaults", "step"})
+_CHANCE = "torch's random numbers"
 _HOST = torch.device("cpu")
 
 AnyTensor = torch.Tensor | TensorSpec
@@ -100,7 +101,15 @@ class OptimizerState:
         """
         own = {name: value for name, value in vars(self._optimizer).items() if name not in _NOT_ITS_OWN}
         marks = {f"its attribute {name!r}": _mark(value) for name, value in own.items() if name[:11] != "_optimizer_"}
-        return {**marks, "torch's random numbers": bytes(torch.get_rng_state().numpy())}
+        return {**marks, _CHANCE: bytes(torch.get_rng_state().numpy())}
+
+    def changed_outside(self, before: Mapping[str, object]) -> list[str]:
+        """What `outside` names and a step has changed; `before` is what that gave before the step."""
+        after = self.outside()
+        changed = [name for name, mark in after.items() if name in before and before[name] != mark]
+        if _CHANCE in changed and not draws_random_numbers(self._optimizer):
+            changed.remove(_CHANCE)  # another thread drew
+        return changed
 
     def export(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
         """Plain values; tensors are appended to `tensors`, by reference, and the values say where.

@@ -310,8 +310,7 @@ class TrainingState:
             return
         before = self._kept.outside()
         self.optimizer.step()
-        after = self._kept.outside()
-        changed = [name for name, mark in after.items() if name in before and before[name] != mark]
+        changed = self._kept.changed_outside(before)
         try:
             self._kept.export([])
         except ConfigError as error:
@@ -361,11 +360,13 @@ class TrainingState:
     # ---------------------------------------------------------------------------------------------------- the state
 
     def summary(self) -> str:
-        """Of the shapes and dtypes of parameters and extra tensors, and which of them are trained: one line."""
+        """Of parameters and extra tensors, with a hash of their shapes in order, dtypes, and which are trained."""
         tensors = self.describe()
         specs = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in tensors]
         digest = hashlib.sha256(repr(specs).encode()).hexdigest()[:8]
-        return f"{len(tensors)} with {sum(each.numel() for each in tensors)} elements, {digest}"
+        dtypes = " and ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors}))
+        elements, trained = sum(each.numel() for each in tensors), sum(each.requires_grad for each in tensors)
+        return f"{len(tensors)} with {elements} elements of {dtypes}, {trained} trained, shapes in order {digest}"
 
     def fingerprint(self) -> bytes:
         """BLAKE3 over all parameters and extra tensors, and over what the optimizer keeps if it has taken steps."""

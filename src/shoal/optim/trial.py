@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["needs_closure", "try_step"]
+__all__ = ["draws_random_numbers", "needs_closure", "try_step"]
 
 _GRADIENT = 1e-3
 
@@ -36,12 +37,8 @@ def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, An
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     for group, offered in zip(optimizer.param_groups, options, strict=True):
-        smallest: dict[Hashable, torch.Tensor] = {}
-        for parameter in sorted(group["params"], key=torch.numel):
-            if parameter.requires_grad and parameter.numel():
-                smallest.setdefault(_sort(parameter, state.get(parameter, {})), parameter)
-        own = {name: value for name, value in group.items() if name != "params"}
-        for parameter in smallest.values():
+        own = _options(group)
+        for parameter in _of_each_sort(group, state):
             failure, entry = _step(optimizer, parameter, offered, state)
             if failure is None:
                 continue
@@ -65,8 +62,47 @@ def needs_closure(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any
     if not trained or any(states) or any(parameter.grad is not None for _, parameter in pairs):
         return False
     parameter, group = min(trained, key=lambda pair: pair[0].numel())
-    failure, _ = _step(optimizer, parameter, {name: value for name, value in group.items() if name != "params"}, {})
+    failure, _ = _step(optimizer, parameter, _options(group), {})
     return failure is not None and "closure" in failure
+
+
+def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of this optimizer draws on torch's generators; True if that cannot be tried. It is not changed.
+
+    The generators themselves do not tell: other threads of the program (that load data, say) draw on them too.
+    """
+    draws = _Draws()
+    for group in optimizer.param_groups:
+        for parameter in _of_each_sort(group, optimizer.state):
+            for state in ({}, optimizer.state):  # some draw in their first step alone
+                with draws:
+                    failure, _ = _step(optimizer, parameter, _options(group), state)
+                if failure is not None or draws.seen:
+                    return True
+    return False
+
+
+class _Draws(TorchDispatchMode):
+    """Sees whether this thread calls what draws on a generator."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _of_each_sort(group: Mapping[str, Any], state: Mapping[Any, Any]) -> Iterable[torch.Tensor]:
+    """The smallest trained parameter of each sort."""
+    smallest: dict[Hashable, torch.Tensor] = {}
+    for parameter in sorted(group["params"], key=torch.numel):
+        if parameter.requires_grad and parameter.numel():
+            smallest.setdefault(_sort(parameter, state.get(parameter, {})), parameter)
+    return smallest.values()
 
 
 def _sort(parameter: torch.Tensor, entry: Mapping[Any, Any]) -> Hashable:

@@ -33,3 +33,15 @@ def test_a_newcomer_that_came_over_many_epochs_at_once_is_not_told() -> None:
     contribution = Contribution()
     assert contribution.look(0, processed=8, batches=1, held=0, now=0.0) is None
     assert contribution.look(50, processed=8, batches=1, held=0, now=60.0) is None
+
+
+def test_a_peer_that_was_stopped_is_not_told() -> None:
+    """It was told that its batches take too long, after some seconds of SIGSTOP between them."""
+    contribution = Contribution()
+    for number in range(12):  # each time it wakes, it has missed 30 epochs; what it computed before was in vain
+        epoch, done = 40 * number, 8 * number
+        for epochs, batches in ((0, 0), (30, 4), (31, 5), (32, 6)):
+            now = float(epoch + epochs)
+            count = done + batches
+            assert contribution.look(epoch + epochs, processed=8 * count, batches=count, held=0, now=now) is None
+        contribution.counted(8)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 __all__ = ["Contribution"]
 
-_EPOCHS = 5
-_BATCHES = 5
+_LOST = 5
 
 
 class Contribution:
@@ -19,6 +18,7 @@ class Contribution:
     def __init__(self) -> None:
         self.contributed = self.dropped = 0
         self._since: tuple[int, int, int, float] | None = None  # epoch, contributed, batches, time
+        self._batches = self._lost = 0  # states that ended with batches of ours in vain, since then
         self._told = False
 
     def counted(self, samples: int) -> None:
@@ -36,12 +36,15 @@ class Contribution:
             now: seconds.
         """
         self.dropped = max(0, processed - self.contributed - held)
+        new, self._batches = batches - self._batches, batches
         if self._since is None or self._since[1] != self.contributed:
-            self._since = epoch, self.contributed, batches, now
+            self._since, self._lost = (epoch, self.contributed, batches, now), 0
+        elif new:
+            self._lost += 1  # once for epochs that went by together: a peer that was stopped missed them, and no more
+        if self._told or self._lost < _LOST:
+            return None
         first, _, before, since = self._since
         epochs, done = epoch - first, batches - before
-        if self._told or epochs < _EPOCHS or done < _BATCHES:
-            return None
         self._told = True
         return (
             f"none of the samples that this peer computed in the last {epochs} epochs count: a batch takes it "

@@ -71,10 +71,11 @@ def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
 
     The generators themselves do not tell: other threads of the program (that load data, say) draw on them too.
     """
-    draws = _Draws()
+    draws = _Draws()  # type: ignore[no-untyped-call]
+    states: list[Mapping[Any, Any]] = [{}, optimizer.state]  # some draw in their first step alone
     for group in optimizer.param_groups:
         for parameter in _of_each_sort(group, optimizer.state):
-            for state in ({}, optimizer.state):  # some draw in their first step alone
+            for state in states:
                 with draws:
                     failure, _ = _step(optimizer, parameter, _options(group), state)
                 if failure is not None or draws.seen:
@@ -82,7 +83,7 @@ def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
     return False
 
 
-class _Draws(TorchDispatchMode):
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees whether this thread calls what draws on a generator."""
 
     seen = False

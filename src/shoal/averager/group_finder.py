@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import msgspec
 
@@ -76,13 +77,8 @@ class GroupFinder:
         # again: the connections with them exist, and a new one takes two round trips.
         order = sorted(range(len(members)), key=lambda index: members[index].contact.peer)
         known = [members[index] for index in order]
-        sizes = balance(
-            self._vector.layout.numel,
-            [member.bandwidth for member in known],
-            [member.reduces for member in known],
-            min_size=self._settings.min_vector_size,
-            contributes=[member.contributes for member in known],
-        )
+        kinds = tuple((member.bandwidth, member.reduces, member.contributes) for member in known)
+        sizes = _shares(self._vector.layout.numel, kinds, self._settings.min_vector_size)
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
         return slices, self._settings.part_size_bytes
 
@@ -142,3 +138,10 @@ class GroupFinder:
     async def close(self) -> None:
         """Stop: a search ends with `ClosedError`. Safe to call twice."""
         await self._matchmaker.close()
+
+
+@lru_cache(maxsize=64)
+def _shares(numel: int, members: tuple[tuple[float | None, bool, bool], ...], min_size: int) -> tuple[int, ...]:
+    """What `balance` gives for members of these (bandwidth, reduces, contributes): mostly those of the last round."""
+    bandwidths, reduces, contributes = zip(*members, strict=True)
+    return tuple(balance(numel, bandwidths, reduces, min_size=min_size, contributes=contributes))

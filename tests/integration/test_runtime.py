@@ -910,3 +910,39 @@ def test_pool_runs_reports_and_ends() -> None:
     assert not any(thread.name.startswith("test-pool") for thread in threading.enumerate())
     with pytest.raises(RuntimeError):
         pool.submit(int)
+
+
+def test_pool_where_no_more_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the pool died of that in the middle of its work, and whoever waited for it waited for ever."""
+    start, started = threading.Thread.start, list[threading.Thread]()
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    cores = torch.get_num_threads()
+    pool = DaemonPool(2, "test-pool")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    try:
+        assert [future.result(LONG_S) for future in [pool.submit(pow, 2, n) for n in range(20)]] == [
+            2**n for n in range(20)
+        ]
+        with pytest.raises(RuntimeError, match="raise the limits"):
+            DaemonPool(2, "test-pool").submit(int)
+    finally:
+        pool.shutdown()
+    assert torch.get_num_threads() == cores
+    assert not started[0].is_alive()
+
+
+def test_a_batch_that_no_message_can_hold_is_refused() -> None:
+    """With 10^30 samples in one batch this peer could not say anything any more, and failed when it left."""
+    with shoal.DHT(start=True) as dht:
+        model = torch.nn.Linear(2, 1)
+        one = optimizer(dht, model)
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(ConfigError, match="batch_size must be at most 1,099,511,627,776"):
+            one.step(batch_size=10**30)
+        one.step()

@@ -28,6 +28,19 @@ def test_a_peer_that_contributes_now_and_then_is_not_told() -> None:
     assert (contribution.contributed, contribution.dropped) == (80, 8 * 40 - 80 - 8)
 
 
+def test_a_peer_that_rounds_leave_out_is_not_told_that_its_batches_are_long() -> None:
+    """One that could open no more files was told so, with batches of 1.1 s and epochs of 5.5 s."""
+    contribution, told = Contribution(), []
+    for epoch in range(1, 21):
+        batches = 5 * epoch
+        why = contribution.look(epoch, processed=8 * batches, batches=batches, held=0, now=5.5 * epoch)
+        told += [why] if why else []
+    assert len(told) == 1
+    assert "a batch takes it 1.1 s, and an epoch of the swarm 5.5 s" in told[0]
+    assert "the rounds go on without it. `shoal debug dump PID`" in told[0]
+    assert "smaller batches" not in told[0]
+
+
 def test_a_newcomer_that_came_over_many_epochs_at_once_is_not_told() -> None:
     """It has computed next to nothing yet."""
     contribution = Contribution()

@@ -46,9 +46,16 @@ class Contribution:
         first, _, before, since = self._since
         epochs, done = epoch - first, batches - before
         self._told = True
-        return (
-            f"none of the samples that this peer computed in the last {epochs} epochs count: a batch takes it "
-            f"{(now - since) / done:.1f} s, and an epoch of the swarm {(now - since) / epochs:.1f} s, so its state is "
-            "over before the batch is done. Give this peer smaller batches, or raise target_batch_size on all, so that "
-            "an epoch lasts longer"
-        )
+        batch_s, epoch_s = (now - since) / done, (now - since) / epochs
+        numbers = f"a batch takes it {batch_s:.1f} s, and an epoch of the swarm {epoch_s:.1f} s"
+        if batch_s < epoch_s / 2:
+            why = (
+                f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
+                "shows why; `shoal doctor INVITE` looks after its line, its descriptors and its memory"
+            )
+        else:
+            why = (
+                f"{numbers}, so its state is over before the batch is done. Give this peer smaller batches, or raise "
+                "target_batch_size on all, so that an epoch lasts longer"
+            )
+        return f"none of the samples that this peer computed in the last {epochs} epochs count: {why}"

@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 _AVERAGING_TIMEOUT_S = 60.0
 _OTHERS_S = 3.0
+_MOST_SAMPLES = 1 << 40
+"""Of samples in one batch or step: with more, messages could not hold their sums."""
 """To find out, when the optimizer is made, what settings others of the run have."""
 
 
@@ -130,10 +132,10 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         if not isinstance(run_id, str) or not run_id:
             raise ConfigError(f"run_id must be a text, got {run_id!r}")
-        _check_count("target_batch_size", target_batch_size)
+        _check_samples("target_batch_size", target_batch_size)
         _check_count("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
-            _check_count("batch_size_per_step", batch_size_per_step)
+            _check_samples("batch_size_per_step", batch_size_per_step)
         _check_epochs("average_state_every", average_state_every)
         _check_epochs("check_parameters_every", check_parameters_every)
         timeouts = choose_timeouts(
@@ -322,7 +324,7 @@ class Optimizer(torch.optim.Optimizer):
         samples = self.batch_size_per_step if batch_size is None else batch_size
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        _check_count("batch_size", samples)
+        _check_samples("batch_size", samples)
         if self._closed or not self.dht.is_alive():
             raise ClosedError("the optimizer was shut down, or its DHT was")
         self._follow_schedule()
@@ -511,3 +513,9 @@ def _check_epochs(name: str, value: object) -> None:
 def _check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def _check_samples(name: str, value: int) -> None:
+    _check_count(name, value)
+    if value > _MOST_SAMPLES:
+        raise ConfigError(f"{name} must be at most {_MOST_SAMPLES:,}, got {value:,}")

@@ -52,12 +52,11 @@ class DaemonPool(concurrent.futures.Executor):
             if self._closed:
                 raise RuntimeError("this pool was shut down")
             self._waiting.append((future, lambda: function(*args, **kwargs)))  # type: ignore[arg-type]
-            if self._idle < len(self._waiting) and len(self._threads) < self._size:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            else:
+            if self._idle >= len(self._waiting) or not self._began_thread():
                 self._news.notify()
+            if not self._threads:
+                self._waiting.pop()
+                raise RuntimeError("no thread can be started: raise the limits of memory and of threads (`ulimit`)")
         return future
 
     def shutdown(
@@ -92,6 +91,17 @@ class DaemonPool(concurrent.futures.Executor):
             _run(*work)
             del work  # nothing of it is held while this thread waits
 
+    def _began_thread(self) -> bool:
+        if len(self._threads) >= self._size:
+            return False
+        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no memory for another, or a limit of threads: those that there are do the work
+            return False
+        self._threads.append(thread)
+        return True
+
     def _next(self) -> _Work | None:
         with self._news:
             self._idle += 1
@@ -112,7 +122,7 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
 
 
 def take_one_core() -> bool:
-    """Make torch use one core for the calling thread, and for no other. False if torch is not there yet."""
+    """Make torch use one core for the calling thread, and for no other. False if it could not be done yet."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False
@@ -121,6 +131,10 @@ def take_one_core() -> bool:
         torch.set_num_threads(1)
         # The last call also decides for threads that torch has not seen yet: the main thread may be one of them.
         restore = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
-        restore.start()
+        try:
+            restore.start()
+        except RuntimeError:  # no thread to be had: this one uses all cores rather than the user one
+            torch.set_num_threads(others)
+            return False
         restore.join()
     return True

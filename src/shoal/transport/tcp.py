@@ -12,6 +12,7 @@ Invariant: after `close` there is no task, no socket and no timer of this transp
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
@@ -274,7 +275,8 @@ class TcpTransport:
             except ConnectionError:
                 continue
             except OSError as error:  # out of descriptors or memory: others will end
-                _logger.warning("cannot accept connections for now: %s", error)
+                todo = "; raise `ulimit -n`" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
+                _logger.warning("cannot accept connections for now: %s%s", error, todo)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
             connection = TcpConnection(context, dialed=False, scratch=self._scratch, alive=self._alive)

@@ -182,6 +182,24 @@ def test_a_frozen_peer_is_not_taken_for_one_that_nobody_can_reach() -> None:
     sim.run(main)
 
 
+def test_a_peer_that_wakes_while_it_is_dialed_is_not_taken_for_one_that_nobody_can_reach() -> None:
+    """It was frozen when the second dial began, and answers on its link a moment before that is given up."""
+
+    async def main() -> None:
+        cores = Cores()
+        a, b = await cores.add("a"), await cores.add("b")
+        began = asyncio.get_running_loop().time()
+        cores.swarm.stall("b")
+        await cores.swarm.run_on("a", dial_ahead, a, b)
+        await sim.sleep(began + 1.5 + 0.5 + 5.0 - 0.015 - asyncio.get_running_loop().time())
+        cores.swarm.network.unstall("b")
+        await sim.sleep(3.0)
+        assert not a.endpoint.way_shut(b.peer_id)
+        assert a.endpoint.contact_of(b.peer_id).addresses
+
+    sim.run(main)
+
+
 def test_a_client_for_want_of_reachability_stays_one_until_it_is_started_again() -> None:
     """Its router is mended after a quarter of an hour: it finds out by itself, and all know where it listens."""
 

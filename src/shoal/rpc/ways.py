@@ -2,8 +2,9 @@
 
 A peer behind a router or a firewall that lets nobody in has links that it made itself, and everything that opens a
 stream to it waits in vain. So a dial that fails, or takes long, puts the way to that peer in *doubt*; a second dial a
-moment later decides. Only what was heard from the peer during a dial makes its failure count: a peer that is dead,
-frozen or cut off is another matter. While there is doubt, and once it is *shut*, dialing fails at once.
+moment later decides. Its failure counts only if the peer answers on its link before that dial and after it: a peer that
+is dead, frozen or cut off, or wakes meanwhile, is another matter. While there is doubt, and once it is *shut*, dialing
+fails at once.
 
 A shut way is tried again ever more rarely, in the background, so that no round pays for it, and forgotten when the peer
 names other addresses or its link is lost. Everything here is about one's own attempts: what others say of a peer shuts
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 from shoal.errors import PeerError
 from shoal.peer import Address, PeerID
@@ -115,16 +117,16 @@ class Ways:
                 return
             if (link := self._link(peer)) is None:
                 break
-            began = asyncio.get_running_loop().time()
-            link.ask()
+            if not way.shut and not await _lives(link):
+                break  # dead or frozen, as far as can be told
             try:
                 connection = await self._transport.dial(peer, way.addresses, timeout_s=self._dial_timeout_s)
             except PeerError:
                 if self._ways.get(peer) is not way:
                     return
                 if not way.shut:
-                    if link.closed or link.last_heard < began:
-                        break  # dead or frozen, as far as can be told
+                    if not await _lives(link):
+                        break  # it was frozen while it was dialed
                     way.shut = True
                     self._on_shut(peer, way.addresses)
                 pause_s, next_pause_s = next_pause_s, min(2 * next_pause_s, _LONGEST_PAUSE_S)
@@ -133,3 +135,13 @@ class Ways:
                 break
         if self._ways.get(peer) is way:
             self.forget(peer)
+
+
+async def _lives(link: CallLink) -> bool:
+    """Whether the peer answers on this link now."""
+    link.heard.clear()
+    link.ask()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_DOUBT_S):
+            await link.heard.wait()
+    return link.heard.is_set() and not link.closed

@@ -1,22 +1,30 @@
-"""What a machine does to its peer: it stops it, interrupts it, or has a wrong clock."""
+"""What a machine does to its peer: it stops it, interrupts it, has a wrong clock, or too little memory."""
 
 from __future__ import annotations
 
 import logging
 import random
+import re
+import resource
 import signal
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from benchmarks.hardships.kit import jobs, left, paces, swarm
+import torch
+from torch import nn
+
+from benchmarks.hardships.kit import address_of, jobs, left, pace, paces, swarm
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, Warnings, apart, changed, join, joined, pass_gate, train
-from benchmarks.truth.peers import Line, Peers
+from benchmarks.truth.peers import Failed, Line, Peers
 
 __all__ = ["REPLAYS"]
 
 _FROZEN_S = 70.0
 _SIGNALS = 300
 _HOURS_S = 2 * 3600.0
+_ROOM_BYTES = 24 << 20
 
 
 def frozen() -> Verdict:
@@ -118,4 +126,39 @@ def clocks() -> Verdict:
     return Verdict(held=shared >= 10 and told >= 1, measured=measured)
 
 
-REPLAYS = (frozen, signals, clocks)
+def wide() -> nn.Module:
+    """16 MB of parameters."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 1 << 15), nn.Linear(1 << 15, 64), nn.Linear(64, 1))
+
+
+def plain(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """Without statistics."""
+    return torch.optim.SGD(parameters, lr=1e-3)
+
+
+def leave_no_room(_: Trainee) -> None:
+    """From now on the process may have 24 MB more than it has."""
+    [size] = re.findall(r"VmSize:\s+(\d+)", Path("/proc/self/status").read_text())
+    resource.setrlimit(resource.RLIMIT_AS, ((int(size) << 10) + _ROOM_BYTES,) * 2)
+
+
+def little_memory() -> Verdict:
+    """A newcomer's memory is used up as it downloads the state: its program is told, and the others train on."""
+    with Peers() as peers:
+        work: dict[str, Any] = {"model": wide, "optimizer": plain, "pace_s": 0.1, "target": 48}
+        those = swarm(peers, jobs(2, **work))
+        calm = pace(those[0], 15.0)
+        job = changed(jobs(1, **work)[0], index=9, entries=(str(address_of(those[0])),), begin=leave_no_room)
+        new, told = peers.start(train, job=job), ""
+        try:
+            new.result(60.0)
+        except Failed as error:
+            told = str(error)
+        after = pace(those[0], 15.0)
+        left(those)
+    measured = f"{calm:.1f} epochs a second, then {after:.1f}; its program: {told.splitlines()[0][:80]}"
+    return Verdict(held=after > 0.8 * calm and "Error" in told, measured=measured)
+
+
+REPLAYS = (frozen, signals, clocks, little_memory)

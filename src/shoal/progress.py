@@ -109,6 +109,9 @@ class SwarmProgress:
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
+        self.end: int | None = None
+        """Where the contributors end the run, if they do: a state beyond it that only other peers offer is not taken.
+        Else one stranger with a state of a late epoch would end the run."""
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
 
@@ -245,7 +248,9 @@ class SwarmProgress:
             self._withheld.pop(peer, None)
 
     def _offers(self, progress: Progress, now: float) -> bool:
-        return self._withheld.get(progress.contact.peer, (0, now))[1] <= now
+        stranger = bool(self.contributors) and progress.contact.peer not in self.contributors
+        beyond = stranger and self.end is not None and progress.epoch > self.end
+        return not beyond and self._withheld.get(progress.contact.peer, (0, now))[1] <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
         """The last direct word of this peer."""

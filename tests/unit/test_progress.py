@@ -450,3 +450,18 @@ def test_another_optimizer_is_named_before_the_options_that_it_lacks() -> None:
     """SGD beside Adam said "amsgrad is not set here"."""
     here, there = {"optimizer": "SGD", "momentum": "0"}, {"optimizer": "Adam", "amsgrad": "False"}
     assert settings_difference(here, there) == "optimizer is SGD here and Adam at another peer of the run"
+
+
+def test_a_state_beyond_the_end_that_a_stranger_offers_ends_the_run() -> None:
+    """It was taken over, and everybody was at the end. What a contributor offers counts, and what is not beyond it."""
+    known = swarm()
+    known.heard(said(ANN), 0.0)
+    known.heard(said(BEN, epoch=10**7, digest=DIGESTS[1]), 0.0)
+    assert view(known).behind
+    known.contributors, known.end = [ME, ANN], 100
+    assert not view(known).behind
+    known.contributors = [ME, ANN, BEN]
+    assert view(known).behind
+    known.contributors = [ME, ANN]
+    known.heard(said(BEN, epoch=90, digest=DIGESTS[1], time=101.0), 0.0)
+    assert view(known).behind

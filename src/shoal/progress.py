@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -51,6 +51,11 @@ class StateKey(NamedTuple):
         """The key of a state."""
         return cls(epoch, samples, digest.translate(_INVERTED))
 
+    @classmethod
+    def of_peer(cls, progress: Progress) -> StateKey:
+        """The key of the state that a peer is at."""
+        return cls.of(progress.epoch, progress.branch_samples, progress.digest)
+
 
 @dataclass(frozen=True, slots=True)
 class SwarmView:
@@ -63,11 +68,12 @@ class SwarmView:
         coming: the peers of `together` that are on their way.
         samples: accumulated at this peer's state, by all peers there, as far as they can be believed: see
             `SwarmProgress.view`.
-        rate: samples per second of all peers at this peer's state.
+        rate: samples per second of all peers of `together`.
         epoch: the epoch of the best state.
         behind: the best state is another one than this peer's.
-        leaders: the other peers that have the best state; first those that can be dialed.
         vouched: the best state is another one than this peer's, and a contributor to the last rounds is at it.
+        best: the key of the best state.
+        others: the last words of the other peers.
     """
 
     peers: tuple[PeerID, ...]
@@ -77,8 +83,15 @@ class SwarmView:
     rate: float
     epoch: int
     behind: bool
-    leaders: tuple[PeerID, ...]
     vouched: bool = False
+    best: StateKey = field(default=StateKey(0, 0, b""), compare=False)
+    others: Mapping[PeerID, Progress] = field(default_factory=dict, compare=False)
+
+    @property
+    def leaders(self) -> tuple[PeerID, ...]:
+        """Who has the best state, this peer left out; those that can be dialed first."""
+        at_best = [progress.contact for progress in self.others.values() if StateKey.of_peer(progress) == self.best]
+        return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer.raw)))
 
     def eta_s(self, target: int) -> float:
         """Seconds until `target` samples are there, at the present rate; infinity if no samples are coming."""
@@ -96,7 +109,7 @@ class SwarmProgress:
     """
 
     def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
-        self._me, self._settings, self._ttl_s = me, dict(settings), ttl_s
+        self._me, self._settings, self.ttl_s = me, dict(settings), ttl_s
         self._known: dict[PeerID, tuple[Progress, float]] = {}
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
@@ -104,6 +117,7 @@ class SwarmProgress:
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often it did so, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._now = float("-inf")
+        self._seen: _Seen | None = None
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
@@ -152,6 +166,8 @@ class SwarmProgress:
             self._relayed.pop(peer, None)
         self._known[peer] = (progress, now)
         self._lost.pop(peer, None)
+        if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
+            self._seen = None
         return True
 
     def relayed(self, teller: Progress, others: Iterable[Standing], now: float) -> bool:
@@ -169,6 +185,10 @@ class SwarmProgress:
             progress = replace(known[0], samples=other.samples, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now
             news = True
+            if self._seen is not None:
+                self._seen.until = min(self._seen.until, now + _RELAYED_S)
+                if not self._seen.takes(progress):
+                    self._seen = None
         return news
 
     def _said_last(self, peer: PeerID, now: float) -> Progress:
@@ -177,9 +197,9 @@ class SwarmProgress:
         progress, at = self._relayed.get(peer, (own, now))
         return progress if progress.time > own.time and now - at <= _RELAYED_S else own
 
-    def standings(self, mine: Progress, now: float) -> list[Standing]:
-        """The known samples of the peers that are at the same state as this peer."""
-        said = [self._said_last(peer, now) for peer in self._known]
+    def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
+        """The known samples of the peers at the same state as this peer; unless `told`, only by their own words."""
+        said = [self._said_last(peer, now) if told else own for peer, (own, _) in self._known.items()]
         return [Standing(p.contact.peer, p.samples, p.time) for p in said if p.digest == mine.digest]
 
     def _left(self, progress: Progress) -> bool:
@@ -195,7 +215,7 @@ class SwarmProgress:
         if (known := self._known.get(peer)) is not None:
             return known[0].time
         said, lost_at = self._lost.get(peer, (float("-inf"), now))
-        return said if now - lost_at <= self._ttl_s else float("-inf")
+        return said if now - lost_at <= self.ttl_s else float("-inf")
 
     def lost(self, peer: PeerID) -> bool:
         """A peer is gone: its earlier words do not count any more. True if it was known."""
@@ -217,6 +237,7 @@ class SwarmProgress:
             self._lose(peer, self._known[peer][0].time)
 
     def _lose(self, peer: PeerID, said: float) -> None:
+        self._seen = None
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
         self._alive.discard(peer)
@@ -236,6 +257,7 @@ class SwarmProgress:
 
     def withheld(self, peers: Iterable[PeerID], now: float) -> None:
         """These peers were asked for their state and did not give it: after two tries others go on without it."""
+        self._seen = None
         for peer in peers:
             times = self._withheld.pop(peer, (0, now))[0] + 1
             aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
@@ -244,6 +266,7 @@ class SwarmProgress:
 
     def gave(self, peers: Iterable[PeerID]) -> None:
         """These peers gave their state."""
+        self._seen = None
         for peer in peers:
             self._withheld.pop(peer, None)
 
@@ -272,12 +295,14 @@ class SwarmProgress:
         return {
             peer: progress.epoch
             for peer, progress in said.items()
-            if progress.contact.addresses and self._offers(progress, now) and _key(progress) > _key(mine)
+            if progress.contact.addresses
+            and self._offers(progress, now)
+            and StateKey.of_peer(progress) > StateKey.of_peer(mine)
         }
 
     def next_expiry(self) -> float | None:
         """When the next peer would have been silent for too long."""
-        return min((heard + self._ttl_s for _, heard in self._known.values()), default=None)
+        return min((heard + self.ttl_s for _, heard in self._known.values()), default=None)
 
     def view(
         self,
@@ -303,51 +328,60 @@ class SwarmProgress:
             silent: peers that do not count now, whatever they said.
         """
         self._now = max(self._now, now)
-        for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self._ttl_s]:
-            self.lost(peer)
-        own_key = _key(mine)
-        others = {peer: self._said_last(peer, now) for peer in self._known if peer not in silent}
-        # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
+        key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
         last = mine.end_epoch if mine.end_epoch is not None and _at_end(mine) else math.inf
-        others_offer = (each for each in others.values() if each.epoch <= last and self._offers(each, now))
+        asked = _Asked(mine.digest, key, dialed, last, shared, awaited, before, frozenset(absent), silent)
+        seen = self._seen
+        if seen is None or seen.asked != asked or now >= seen.until or seen.contributors is not self.contributors:
+            seen = self._seen = self._look(mine, now, asked)
+        return seen.view(mine)
+
+    def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
+        for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self.ttl_s]:
+            self.lost(peer)
+        others = {peer: self._said_last(peer, now) for peer in self._known if peer not in asked.silent}
+        # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
+        others_offer = (each for each in others.values() if each.epoch <= asked.last and self._offers(each, now))
         offering = [mine, *others_offer]
-        offered = {_key(progress) for progress in offering if progress.contact.addresses}
+        offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
-            offered = {_key(progress) for progress in offering[1:]}
-        if shared or not offered:
-            offered.add(own_key)
-        vouchers = [own_key] if own_key in offered else []
-        vouchers += [_key(others[peer]) for peer in self.contributors if peer in others]
-        best = max(offered.intersection(vouchers), default=own_key)
-        vouched = best != own_key
+            offered = {StateKey.of_peer(progress) for progress in offering[1:]}
+        if asked.shared or not offered:
+            offered.add(asked.key)
+        vouchers = [asked.key] if asked.key in offered else []
+        vouchers += [StateKey.of_peer(others[peer]) for peer in self.contributors if peer in others]
+        best = max(offered.intersection(vouchers), default=asked.key)
+        vouched = best != asked.key
         if not vouched:
             best = max(offered)
         together = {
-            peer: progress
-            for peer, progress in others.items()
-            if progress.digest == mine.digest and (_at_end(mine) or not _at_end(progress))
-        }
-        coming = frozenset(
             peer
-            for peer in awaited
-            if before is not None and peer in others and peer not in together and _key(others[peer]) <= before
-        )
-        return SwarmView(
-            peers=(self._me, *sorted(others)),
-            together=frozenset({self._me, *together, *coming}),
+            for peer, progress in others.items()
+            if progress.digest == mine.digest and (asked.last < math.inf or not _at_end(progress))
+        }
+        coming = {
+            peer
+            for peer in (asked.awaited & others.keys()) - together
+            if asked.before is not None and StateKey.of_peer(others[peer]) <= asked.before
+        }
+        return _Seen(
+            asked=asked,
+            until=self._changes_at(now),
+            contributors=self.contributors,
+            others=others,
+            peers=(self._me, *sorted(others, key=lambda peer: peer.raw)),
+            here=together,
             coming=coming,
-            samples=_believed(mine, [p for peer, p in together.items() if peer not in absent], self.contributors),
-            rate=mine.rate + sum(max(0.0, progress.rate) for progress in together.values()),
-            epoch=best.epoch,
-            behind=best != own_key,
-            leaders=tuple(
-                sorted(
-                    (peer for peer, progress in others.items() if _key(progress) == best),
-                    key=lambda peer: (not others[peer].contact.addresses, peer),
-                )
-            ),
+            best=best,
             vouched=vouched,
         )
+
+    def _changes_at(self, now: float) -> float:
+        """When the swarm looks different though nobody has said anything: local time, seconds."""
+        until = [heard + self.ttl_s for _, heard in self._known.values()]
+        until += [at + _RELAYED_S for _, at in self._relayed.values() if now - at <= _RELAYED_S]
+        until += [aside for _, aside in self._withheld.values() if aside > now]
+        return min(until, default=math.inf)
 
 
 def _at_end(progress: Progress) -> bool:
@@ -355,17 +389,120 @@ def _at_end(progress: Progress) -> bool:
     return progress.end_epoch is not None and progress.end_epoch <= progress.epoch
 
 
-def _believed(mine: Progress, others: Iterable[Progress], contributors: Collection[PeerID]) -> int:
-    """The samples of all peers, as far as they can be believed."""
-    if not contributors:
-        return mine.samples + sum(progress.samples for progress in others)
-    known, strange = mine.samples, 0
-    for progress in others:
-        if progress.contact.peer in contributors:
-            known += progress.samples
+def _same_state(one: Progress, other: Progress) -> bool:
+    return one.digest == other.digest and one.epoch == other.epoch and one.branch_samples == other.branch_samples
+
+
+class _Asked(NamedTuple):
+    """What `view` is asked, but for this peer's own samples and rate."""
+
+    digest: bytes
+    key: StateKey
+    dialed: bool
+    last: float
+    shared: bool
+    awaited: frozenset[PeerID]
+    before: StateKey | None
+    absent: frozenset[PeerID]
+    silent: frozenset[PeerID]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The swarm as it looked last: what `view` has found, kept up to date while peers count.
+
+    To look at a thousand peers takes milliseconds, and a peer looks whenever it hears something.
+
+    Attributes:
+        asked: what `view` was asked, but for this peer's own samples and rate.
+        until: from then on it looks different though nobody has said anything (local time, seconds).
+        contributors: of `SwarmProgress`, as they were.
+        peers: all.
+        others: what all but this peer said last.
+        here: who of them is at this peer's state.
+        coming: who is on its way to it.
+        best: the best state.
+        vouched: see `SwarmView`.
+    """
+
+    asked: _Asked
+    until: float
+    contributors: Collection[PeerID]
+    peers: tuple[PeerID, ...]
+    others: dict[PeerID, Progress]
+    here: set[PeerID]
+    coming: set[PeerID]
+    best: StateKey
+    vouched: bool
+    _known: int = 0
+    _strange: int = 0
+    _rate: float = 0.0
+    _together: frozenset[PeerID] | None = None
+    _coming: frozenset[PeerID] | None = None
+
+    def __post_init__(self) -> None:
+        for peer in self.here:
+            self._count(peer, self.others[peer].samples)
+        self._rate = sum(max(0.0, self.others[peer].rate) for peer in (*self.here, *self.coming))
+
+    def _count(self, peer: PeerID, samples: int) -> None:
+        if peer in self.asked.absent:
+            return
+        if peer in self.contributors:
+            self._known += samples
         else:
-            strange += progress.samples
-    return known + min(known, strange)
+            self._strange += samples
+
+    def takes(self, progress: Progress) -> bool:
+        """Whether what a peer says can be added to what was seen: else all has to be looked at again."""
+        peer, own_key = progress.contact.peer, self.asked.key
+        said = self.others.get(peer)
+        if said is None or bool(said.contact.addresses) != bool(progress.contact.addresses):
+            return False
+        if self.asked.last < math.inf or _at_end(progress) or _at_end(said):
+            return False
+        is_ours = progress.digest == self.asked.digest
+        if not _same_state(progress, said):
+            key = StateKey.of_peer(progress)
+            if is_ours != (key == own_key) or not StateKey.of_peer(said) < key == own_key <= self.best:
+                return False
+        self.others[peer] = progress
+        if is_ours:
+            if peer not in self.here:
+                counted = peer in self.coming
+                self.here.add(peer)
+                self.coming.discard(peer)
+                self._coming = None
+                if not counted:
+                    self._together = None
+                self._count(peer, progress.samples)
+                self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if counted else 0.0)
+            else:
+                self._count(peer, progress.samples - said.samples)
+                self._rate += max(0.0, progress.rate) - max(0.0, said.rate)
+        elif peer in self.coming:
+            self._rate += max(0.0, progress.rate) - max(0.0, said.rate)
+        return True
+
+    def view(self, mine: Progress) -> SwarmView:
+        """It, for a peer that has so many samples itself."""
+        if self._together is None:
+            self._together = frozenset({self.peers[0], *self.here, *self.coming})
+        if self._coming is None:
+            self._coming = frozenset(self.coming)
+        known, strange = mine.samples + self._known, self._strange
+        return SwarmView(
+            peers=self.peers,
+            together=self._together,
+            coming=self._coming,
+            samples=known + (min(known, strange) if self.contributors else strange),
+            rate=mine.rate + self._rate,
+            epoch=self.best.epoch,
+            behind=self.best != self.asked.key,
+            vouched=self.vouched,
+            best=self.best,
+            others=self.others,
+        )
 
 
 def _bound(remembered: dict[PeerID, Any]) -> None:
@@ -380,7 +517,3 @@ def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> s
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")
             return f"{name[:_SHOWN]} is {here[:_SHOWN]} here and {there[:_SHOWN]} at another peer of the run"
     return None
-
-
-def _key(progress: Progress) -> StateKey:
-    return StateKey.of(progress.epoch, progress.branch_samples, progress.digest)

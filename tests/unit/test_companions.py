@@ -23,7 +23,6 @@ def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
         rate=0.0,
         epoch=5,
         behind=False,
-        leaders=(),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,10 +11,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from shoal.averager import AveragerSettings
 from shoal.core import PeerCore
 from shoal.events import EventBus, PeerDropped
+from shoal.optim import CollaborationSettings
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.tellers import keepers, pace_s
+from shoal.optim.tellers import Countdown, keepers, parts, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import SwarmProgress
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress
@@ -29,17 +32,16 @@ def progress(peer: PeerID, time: float) -> Progress:
 def gossip_at(known: SwarmProgress, bus: EventBus, **endpoint: Any) -> ProgressGossip:
     """Of `ME`, on an endpoint that does this."""
     endpoint.setdefault("dialable", lambda contact: contact)
+    endpoint.setdefault("contact", progress(ME, 1.0).contact)
+    settings = CollaborationSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
     return ProgressGossip(
         cast(PeerCore, core),
-        "run",
+        settings,
         known,
         mine=lambda: progress(ME, 1.0),
         on_news=lambda: None,
-        publish_period_s=2.0,
-        tell_period_s=0.05,
-        ttl_s=20.0,
     )
 
 
@@ -119,47 +121,170 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
     asyncio.run(main())
 
 
+class Swarm:
+    """Nineteen others and `ME`, and what `ME` tells them: who is called, and the notes."""
+
+    def __init__(self, peers: int = 20) -> None:
+        self.peers = [PeerID(bytes([number % 256, number // 256] * 16)) for number in range(peers)]
+        self.known, self.now = SwarmProgress(self.peers[0], {}, ttl_s=20.0), 0.0
+        self.called, self.notes = list[PeerID](), list[tuple[PeerID, TellProgress]]()
+        self.linked, self.said, self.times = set(self.peers), dict[PeerID, Progress](), itertools.count(1.0)
+        for peer in self.peers[1:]:
+            self.say(peer)
+        self.gossip = gossip_at(
+            self.known,
+            EventBus(),
+            connected=self.linked.__contains__,
+            reachable=lambda peer: True,
+            is_silent=lambda peer: False,
+            learn=lambda contact: None,
+            call=self._call,
+            tell=self._tell,
+        )
+
+    def say(self, peer: PeerID, **changes: Any) -> None:
+        """A peer says where it stands."""
+        self.said[peer] = msgspec.structs.replace(progress(peer, next(self.times)), **changes)
+        self.known.heard(self.said[peer], self.now)
+
+    async def _call(self, peer: PeerID, request: TellProgress, timeout_s: float) -> ProgressTold:
+        self.called.append(peer)
+        return ProgressTold(self.said[peer])
+
+    def _tell(self, peers: list[PeerID], note: TellProgress) -> list[PeerID]:
+        told = [peer for peer in peers if peer in self.linked]
+        self.notes += [(peer, note) for peer in told]
+        return told
+
+    async def tell(self, *, after_s: float = 0.06, enough: bool = False, **mine: Any) -> list[PeerID]:
+        """Whom `ME` tells by notes, when it stands here after so many seconds."""
+        self.now += after_s
+        asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
+        self.notes.clear()
+        gossip, place = self.gossip, msgspec.structs.replace(progress(self.peers[0], 1.0 + self.now), **mine)
+        gossip.enough, gossip._mine = enough, lambda: place
+        gossip.tell(self.known.view(place, self.now))
+        while gossip._telling:
+            await asyncio.gather(*gossip._telling.values())
+        return sorted(peer for peer, _ in self.notes)
+
+
 def test_many_tell_two_who_count_and_these_tell_all_when_there_is_enough() -> None:
     """All told all, up to 32 of them: a waiting peer among 16 took 7% of a core, and above 32 nobody was told."""
-    peers = [PeerID(bytes([number]) * 32) for number in range(20)]
-    known, told = SwarmProgress(ME, {}, ttl_s=20.0), list[PeerID]()
-    for peer in peers[1:]:
-        known.heard(progress(peer, 1.0), 0.0)
-
-    async def call(peer: PeerID, request: TellProgress, timeout_s: float) -> ProgressTold:
-        told.append(peer)
-        assert [other.peer for other in request.others] == (peers[1:] if gossip.enough else [])
-        return ProgressTold(progress(peer, 2.0))
-
-    contact = progress(ME, 1.0).contact
-    gossip = gossip_at(
-        known,
-        EventBus(),
-        contact=contact,
-        connected=lambda peer: True,
-        reachable=lambda peer: True,
-        learn=lambda contact: None,
-        call=call,
-    )
-
-    async def tell(digest: bytes, *, enough: bool) -> list[PeerID]:
-        told.clear()
-        gossip.enough, gossip._mine = enough, lambda: msgspec.structs.replace(progress(ME, 1.0), digest=digest)
-        gossip.tell(known.view(gossip._mine(), 0.0), now=True)
-        await asyncio.gather(*gossip._telling.values())
-        return list(told)
 
     async def main() -> None:
-        counting = [digest for digest in (bytes([n]) * 32 for n in range(200)) if ME in keepers(digest, peers)]
-        assert sorted(await tell(b"d" * 32, enough=False)) == peers[1:]  # they do not know that we are here
-        assert await tell(b"d" * 32, enough=False) == keepers(b"d" * 32, peers)
-        assert ME not in keepers(b"d" * 32, peers)
-        assert await tell(b"d" * 32, enough=True) == keepers(b"d" * 32, peers)
-        assert len(await tell(counting[0], enough=False)) == 2  # nobody is there, and two of the others shall know
-        for peer in peers[1:]:
-            known.heard(msgspec.structs.replace(progress(peer, 3.0), digest=counting[1]), 0.0)
-        assert sorted(await tell(counting[1], enough=True)) == peers[1:]
-        assert len(await tell(counting[1], enough=True)) == 1
+        swarm = Swarm()
+        me, others = swarm.peers[0], swarm.peers[1:]
+        counted = [bytes([n]) * 32 for n in range(200) if me in keepers(bytes([n]) * 32, swarm.peers)]
+        count = sorted(keepers(b"d" * 32, swarm.peers))
+        assert me not in count
+        assert await swarm.tell(samples=1) == count
+        assert sorted(swarm.called) == others  # once: they do not know that we are here
+        assert await swarm.tell(samples=2) == count
+        assert await swarm.tell(samples=2) == []
+        assert await swarm.tell(samples=3, enough=True) == count
+        for peer in others:
+            swarm.say(peer, digest=counted[0])
+        assert len(await swarm.tell(samples=2, digest=counted[0], after_s=2.0)) == 1  # the other keeper
+        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == sorted(
+            others + [peer for peer in keepers(counted[0], swarm.peers) if peer != me]
+        )
+        assert [len(note.others) for _, note in swarm.notes[-19:]] == [19] * 19
+        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == []
+        assert sorted(swarm.called) == others
+
+    asyncio.run(main())
+
+
+def test_a_count_is_told_when_it_may_be_the_last_one() -> None:
+    """Each batch was told to both keepers. Now it is near the end of an epoch, by what was given to the last one."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        for samples in range(1, 11):
+            assert len(await swarm.tell(samples=samples)) == 2  # nothing is known of how long an epoch is
+        told = [len(await swarm.tell(samples=samples, digest=b"e" * 32)) for samples in range(11)]
+        assert told == [0] * 9 + [2] * 2
+
+    asyncio.run(main())
+
+
+def test_a_peer_without_a_link_is_called() -> None:
+    """A note reaches whom there is a link with; a keeper that has none is dialed."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        count = keepers(b"d" * 32, swarm.peers)
+        await swarm.tell(samples=1)
+        swarm.called.clear()
+        swarm.linked.discard(count[0])
+        assert await swarm.tell(samples=2) == [count[1]]
+        assert swarm.called == [count[0]]
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_does_not_know_of_a_step_is_told() -> None:
+    """A call was answered by where the other stands. Of notes the ones that come late from a worse state are."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        await swarm.tell(samples=1)
+        await swarm.tell(samples=0, epoch=6, digest=b"e" * 32)
+        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)
+        await swarm.tell(samples=0, epoch=7, digest=b"f" * 32)
+        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)
+
+        def late(after_s: float, **changes: Any) -> list[PeerID]:
+            swarm.now += after_s
+            swarm.notes.clear()
+            note = TellProgress("run", msgspec.structs.replace(progress(swarm.peers[1], 9.0 + swarm.now), **changes))
+            swarm.gossip._noted(swarm.peers[1], note)
+            return [peer for peer, _ in swarm.notes]
+
+        assert late(0.1, epoch=6, digest=b"e" * 32) == []  # it has crossed the step
+        assert late(0.1, epoch=5) == [swarm.peers[1]]  # this one has not
+        assert late(0.1, epoch=5) == []  # it was told
+        swarm.gossip._corrected.clear()
+        assert late(0.5, epoch=6, digest=b"e" * 32) == [swarm.peers[1]]
+        assert late(0.1, epoch=8) == []
+
+    asyncio.run(main())
+
+
+def test_a_large_state_is_divided_among_keepers_who_tell_each_other() -> None:
+    """A keeper of a thousand would be told a thousand counts, and tell as many peers."""
+    digest, peers = b"d" * 32, Swarm(1000).peers
+    divided = parts(digest, peers)
+    assert [len(parts(digest, peers[:n])) for n in (5, 100, 191, 192, 384)] == [1, 1, 1, 2, 4]
+    assert sorted(peer for part in divided for peer in part) == sorted(peers)
+    assert len(divided) == 8
+    assert peers[0] in divided[0]
+    assert max(map(len, divided)) < 1.5 * min(map(len, divided))
+    for peer in peers[:20]:  # all divide alike
+        mine = parts(digest, [peer, *(other for other in peers if other != peer)])
+        assert {frozenset(part) for part in mine} == {frozenset(part) for part in divided}
+
+    async def main() -> None:
+        swarm = Swarm(200)
+        me = swarm.peers[0]
+        digest = next(
+            digest
+            for digest in (bytes([n]) * 32 for n in range(256))
+            if me in keepers(digest, parts(digest, swarm.peers)[0])
+        )
+        own, other = parts(digest, swarm.peers)
+        colleagues = keepers(digest, other)
+        for peer in swarm.peers[1:]:
+            swarm.say(peer, digest=digest, samples=0)
+        await swarm.tell(digest=digest, samples=1, after_s=2.0)
+        swarm.say(own[1], digest=digest, samples=5)
+        swarm.now += 1.0
+        told = await swarm.tell(digest=digest, samples=1)
+        assert told == sorted(colleagues)
+        assert own[1] in {standing.peer for standing in swarm.notes[0][1].others}
+        told = await swarm.tell(digest=digest, samples=1, enough=True, after_s=0.2)
+        assert told == sorted({*own, *colleagues} - {me})
 
     asyncio.run(main())
 
@@ -177,6 +302,22 @@ def test_keepers_are_few_and_change_with_the_state() -> None:
 
 
 def test_nobody_is_told_more_often_than_it_can_bear() -> None:
-    """A thousand peers tell each of their keepers once a second."""
-    assert pace_s(0.05, 2) == pace_s(0.05, 5) == pace_s(0.05, 50) == 0.05
-    assert pace_s(0.05, 1000) == 1.0
+    """Where nothing else makes them speak, keepers of a thousand hear of each once a minute."""
+    assert silence_s(2) == silence_s(16) == 1.0
+    assert silence_s(960) == 60.0
+
+
+def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
+    """They are looked at when the epoch should be over since half a second."""
+    known, countdown = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(100)
+
+    def near(samples: int, now: float, digest: bytes = b"e" * 32) -> bool:
+        mine = msgspec.structs.replace(progress(ME, now), samples=samples, digest=digest)
+        return countdown.is_near(mine, known.view(mine, now), now)
+
+    assert near(5, 0.0, b"d" * 32)
+    assert [near(samples, samples / 10) for samples in range(6)] == [False] * 4 + [True] * 2
+    assert not countdown.is_late(0.9)
+    assert countdown.is_late(1.0)
+    assert not near(0, 2.0, b"f" * 32)
+    assert not countdown.is_late(3.0)

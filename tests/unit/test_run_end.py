@@ -24,7 +24,6 @@ def view(*, together: bool, behind: bool = False, alone: bool = False, coming: b
         rate=0.0,
         epoch=5,
         behind=behind,
-        leaders=(),
     )
 
 

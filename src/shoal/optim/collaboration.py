@@ -150,16 +150,7 @@ class Collaboration:
         self._told_at = -math.inf
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        self._gossip = ProgressGossip(
-            core,
-            settings.run_id,
-            self._known,
-            mine=self.mine,
-            on_news=self.accumulated,
-            publish_period_s=settings.publish_period_s,
-            tell_period_s=settings.tell_period_s,
-            ttl_s=settings.ttl_s,
-        )
+        self._gossip = ProgressGossip(core, settings, self._known, mine=self.mine, on_news=self.accumulated)
         self._solitude = Solitude(core, settings.run_id, self._known, self._gossip, self._notices)
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -603,7 +594,7 @@ class Collaboration:
             self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
-        self._renewed()
+        self._renewed(expected=self.state == update.name and update.peers > 1 and not self.at_end)
         self._move(Phase.COLLECTING)
         if update.is_step and self.state == update.name:
             await to_the_end(self._catch_up.joined())  # last: an interrupted trainer cancels this
@@ -646,8 +637,8 @@ class Collaboration:
         # The last step is followed by an average of what each peer has of its own: batch norm statistics, say.
         self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0
 
-    def _renewed(self) -> None:
-        """The state has another name: donors offer the new one, the others are told now."""
+    def _renewed(self, *, expected: bool = False) -> None:
+        """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         speed, held = self.speed, self.training.samples
         why = self.contribution.look(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
@@ -656,9 +647,8 @@ class Collaboration:
             self._notices.warn(why)
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)
-        self._gossip.renamed()
         view = self.view()
-        self._gossip.tell(view, now=True)
+        self._gossip.renamed(view, expected=expected)
         self._news.set()
         if len(view.peers) > 1:  # else there is nobody to compare with
             self._begin_check()

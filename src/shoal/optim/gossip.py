@@ -1,7 +1,9 @@
 """How the peers of a run tell each other where they stand: through the DHT, and directly.
 
 The DHT reaches everybody, also newcomers, and is slow; the direct way is for the end of an epoch, when every
-millisecond counts (`docs/decisions/0005-progress-told-directly.md`). What is heard goes to `SwarmProgress`.
+millisecond counts (`docs/decisions/0027-counts-that-matter.md`). In a swarm of more than a few
+a peer that meets another one calls it, which makes a link; after that they send each other notes, which get no answer.
+What is heard goes to `SwarmProgress`.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import replace
@@ -20,9 +22,10 @@ from msgspec.structs import replace
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped
-from shoal.optim.tellers import FEW, keepers, pace_s
+from shoal.optim.settings import CollaborationSettings
+from shoal.optim.tellers import FEW, KEEPERS, Countdown, keepers, look_s, parts, silence_s, write_s
 from shoal.peer import PeerID
-from shoal.progress import SwarmProgress, SwarmView
+from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, decode, encode
 
@@ -38,14 +41,38 @@ _CALL_TIMEOUT_S = 3.0
 _LEAVE_S = 1.0
 _SILENCE_S = 1.0
 
+_LATE_S = 0.5
+"""Notes that cross a step are of the state before it. One that comes later is of a peer that has missed it."""
+
 _SEEK_S = 5.0
 """Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
 
 _ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
 """Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long."""
 
+_FOUND_S = 5.0
+"""When the DHT has shown nobody new for so long it is read rarely."""
+
+_LIVES = 1.5
+"""What is written lives for so many periods of writing and reading."""
+
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
+
+
+class _Duty(NamedTuple):
+    """Who counts for whom: the keepers of our part, the part, and the keepers of the other parts.
+
+    It holds for this state, this swarm and these contributors until this time: then who can keep is looked at again.
+    """
+
+    digest: bytes
+    together: frozenset[PeerID]
+    contributors: Collection[PeerID]
+    until: float
+    keepers: list[PeerID]
+    part: list[PeerID]
+    colleagues: list[PeerID]
 
 
 class ProgressGossip:
@@ -53,13 +80,10 @@ class ProgressGossip:
 
     Args:
         core: this peer.
-        run_id: names the run.
+        settings: of the run.
         known: where it is noted what others said.
         mine: where this peer stands now.
         on_news: called when something was heard that changes the picture, or it is time to look again.
-        publish_period_s: how often progress is written to the DHT when nothing changes.
-        tell_period_s: the shortest time between two direct messages.
-        ttl_s: what is written to the DHT is valid for so long.
 
     Attributes:
         enough: whether the swarm has the samples of the next step, as it was known here last.
@@ -69,22 +93,22 @@ class ProgressGossip:
     def __init__(
         self,
         core: PeerCore,
-        run_id: str,
+        settings: CollaborationSettings,
         known: SwarmProgress,
         *,
         mine: Callable[[], Progress],
         on_news: Callable[[], None],
-        publish_period_s: float,
-        tell_period_s: float,
-        ttl_s: float,
     ) -> None:
-        self._core, self._run_id, self._known, self._mine, self._on_news = core, run_id, known, mine, on_news
-        self._publish_period_s, self._tell_period_s, self._ttl_s = publish_period_s, tell_period_s, ttl_s
+        self._core, self._run_id, self._known, self._mine, self._on_news = core, settings.run_id, known, mine, on_news
+        self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
+        self._ttl_s = settings.ttl_s
         self.looked = asyncio.Event()
         self.enough = False
         self._renamed = asyncio.Event()
         self._renames = 0
-        self._tell_at = float("-inf")
+        self._target = settings.target_batch_size
+        self._countdown = Countdown(self._target)
+        self._duty = _Duty(b"", frozenset(), (), 0.0, [], [], [])
         self._told_at = float("-inf")
         self._told_place: tuple[object, ...] = ()
         self._told_peers: tuple[PeerID, ...] = ()
@@ -94,6 +118,14 @@ class ProgressGossip:
         self._deaf: dict[PeerID, float] = {}  # who could not be told, and until when nobody tries
         self._why_deaf: dict[PeerID, str] = {}
         self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
+        self._found_at = float("-inf")  # when the DHT showed somebody new
+        self._complete = b""  # the state of which we know that there is enough, and that everybody is here
+        self._passed_on, self._passed_at = 0, float("-inf")  # what the other keepers were told last, and when
+        self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
+        self._renamed_at = float("-inf")
+        self._corrected: dict[
+            PeerID, StateKey
+        ] = {}  # who stood at a worse state and was told of ours, and which that was
         self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
 
@@ -102,6 +134,7 @@ class ProgressGossip:
         endpoint = self._core.endpoint
         self._undo = [
             endpoint.serve(TellProgress, self._told, scope=self._run_id),
+            endpoint.take_notes(TellProgress, self._noted, scope=self._run_id),
             endpoint.on_lost(self._peer_lost),
         ]
         return [self._publish_loop(), self._look_loop()]
@@ -118,6 +151,8 @@ class ProgressGossip:
         for undo in self._undo:
             undo()
         self._undo = []
+        if self._waking is not None:
+            self._waking.cancel()
         telling = list(self._telling.values())
         for task in telling:
             task.cancel()
@@ -141,10 +176,20 @@ class ProgressGossip:
 
     def _told(self, peer: PeerID, request: TellProgress) -> ProgressTold:
         # Not a coroutine: what a peer said last must be heard before it is lost.
-        if request.progress.contact.peer != peer:
-            raise PeerError("progress in another peer's name", peer)
-        self._hear_directly(request.progress, request.others)
+        self._take(peer, request)
         return ProgressTold(*self._what_we_know())
+
+    def _noted(self, peer: PeerID, note: TellProgress) -> None:
+        self._take(peer, note)
+        at_least = self._before if asyncio.get_running_loop().time() < self._renamed_at + _LATE_S else self._at
+        if StateKey.of_peer(note.progress) < at_least and self._corrected.get(peer) != self._at:
+            self._corrected[peer] = self._at
+            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._mine()))
+
+    def _take(self, peer: PeerID, told: TellProgress) -> None:
+        if told.progress.contact.peer != peer:
+            raise PeerError("progress in another peer's name", peer)
+        self._hear_directly(told.progress, told.others)
 
     def _what_we_know(self) -> tuple[Progress, list[Standing]]:
         mine = self._mine()
@@ -154,7 +199,8 @@ class ProgressGossip:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._met.add(progress.contact.peer)
             self._hear(progress)
-            if self._known.relayed(progress, others, asyncio.get_running_loop().time()):
+            now = asyncio.get_running_loop().time()
+            if progress.digest != self._complete and self._known.relayed(progress, others, now):
                 self._on_news()
 
     def _hear(self, progress: Progress, *, direct: bool = True) -> None:
@@ -166,6 +212,7 @@ class ProgressGossip:
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._met.discard(peer)
+        self._corrected.pop(peer, None)
         if self._known.lost(peer):
             self._on_news()
 
@@ -175,18 +222,31 @@ class ProgressGossip:
     def _key(self) -> str:
         return f"{self._run_id}_progress"
 
-    def renamed(self) -> None:
-        """Our state has another name, or the end of the run another epoch: write it to the DHT at once."""
-        self._renames += 1
-        self._renamed.set()
+    def renamed(self, view: SwarmView, *, expected: bool) -> None:
+        """Our state has another name, or the end of the run another epoch: write it to the DHT, and tell it, at once.
+
+        Args:
+            view: the swarm as it is known here now.
+            expected: it is by a step that the others take, too.
+        """
+        self._before, self._at = self._at, StateKey.of_peer(self._mine())
+        self._renamed_at = asyncio.get_running_loop().time()
+        few = len(view.peers) - 1 <= FEW
+        if few or not expected:
+            self._renames += 1
+            self._renamed.set()
+        if few:
+            self.tell(view, now=True)
+        elif not expected:
+            self._note(view.peers[1 : _ALL + 1], self._mine(), [])
 
     async def _publish_loop(self) -> None:
-        """Write our progress to the DHT: at once when it was renamed, else from time to time."""
+        """Write our progress to the DHT: at once when it was renamed, else from time to time, not all at one time."""
         loop = asyncio.get_running_loop()
         while True:
             renames = self._renames
             await self._publish()
-            until = loop.time() + self._publish_period_s
+            until = loop.time() + self._about(write_s(len(self._known.peers), self._publish_period_s))
             while (left_s := until - loop.time()) > 0 and renames == self._renames:
                 self._renamed.clear()
                 with suppress(TimeoutError):
@@ -196,11 +256,11 @@ class ProgressGossip:
     async def _publish(self) -> None:
         core = self._core
         with suppress(ShoalError):
-            expiration = core.env.clock.time() + self._ttl_s
+            expiration = core.env.clock.time() + self._known.ttl_s
             await core.node.store(self._key, encode(self._mine()), expiration, core.peer_id.raw)
 
     async def _look_loop(self) -> None:
-        """Read everybody's progress from the DHT."""
+        """Read everybody's progress from the DHT: often as long as that shows somebody new, or there are few."""
         for looks in itertools.count(1):
             found = await self._look()
             if looks == 1:
@@ -208,7 +268,14 @@ class ProgressGossip:
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._on_news()
-            await asyncio.sleep(self._publish_period_s / 2)
+            peers = len(self._known.peers)
+            lives_s = _LIVES * (write_s(peers, self._publish_period_s) + look_s(peers))
+            self._known.ttl_s = max(self._ttl_s, lives_s)
+            often = peers <= FEW or asyncio.get_running_loop().time() < self._found_at + _FOUND_S
+            await asyncio.sleep(self._publish_period_s / 2 if often else self._about(look_s(peers)))
+
+    def _about(self, period_s: float) -> float:
+        return period_s * (0.75 + 0.5 * self._core.env.rng.random())
 
     async def _look(self) -> dict[PeerID, float]:
         """Read what the peers of the run have written; when, by their own clocks, those did who have not left."""
@@ -220,7 +287,10 @@ class ProgressGossip:
                 with suppress(msgspec.MsgspecError, TypeError, ConfigError):
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer.raw == subkey:
+                        known = self._known.progress_of(progress.contact.peer) is not None
                         self._hear(progress, direct=False)
+                        if not known and self._known.progress_of(progress.contact.peer) is not None:
+                            self._found_at = asyncio.get_running_loop().time()
                         if not progress.left:
                             written[progress.contact.peer] = progress.time
         return written
@@ -271,49 +341,118 @@ class ProgressGossip:
     # ------------------------------------------------------------------------------------------------------- directly
 
     def tell(self, view: SwarmView, *, now: bool = False) -> None:
-        """Tell the peers of the run directly where we stand: all of them if they are few, else who keeps the count.
+        """Tell the peers of the run directly where we stand, if it is time to: all if they are few, else the keepers.
 
-        At most one message is on its way to each peer, and a slow one holds up nobody. Changes within `tell_period_s`
-        of the last message wait for its end, unless `now`. Where nothing has changed it is told once a second.
+        The few are told of each change. At most one message is on its way to each, and a slow one holds up nobody.
+        Changes within `tell_period_s` of the last message wait for its end, unless `now`. Where nothing has changed it
+        is told once a second.
         """
-        loop, place = asyncio.get_running_loop(), _place(self._mine())
-        if not now:
-            if (
-                place == self._told_place
-                and view.peers == self._told_peers
-                and loop.time() < self._told_at + _SILENCE_S
-            ):
-                return
-            if loop.time() < self._tell_at:
-                if self._waking is None or self._waking.when() < self._tell_at:
-                    self._waking = loop.call_at(self._tell_at, self._on_news)
-                return
-        self._told_at, self._told_place, self._told_peers = loop.time(), place, view.peers
-        self._tell_at = loop.time() + pace_s(self._tell_period_s, len(view.peers))
-        for peer in self._whom_to_tell(view):
+        at = asyncio.get_running_loop().time()
+        if len(view.peers) - 1 > FEW:
+            self._tell_keepers(view, at)
+            return
+        place = _place(self._mine())
+        if place == self._told_place and view.peers == self._told_peers and at < self._told_at + _SILENCE_S:
+            return
+        if not now and at < self._told_at + self._tell_period_s:
+            self._wake_at(self._told_at + self._tell_period_s)
+            return
+        self._told_at, self._told_place, self._told_peers = at, place, view.peers
+        for peer in view.peers[1:]:
             if peer in self._telling:
                 self._outdated.add(peer)
             elif self._core.endpoint.reachable(peer):
                 self._begin_telling(peer)
 
-    def _whom_to_tell(self, view: SwarmView) -> list[PeerID]:
-        me, now, digest = self._core.peer_id, asyncio.get_running_loop().time(), self._mine().digest
-        others = [peer for peer in view.peers if peer != me]
-        if len(others) <= FEW:
-            return others
-        told = dict.fromkeys(peer for peer in others[:_ALL] if peer not in self._met)
-        self._met.update(told)
-        able = [peer for peer in view.together if self._can_keep(peer, now)]
-        count = keepers(
-            digest, able if len(able) > 1 else [peer for peer in others if self._can_keep(peer, now)] or others
+    def _tell_keepers(self, view: SwarmView, now: float) -> None:
+        mine = self._mine()
+        self._meet(view)
+        near = self._countdown.is_near(mine, view, now)
+        duty = self._duty = self._duties(view, mine.digest, now)
+        self._complete = mine.digest if self.enough and not view.coming else b""
+        place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
+        if now >= self._told_at + silence_s(len(view.peers)) or (near and place != self._told_place and now >= soon):
+            self._told_at, self._told_place = now, place
+            self._note(duty.keepers, mine, [])
+        elif near and place != self._told_place:
+            self._wake_at(soon)
+        if self._core.peer_id in duty.keepers:
+            self._keep(view, mine, now, near=near)
+        elif not self.enough and self._countdown.is_late(now):
+            for keeper in duty.keepers:
+                self._core.endpoint.is_silent(keeper)
+            self._wake_at(now + LOOK_S)
+
+    def _keep(self, view: SwarmView, mine: Progress, now: float, *, near: bool) -> None:
+        """As a keeper: say what we were told, to all of our part when there is enough, else to the other keepers."""
+        duty, (said, at) = self._duty, self._called
+        if self.enough:
+            if said != mine.digest or now >= at + _SILENCE_S:
+                self._called = mine.digest, now
+                self._note([*duty.part, *duty.colleagues], mine, self._known.standings(mine, now))
+        elif duty.colleagues and near and view.samples != self._passed_on:
+            # The fewer samples are missing, the sooner.
+            soon = self._passed_at + min(max(self._tell_period_s / 2, view.eta_s(self._target) / 4), _SILENCE_S)
+            if now < soon:
+                self._wake_at(soon)
+                return
+            self._passed_at, self._passed_on = now, view.samples
+            self._note(duty.colleagues, mine, self._known.standings(mine, now, told=False))
+
+    def _meet(self, view: SwarmView) -> None:
+        """Call each peer that we know of once, the next 256 in the order of their names: so a link stands."""
+        if view.peers == self._told_peers:
+            return
+        self._told_peers, me = view.peers, self._core.peer_id
+        others = sorted(view.peers[1:], key=lambda peer: (peer.raw < me.raw, peer.raw))
+        for peer in others[:_ALL]:
+            if peer not in self._met:
+                self._met.add(peer)
+                if peer not in self._telling and self._core.endpoint.reachable(peer):
+                    self._begin_telling(peer)
+
+    def _duties(self, view: SwarmView, digest: bytes, now: float) -> _Duty:
+        """Who keeps the count of this state. Contributors, if there are: the others believe only these."""
+        duty, contributors = self._duty, self._known.contributors
+        same = view.together is duty.together and contributors is duty.contributors and digest == duty.digest
+        if same and now < duty.until:
+            return duty
+        able = {peer for peer in view.together if self._can_keep(peer, now)}
+        if len(known := able.intersection(contributors)) >= KEEPERS:
+            able = known
+        elif len(able) < KEEPERS:
+            able = {peer for peer in view.peers[1:] if self._can_keep(peer, now)} or set(view.peers[1:])
+        me = self._core.peer_id
+        own, *rest = parts(digest, [me, *(peer for peer in view.together if peer != me)])
+        return _Duty(
+            digest,
+            view.together,
+            contributors,
+            now + _SILENCE_S,
+            keepers(digest, able.intersection(own) or able),
+            own,
+            [peer for part in rest for peer in keepers(digest, able.intersection(part))],
         )
-        told |= dict.fromkeys(count)
-        said, at = self._called
-        if self.enough and me in count and (said != digest or now >= at + _SILENCE_S):
-            self._called = digest, now
-            told |= dict.fromkeys(view.together)
-        told.pop(me, None)
-        return list(told)
+
+    def _note(self, peers: Iterable[PeerID], mine: Progress, others: list[Standing]) -> None:
+        """Send these a note; a peer without a link is called."""
+        peers = [peer for peer in peers if peer != self._core.peer_id]
+        told = set(self._core.endpoint.tell(peers, TellProgress(self._run_id, mine, others)))
+        for peer in peers:
+            if peer in told:
+                continue
+            if peer in self._telling:
+                self._outdated.add(peer)
+            elif self._core.endpoint.reachable(peer):
+                self._begin_telling(peer)
+
+    def _wake_at(self, at: float) -> None:
+        """Look again at this time."""
+        loop = asyncio.get_running_loop()
+        if self._waking is None or not loop.time() < self._waking.when() <= at:
+            if self._waking is not None:
+                self._waking.cancel()
+            self._waking = loop.call_at(at, self._on_news)
 
     def _can_keep(self, peer: PeerID, now: float) -> bool:
         contact = self._core.endpoint.contact if peer == self._core.peer_id else self.contact(peer)
@@ -337,6 +476,7 @@ class ProgressGossip:
         except PeerError as error:
             self._deaf[peer] = asyncio.get_running_loop().time() + _DEAF_S
             self._why_deaf[peer] = error.message
+            self._duty = self._duty._replace(until=0.0)
             return
         self._deaf.pop(peer, None)
         self._why_deaf.pop(peer, None)

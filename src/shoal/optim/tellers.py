@@ -1,36 +1,113 @@
-"""Who tells whom of progress, and how often: few messages, however large the swarm. Pure functions.
+"""Who tells whom of progress, and when: few messages, however large the swarm. No I/O.
 
 In a swarm of a few, everybody tells everybody. In a larger one, each state has `KEEPERS` *keepers*: the peers whose
 hash with the state's digest is lowest. Everybody at that state tells the keepers, so a keeper knows all samples, and
 when they are enough it tells everybody what it knows. Each state has other keepers, so the work goes round; two,
-because one may be gone, or not known to everybody. Who picks another one, knowing other peers, still shares one with
-the others, mostly; what goes wrong all the same is mended by the DHT, which everybody writes and reads.
+because one may be gone, or not known to everybody. A peer that picks another one, knowing other peers, still shares one
+with the others, mostly; what goes wrong all the same is mended by the DHT, which everybody writes and reads.
+
+In a swarm of hundreds the peers of a state are divided into parts, by the same hash. Each part has its own keepers, and
+the keepers of all parts tell each other what they were told.
+
+A count matters when it may be the one that makes the batch full. So it is told near the end of an epoch, and else only
+now and then.
 """
 
 from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from shoal.peer import PeerID
+from shoal.progress import SwarmView
+from shoal.wire import Progress
 
-__all__ = ["FEW", "KEEPERS", "keepers", "pace_s"]
+__all__ = ["FEW", "KEEPERS", "Countdown", "keepers", "look_s", "parts", "silence_s", "write_s"]
 
 FEW = 4
 """So many others are all told directly."""
 
 KEEPERS = 2
 
-_TOLD_PER_S = 1000.0
-"""A keeper is told no more often than this, however many peers there are."""
+_PART = 96
+"""A state with twice as many peers is divided."""
+
+_NEAR = 0.1
+"""The end of an epoch is near when this share of it is left, or one and a half batches of this peer."""
+
+_BATCHES = 1.5
+
+_LATE_S = 0.5
+_SILENCE_S, _PEERS_PER_S = 1.0, 16.0
+
+_WRITTEN_PER_S, _READ_PER_S, _LOOK_S = 16.0, 8.0, 5.0
 
 
-def keepers(digest: bytes, peers: Collection[PeerID]) -> list[PeerID]:
+def keepers(digest: bytes, peers: Iterable[PeerID]) -> list[PeerID]:
     """Those of these peers who count the samples of the state with this digest."""
-    return heapq.nsmallest(KEEPERS, peers, key=lambda peer: hashlib.sha256(digest + peer.raw).digest())
+    return heapq.nsmallest(KEEPERS, peers, key=lambda peer: _rank(digest, peer))
 
 
-def pace_s(shortest_s: float, peers: int) -> float:
-    """The shortest time between two messages of one peer in a swarm of so many."""
-    return max(shortest_s, peers / _TOLD_PER_S) if peers - 1 > FEW else shortest_s
+def parts(digest: bytes, peers: Collection[PeerID]) -> list[list[PeerID]]:
+    """The peers of the state with this digest, divided: the first part is that of the first peer."""
+    number = 1 << max(0, (len(peers) // _PART).bit_length() - 1)
+    if number == 1:
+        return [list(peers)]
+    divided: dict[int, list[PeerID]] = {}
+    for peer in peers:
+        divided.setdefault(_rank(digest, peer)[-1] % number, []).append(peer)
+    return list(divided.values())
+
+
+def _rank(digest: bytes, peer: PeerID) -> bytes:
+    return hashlib.sha256(digest + peer.raw).digest()
+
+
+def silence_s(peers: int) -> float:
+    """How long a peer says nothing of itself to the keepers in a swarm of so many, if nothing else makes it speak."""
+    return max(_SILENCE_S, peers / _PEERS_PER_S)
+
+
+def write_s(peers: int, shortest_s: float) -> float:
+    """How often a peer writes to the DHT in a swarm of so many."""
+    return max(shortest_s, peers / _WRITTEN_PER_S)
+
+
+def look_s(peers: int) -> float:
+    """How often a peer reads the DHT in a swarm of so many, once it knows them all."""
+    return max(_LOOK_S, peers / _READ_PER_S)
+
+
+class Countdown:
+    """How near the end of the epoch is, as far as one peer can tell.
+
+    It goes by what it gave to the last step, by what it knows of the others' samples, and by how fast they all are.
+
+    Args:
+        target: samples of a step.
+    """
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self._digest, self._began, self._over_since = b"", 0.0, float("inf")
+        self._samples = self._batch = self._gave = 0
+
+    def is_near(self, mine: Progress, view: SwarmView, now: float) -> bool:
+        """Whether a further batch may be the last one (`now`: local time, seconds)."""
+        if mine.digest != self._digest:
+            self._digest, self._began, self._gave = mine.digest, now, self._samples
+            self._samples, self._batch, self._over_since = 0, 0, float("inf")
+        self._batch = max(self._batch, mine.samples - self._samples)
+        self._samples = max(self._samples, mine.samples)
+        if not self._gave:
+            return True
+        done = max(view.samples, view.rate * (now - self._began)) / self._target
+        done = max(done, mine.samples / self._gave)
+        if done >= 1.0:
+            self._over_since = min(now, self._over_since)
+        return done + max(_NEAR, _BATCHES * self._batch / self._gave) >= 1.0
+
+    def is_late(self, now: float) -> bool:
+        """Whether the epoch should be over since a while: those who count may have fallen silent."""
+        return now >= self._over_since + _LATE_S

@@ -123,9 +123,7 @@ class ProgressGossip:
         self._passed_on, self._passed_at = 0, float("-inf")  # what the other keepers were told last, and when
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
         self._renamed_at = float("-inf")
-        self._corrected: dict[
-            PeerID, StateKey
-        ] = {}  # who stood at a worse state and was told of ours, and which that was
+        self._corrected: dict[PeerID, StateKey] = {}  # who stood at a worse state, and which one of ours it was told of
         self._outdated: set[PeerID] = set()  # who is being told what is not true any more
         self._undo: list[Callable[[], None]] = []
 
@@ -271,7 +269,8 @@ class ProgressGossip:
             peers = len(self._known.peers)
             lives_s = _LIVES * (write_s(peers, self._publish_period_s) + look_s(peers))
             self._known.ttl_s = max(self._ttl_s, lives_s)
-            often = peers <= FEW or asyncio.get_running_loop().time() < self._found_at + _FOUND_S
+            found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
+            often = peers <= FEW or found_lately or not self.looked.is_set()
             await asyncio.sleep(self._publish_period_s / 2 if often else self._about(look_s(peers)))
 
     def _about(self, period_s: float) -> float:

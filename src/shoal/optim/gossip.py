@@ -399,13 +399,17 @@ class ProgressGossip:
             self._note(duty.colleagues, mine, self._known.standings(mine, now, told=False))
 
     def _meet(self, view: SwarmView) -> None:
-        """Call each peer that we know of once, the next 256 in the order of their names: so a link stands."""
+        """Call each peer that we know of once, the next 256 in the order of their names: so a link stands.
+
+        One that was silent, and is not any more, is called again: it may have missed steps, or we may.
+        """
         if view.peers == self._told_peers:
             return
-        self._told_peers, me = view.peers, self._core.peer_id
+        before, me = set(self._told_peers), self._core.peer_id
+        self._told_peers = view.peers
         others = sorted(view.peers[1:], key=lambda peer: (peer.raw < me.raw, peer.raw))
         for peer in others[:_ALL]:
-            if peer not in self._met:
+            if peer not in self._met or peer not in before:
                 self._met.add(peer)
                 if peer not in self._telling and self._core.endpoint.reachable(peer):
                     self._begin_telling(peer)

@@ -308,3 +308,32 @@ def test_a_peer_that_has_caught_up_keeps_nobody_waiting() -> None:
         await scene.run.close()
 
     sim.run(main, seed=13)
+
+
+def test_a_follower_waits_in_vain_for_a_step_that_its_member_is_about_to_take() -> None:
+    """The round was committed before it followed, and its member's trainer is in a long batch: nobody told it the step.
+
+    It took the state before that step, and waited for the step for two seconds. Now it waits for the state after it.
+    """
+
+    async def main() -> None:
+        run, loop = Run(target=8), asyncio.get_running_loop()
+        slow, fast = await run.add("p0"), await run.add("p1", client_mode=True)
+        await sim.sleep(3.0)
+        for act in (lambda trainer: trainer.take_batch(4), lambda trainer: trainer.finish_epoch(1)):
+            await asyncio.gather(*(run.swarm.run_on(name, act, run.swarm.peer(name)) for name in ("p0", "p1")))
+        batch = loop.create_task(run.swarm.run_on("p0", slow.take_batch, 4, duration_s=10.0))
+        await sim.sleep(0.1)
+        for _ in range(2):
+            await run.swarm.run_on("p1", fast.take_batch, 4)
+        assert (fast.collaboration.epoch, slow.collaboration.epoch) == (2, 1)
+        late = await run.add("late", seed=1)
+        catching_up = loop.create_task(run.swarm.run_on("late", late.finish_epoch, 2))
+        await batch
+        stepped_at = loop.time()
+        await catching_up
+        assert loop.time() < stepped_at + 1.0
+        assert run.agree(["p0", "late"])
+        await run.close()
+
+    sim.run(main, seed=12)

@@ -129,7 +129,7 @@ class Collaboration:
         memory = RoundMemory(training.accumulators, training.state_tensors)
         self._gradients = gradient_averager(core, training, settings, lock, compression, memory)
         self._states = state_averager(core, training, settings, lock, state_compression, self._share, memory)
-        self._steps = StepFeed(core, settings.run_id, lambda: self.state, self._between_rounds)
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, self._between_rounds)
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
@@ -690,6 +690,12 @@ class Collaboration:
                 await self._states.between_rounds()
                 return True
         return False
+
+    async def _followed_from(self) -> StateName:
+        """Our state, once no step is about to be taken: that one was told already, to those who followed then."""
+        while self._update is not None and not self._update.taken and not self._closed:
+            await self._moved.wait()
+        return self.state
 
     def _stepped_with(self) -> frozenset[PeerID]:
         """Who took the last step with us, or is about to, and is still here."""

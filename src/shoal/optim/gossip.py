@@ -44,6 +44,9 @@ _SILENCE_S = 1.0
 _LATE_S = 0.5
 """Notes that cross a step are of the state before it. One that comes later is of a peer that has missed it."""
 
+_ASKED_ANEW = 16
+"""A peer that has downloaded a state calls so many: their answers say whether the others have left that state since."""
+
 _SEEK_S = 5.0
 """Nobody steps alone before it has looked for the others for so long, or found out that there are none."""
 
@@ -236,7 +239,11 @@ class ProgressGossip:
         if few:
             self.tell(view, now=True)
         elif not expected:
-            self._note(view.peers[1 : _ALL + 1], self._mine(), [])
+            others = list(view.peers[1:])
+            self._core.env.rng.shuffle(others)
+            for peer in others[:_ASKED_ANEW]:
+                self._call(peer)
+            self._note(others[_ASKED_ANEW:_ALL], self._mine(), [])
 
     async def _publish_loop(self) -> None:
         """Write our progress to the DHT: at once when it was renamed, else from time to time, not all at one time."""
@@ -358,10 +365,7 @@ class ProgressGossip:
             return
         self._told_at, self._told_place, self._told_peers = at, place, view.peers
         for peer in view.peers[1:]:
-            if peer in self._telling:
-                self._outdated.add(peer)
-            elif self._core.endpoint.reachable(peer):
-                self._begin_telling(peer)
+            self._call(peer)
 
     def _tell_keepers(self, view: SwarmView, now: float) -> None:
         mine = self._mine()
@@ -442,12 +446,15 @@ class ProgressGossip:
         peers = [peer for peer in peers if peer != self._core.peer_id]
         told = set(self._core.endpoint.tell(peers, TellProgress(self._run_id, mine, others)))
         for peer in peers:
-            if peer in told:
-                continue
-            if peer in self._telling:
-                self._outdated.add(peer)
-            elif self._core.endpoint.reachable(peer):
-                self._begin_telling(peer)
+            if peer not in told:
+                self._call(peer)
+
+    def _call(self, peer: PeerID) -> None:
+        """Tell a peer by a call: it answers where it stands itself."""
+        if peer in self._telling:
+            self._outdated.add(peer)
+        elif self._core.endpoint.reachable(peer):
+            self._begin_telling(peer)
 
     def _wake_at(self, at: float) -> None:
         """Look again at this time."""

@@ -49,7 +49,7 @@ class StepFeed:
     Args:
         core: this peer.
         run_id: names the run.
-        state: where this peer stands.
+        state: returns the state from which a new follower is told of all steps, as soon as there is one.
         between_rounds: returns when no round of this peer is under way, or after so many seconds; says whether.
     """
 
@@ -57,7 +57,7 @@ class StepFeed:
         self,
         core: PeerCore,
         run_id: str,
-        state: Callable[[], StateName],
+        state: Callable[[], Awaitable[StateName]],
         between_rounds: Callable[[float], Awaitable[bool]],
     ) -> None:
         self._core, self._state, self._between_rounds = core, state, between_rounds
@@ -102,7 +102,7 @@ class StepFeed:
         self._followers.add(follower)
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
-                await follower.run(self._state())
+                await follower.run(await self._state())
         finally:
             self._followers.discard(follower)
             await follower.close()

@@ -78,7 +78,7 @@ def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_sta
     assert_all_in(train_together([0.02, 0.02, 0.5], target=target, average_state_every=average_state_every, seed=1))
 
 
-@pytest.mark.parametrize("average_state_every", [1, 4])
+@pytest.mark.parametrize("average_state_every", [pytest.param(1, marks=pytest.mark.long), 4])
 def test_averaging_large_states_expels_neither_of_two_equal_peers(average_state_every: int) -> None:
     """The average comes a moment earlier to one; it trained alone from then on, the other downloaded for ever."""
     results = train_together(

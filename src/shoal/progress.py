@@ -123,9 +123,6 @@ class SwarmProgress:
         better state that a contributor is at comes before states that only other peers are at. The samples of all other
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
-        self.end: int | None = None
-        """Where the contributors end the run, if they do: a state beyond it that only other peers offer is not taken.
-        Else one stranger with a state of a late epoch would end the run."""
         self.mismatch: str | None = None
         """How the last live peer with other settings differs; None if there was none."""
 
@@ -270,9 +267,14 @@ class SwarmProgress:
         for peer in peers:
             self._withheld.pop(peer, None)
 
-    def _offers(self, progress: Progress, now: float) -> bool:
+    def _offers(self, progress: Progress, now: float, end: int | None, *, at_end: bool) -> bool:
+        """Whether a peer's state may be taken by one for which the run ends there, and that may be at that end.
+
+        A peer at the end takes no state beyond it. Before that only contributors are believed one: else one stranger
+        with a state of a late epoch would end the run.
+        """
         stranger = bool(self.contributors) and progress.contact.peer not in self.contributors
-        beyond = stranger and self.end is not None and progress.epoch > self.end
+        beyond = end is not None and progress.epoch > end and (at_end or stranger)
         return not beyond and self._withheld.get(progress.contact.peer, (0, now))[1] <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
@@ -296,7 +298,7 @@ class SwarmProgress:
             peer: progress.epoch
             for peer, progress in said.items()
             if progress.contact.addresses
-            and self._offers(progress, now)
+            and self._offers(progress, now, mine.end_epoch, at_end=False)
             and StateKey.of_peer(progress) > StateKey.of_peer(mine)
         }
 
@@ -329,8 +331,9 @@ class SwarmProgress:
         """
         self._now = max(self._now, now)
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
-        last = mine.end_epoch if mine.end_epoch is not None and _at_end(mine) else math.inf
-        asked = _Asked(mine.digest, key, dialed, last, shared, awaited, before, frozenset(absent), silent)
+        asked = _Asked(
+            mine.digest, key, dialed, mine.end_epoch, _at_end(mine), shared, awaited, before, frozenset(absent), silent
+        )
         seen = self._seen
         if seen is None or seen.asked != asked or now >= seen.until or seen.contributors is not self.contributors:
             seen = self._seen = self._look(mine, now, asked)
@@ -341,8 +344,8 @@ class SwarmProgress:
             self.lost(peer)
         others = {peer: self._said_last(peer, now) for peer in self._known if peer not in asked.silent}
         # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
-        others_offer = (each for each in others.values() if each.epoch <= asked.last and self._offers(each, now))
-        offering = [mine, *others_offer]
+        end, at_end = asked.end, asked.at_end
+        offering = [mine, *(each for each in others.values() if self._offers(each, now, end, at_end=at_end))]
         offered = {StateKey.of_peer(progress) for progress in offering if progress.contact.addresses}
         if not offered:
             offered = {StateKey.of_peer(progress) for progress in offering[1:]}
@@ -357,7 +360,7 @@ class SwarmProgress:
         together = {
             peer
             for peer, progress in others.items()
-            if progress.digest == mine.digest and (asked.last < math.inf or not _at_end(progress))
+            if progress.digest == mine.digest and (at_end or not _at_end(progress))
         }
         coming = {
             peer
@@ -399,7 +402,8 @@ class _Asked(NamedTuple):
     digest: bytes
     key: StateKey
     dialed: bool
-    last: float
+    end: int | None
+    at_end: bool
     shared: bool
     awaited: frozenset[PeerID]
     before: StateKey | None
@@ -459,7 +463,7 @@ class _Seen:
         said = self.others.get(peer)
         if said is None or bool(said.contact.addresses) != bool(progress.contact.addresses):
             return False
-        if self.asked.last < math.inf or _at_end(progress) or _at_end(said):
+        if self.asked.at_end or _at_end(progress) or _at_end(said):
             return False
         is_ours = progress.digest == self.asked.digest
         if not _same_state(progress, said):

@@ -27,6 +27,17 @@ async def train(run: Run, names: list[str], size: int = 4, *, to: int | None = N
         await asyncio.gather(*(run.swarm.run_on(name, work, name) for name in names))
 
 
+async def ended_at_three() -> Run:
+    """A run of two, whose end both have announced and reached."""
+    run = Run(target=16)
+    for name in NAMES:
+        await run.add(name)
+    await sim.sleep(3.0)
+    run.announce_end(3)
+    await train(run, NAMES)
+    return run
+
+
 @pytest.mark.parametrize("further", [{"p0": 4, "p1": 6}, {"p0": 6, "p1": 4}, {"p0": 1, "p1": 5}])
 def test_a_peer_that_downloads_waits_for_ever_at_the_end(further: Mapping[str, int]) -> None:
     """Two peers announce different ends. One has made most steps, the other came late: they ended at other epochs.
@@ -56,12 +67,7 @@ def test_a_run_goes_on_after_its_end() -> None:
     """A later end is announced by one peer after the other: the first one does not wait for those that are through."""
 
     async def main() -> None:
-        run = Run(target=16)
-        for name in NAMES:
-            await run.add(name)
-        await sim.sleep(3.0)
-        run.announce_end(3)
-        await train(run, NAMES)
+        run = await ended_at_three()
         assert run.agree(NAMES)
         first, second = (run.swarm.peer(name).collaboration for name in NAMES)
         assert first.epoch == second.epoch == 3
@@ -81,12 +87,7 @@ def test_a_peer_at_its_end_follows_nobody_beyond() -> None:
     """Others go on: what they have is no better end, and it may leave."""
 
     async def main() -> None:
-        run = Run(target=16)
-        for name in NAMES:
-            await run.add(name)
-        await sim.sleep(3.0)
-        run.announce_end(3)
-        await train(run, NAMES)
+        run = await ended_at_three()
         first, second = (run.swarm.peer(name).collaboration for name in NAMES)
         first.announce_end(None)
         await train(run, ["p0"], to=6)

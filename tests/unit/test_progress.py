@@ -459,13 +459,13 @@ def test_a_state_beyond_the_end_that_a_stranger_offers_ends_the_run() -> None:
     known.heard(said(ANN), 0.0)
     known.heard(said(BEN, epoch=10**7, digest=DIGESTS[1]), 0.0)
     assert view(known).behind
-    known.contributors, known.end = [ME, ANN], 100
-    assert not view(known).behind
+    known.contributors = [ME, ANN]
+    assert not view(known, end_epoch=100).behind
     known.contributors = [ME, ANN, BEN]
-    assert view(known).behind
+    assert view(known, end_epoch=100).behind
     known.contributors = [ME, ANN]
     known.heard(said(BEN, epoch=90, digest=DIGESTS[1], time=101.0), 0.0)
-    assert view(known).behind
+    assert view(known, end_epoch=100).behind
 
 
 def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:

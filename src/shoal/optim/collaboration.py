@@ -277,7 +277,7 @@ class Collaboration:
 
     def _claimed(self) -> SwarmView:
         """As the others say, also where we go on with a state that is not the best one."""
-        now, self._known.contributors, self._known.end = self._now(), self._committed.samples, self._end.epoch
+        now, self._known.contributors = self._now(), self._committed.samples
         return self._known.view(
             self.mine(),
             now,

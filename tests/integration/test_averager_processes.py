@@ -143,7 +143,7 @@ def test_downloaded_state_is_of_one_version(workers: Workers, meeting: shoal.DHT
     mine = [torch.zeros(numel) for _ in range(count)]
     versions: list[float] = []
     with shoal.DecentralizedAverager(mine, meeting, start=True, prefix="state", allow_state_sharing=False) as averager:
-        while len(versions) < 4:
+        while len(set(versions)) < 4:
             if (found := averager.load_state_from_peers(timeout=60)) is not None:
                 _, tensors = found
                 assert (
@@ -153,7 +153,8 @@ def test_downloaded_state_is_of_one_version(workers: Workers, meeting: shoal.DHT
     assert all(float(tensor.abs().max()) == 0 for tensor in mine), "a download was applied"
     donor.tell("enough")
     assert versions == sorted(versions)
-    assert 0 < versions[0] < versions[-1] <= donor.expect("versions")
+    # The first download may be of version 0: nothing says that the donor has begun to rewrite by then.
+    assert versions[-1] <= donor.expect("versions")
     donor.finish()
 
 

@@ -1,0 +1,70 @@
+"""The programs in README.md and docs/training.md, as their readers run them: two peers on one machine."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.workers import Talk
+
+ROOT = Path(__file__).parents[2]
+
+PEER = """
+import os, runpy, sys
+import torch  # takes seconds: the first peer must not be through before the second one has begun
+os.chdir({folder!r})
+print("ready", flush=True)
+sys.argv[1:] = input().split()
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
+def program(page: str, *, trainer: bool = False) -> str:
+    """The Python blocks of a page as one program: those of Hugging Face's Trainer, or the others."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return "\n".join(block for block in blocks if ("transformers" in block) is trainer)
+
+
+def peer(folder: Path, code: str, *options: str) -> Talk:
+    """A process that runs this in a folder of its own, once it has got its arguments in a line."""
+    folder.mkdir()
+    (folder / "peer.py").write_text(code, encoding="utf-8")
+    started = PEER.format(folder=str(folder), program=str(folder / "peer.py"))
+    return Talk([sys.executable, *options, "-c", started], OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize(
+    ("page", "last"), [("README.md", "epoch 60: loss"), ("docs/training.md", "resumed at epoch 60")]
+)
+def test_two_peers_run_the_program_of_a_page(tmp_path: Path, page: str, last: str) -> None:
+    """As it stands there, with fewer epochs: both end by themselves at one epoch, and nothing goes wrong."""
+    code = program(page)
+    assert code.count("announce_end(1000)") == 1
+    code = code.replace("announce_end(1000)", "announce_end(60)")
+    with (
+        peer(tmp_path / "second", code, "-W", "error") as second,
+        peer(tmp_path / "first", code, "-W", "error") as first,
+    ):
+        assert [talk.line() for talk in (first, second)] == ["ready\n", "ready\n"]
+        first.write("")
+        second.write(first.line().strip())
+        said = [talk.rest() for talk in (first, second)]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    assert all(lines[-1].startswith(last) for lines in said), said
+    if page == "docs/training.md":
+        assert any("samples of 2 peers" in line for line in said[1]), "they did not train together"
+
+
+@pytest.mark.long
+def test_the_trainers_program_of_the_page_runs(tmp_path: Path) -> None:
+    """As it stands there: its schedule ends with the run, and the Trainer with both."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    with peer(tmp_path / "trainer", program("docs/training.md", trainer=True)) as trainer:
+        trainer.write("")
+        said = trainer.rest()
+        assert trainer.wait() == 0, trainer.errors()
+    assert said[-1] == "epoch 40, learning rate 0.0e+00\n"

@@ -86,8 +86,8 @@ def test_a_download_resumes_from_another_donor_when_the_first_crashes() -> None:
 
 
 @pytest.mark.parametrize("fault", ["vanish", "stall", "partition"])
-def test_a_silent_donor_is_left_after_the_stall_limit(fault: str) -> None:
-    """No sign of death comes; five seconds without a byte are enough."""
+def test_a_silent_donor_is_left_soon(fault: str) -> None:
+    """No sign of death comes: it is asked for a sign of life, and the limit for a live donor (5 s) is not waited for."""
 
     async def main() -> None:
         swarm = new_swarm()
@@ -104,7 +104,7 @@ def test_a_silent_donor_is_left_after_the_stall_limit(fault: str) -> None:
         state = await download
         assert same(state.tensors, box.tensors)
         assert state.donors == (second.peer, first.peer)
-        assert 8 < state.duration_s < 11
+        assert state.duration_s < 4 + 2.5
         assert state.bytes_received < 17 * MIB
 
     run(main)

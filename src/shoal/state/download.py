@@ -9,10 +9,9 @@ the download in parallel (see `feed`). Rules:
   manifest. Otherwise `StateUnavailable` is raised, and nothing was handed over. Metadata does not tell states apart: if
   several donors have the same tensors, the metadata is the chosen donor's, even if that donor is lost on the way.
 - Of several states the one of the latest epoch is chosen; then the one that most donors have; then that of the donor
-asked first.
+  asked first.
 - Donors of another state wait until no donor is left that has the chosen one. Then they are asked anew: chunks whose
-hash
-  is the same are kept. If the state is laid out differently the download begins anew.
+  hash is the same are kept. If the state is laid out differently the download begins anew.
 - A state that comes so slowly that it would not be complete in time is given up: after `_SLOW_S` if there is another
   donor to ask, else after `_HOPELESS_S`. So a donor that gives a few bytes now and then keeps nobody from a good state,
   or from going on without one.
@@ -65,7 +64,7 @@ class DownloadLimits(msgspec.Struct, frozen=True, kw_only=True):
         max_state_bytes: the largest state that is taken.
         answer_timeout_s: limit for each answer of a donor that is asked for its state. A donor that needs longer to
             make its snapshot says "not yet" after two seconds.
-        stall_s: a donor that sends nothing for this long is dropped.
+        stall_s: a donor that sends nothing for this long is dropped, even if it gives signs of life.
         manifest_timeout_s: longest time that a donor may take to make its snapshot.
         max_donors: donors that are asked, and send, at the same time; others take the places of those that end.
     """

@@ -27,6 +27,7 @@ from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
+from shoal.rpc.rhythm import LOOK_S
 from shoal.state.assembly import Assembly
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
@@ -44,9 +45,6 @@ _READ_AT_ONCE = 32 << 10
 """Awaited before a read when other traffic may have to come first."""
 
 MayRead = Callable[[], Awaitable[None]]
-
-_LOOKS = 8
-"""How often within the stall limit the arrived bytes of a piece are checked."""
 
 END_WITHIN_S = 1.0
 """Time for a stream to end in order, when all chunks have come."""
@@ -266,7 +264,7 @@ class Feed:
         loop, queue = asyncio.get_running_loop(), self._queue
         try:
             async with asyncio.timeout(None) as limit:
-                with closing(_Patience(stream, limit, self._stall_s)) as patience:
+                with closing(_Patience(stream, limit, self._stall_s, self._is_silent)) as patience:
                     while queue:
                         chunk = queue[0]
                         digest = await self._receive_chunk(stream, chunk, patience)
@@ -281,7 +279,11 @@ class Feed:
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise
-            raise PeerTimeout(f"sent nothing for {self._stall_s:g} s", self._peer) from None
+            what = "fell silent" if self._is_silent() else f"sent nothing for {self._stall_s:g} s"
+            raise PeerTimeout(what, self._peer) from None
+
+    def _is_silent(self) -> bool:
+        return self._endpoint.is_silent(self._peer)
 
     async def _finish(self, stream: Stream[MoreChunks, Chunk]) -> None:
         """End in order, so that the connection can carry the next stream. Bytes that still come do not matter."""
@@ -349,19 +351,22 @@ class Feed:
 
 
 class _Patience:
-    """Keeps the limit of a read `stall_s` after the last arrival: a piece, or `_READ_BYTES` of an unfinished one.
+    """Ends a read `stall_s` after the last arrival (a piece, or `_READ_BYTES` of an unfinished one), or on silence.
 
     Args:
         stream: the stream that is read.
         limit: the timeout around the read.
-        stall_s: longest silence.
+        stall_s: longest time without an arrival.
+        is_silent: whether the donor gives no sign of life (`Endpoint.is_silent`).
     """
 
-    def __init__(self, stream: Stream[Any, Any], limit: asyncio.Timeout, stall_s: float) -> None:
-        self._stream, self._limit, self._stall_s = stream, limit, stall_s
+    def __init__(
+        self, stream: Stream[Any, Any], limit: asyncio.Timeout, stall_s: float, is_silent: Callable[[], bool]
+    ) -> None:
+        self._stream, self._limit, self._stall_s, self._is_silent = stream, limit, stall_s, is_silent
         self._loop = asyncio.get_running_loop()
         self.renew()
-        self._timer = self._loop.call_later(stall_s / _LOOKS, self._look)
+        self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def renew(self) -> None:
         """Give the donor `stall_s` again."""
@@ -373,13 +378,13 @@ class _Patience:
         self._until = math.inf
 
     def _look(self) -> None:
-        now = self._loop.time()
-        if self._until < math.inf and self._stream.bytes_received - self._seen >= _READ_BYTES:
+        now, waits = self._loop.time(), self._until < math.inf
+        if waits and self._stream.bytes_received - self._seen >= _READ_BYTES:
             self.renew()
-        if now >= self._until:
+        if now >= self._until or (waits and self._is_silent()):
             self._limit.reschedule(now)
         else:
-            self._timer = self._loop.call_at(min(now + self._stall_s / _LOOKS, self._until), self._look)
+            self._timer = self._loop.call_at(min(now + LOOK_S, self._until), self._look)
 
     def close(self) -> None:
         """Stop watching."""

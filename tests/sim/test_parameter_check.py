@@ -96,6 +96,22 @@ def test_one_weight_that_differs_is_found_and_mended_by_one_download(value: floa
         assert [run.swarm.peer(name).downloads for name in NAMES] == [1, 0, 0]
         assert sum("ours differ from those of 2 peers" in each for each in said) == 1
         assert sum("held other parameters" in each for each in said) == 2
+        assert not any("look at both sides" in each for each in said)
+
+    sim.run(main, seed=2)
+
+
+def test_a_check_that_ends_in_a_tie_blames_nobody() -> None:
+    """Of two peers either may be the wrong one: both say so."""
+
+    def poke(trainer: Trainer) -> None:
+        if trainer.index == 0 and trainer.batches_done == 9:
+            trainer.parameters[0].data[1, 1] = 0.25
+
+    async def main() -> None:
+        run, said = await train(NAMES[:2], 16, poke)
+        assert run.agree(NAMES[:2])
+        assert sum("look at both sides" in each for each in said) == 2
 
     sim.run(main, seed=2)
 
@@ -120,7 +136,7 @@ def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> 
         run, said = await train(names, 41, nothing, hook)
         downloads = sum(run.swarm.peer(name).downloads for name in names)
         assert 2 <= downloads <= 8
-        assert sum("the step itself differs here" in each for each in said) >= 1
+        assert sum("the step itself differs on one side" in each for each in said) >= 1
 
     sim.run(main, seed=3)
 

@@ -87,7 +87,7 @@ def test_a_download_resumes_from_another_donor_when_the_first_crashes() -> None:
 
 @pytest.mark.parametrize("fault", ["vanish", "stall", "partition"])
 def test_a_silent_donor_is_left_soon(fault: str) -> None:
-    """No sign of death comes: it is asked for a sign of life, and the limit for a live donor (5 s) is not waited for."""
+    """No sign of death comes: it is asked for one of life, and the limit for a live donor (5 s) is not waited for."""
 
     async def main() -> None:
         swarm = new_swarm()

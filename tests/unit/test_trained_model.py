@@ -164,3 +164,15 @@ def test_a_parameter_that_has_no_gradient_any_more_is_told_once() -> None:
             layer.zero_grad()
     assert [each for each in told if each] == [told[52]]
     assert "trained parameter 2 had gradients" in (told[52] or "")
+
+
+def test_a_parameter_that_is_frozen_in_mid_run_is_no_mistake() -> None:
+    """It has no gradient any more, as it is meant to."""
+    layers = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
+    watch = GradientWatch([*layers[0].parameters(), *layers[1].parameters()])
+    for number in range(120):
+        layers[1].requires_grad_(number < 3)
+        sum(layer(torch.ones(2, 3)).sum() for layer in layers).backward()
+        assert watch.at_step() is None
+        for layer in layers:
+            layer.zero_grad()

@@ -82,6 +82,11 @@ class Verdict(NamedTuple):
     others: frozenset[PeerID]
     checked: frozenset[PeerID]
 
+    @property
+    def is_tie(self) -> bool:
+        """Whether as many hold something else, so that the holders may be the ones that went wrong."""
+        return len(self.holders) <= len(self.others)
+
 
 def is_due(epoch: int, every: int) -> bool:
     """Whether the parameters of this epoch are checked: in the middle between those whose states are averaged."""

@@ -435,10 +435,10 @@ class Collaboration:
             return True
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
         if self._checks.is_news(verdict) and me not in verdict.others:
-            self._notices.differ(name.epoch, verdict.others, len(verdict.holders))
+            self._notices.differ(name.epoch, verdict)
         if not to_mend:
             return True
-        self._notices.differs(name.epoch, len(verdict.holders), again=self._checks.again)
+        self._notices.differs(name.epoch, verdict, again=self._checks.again)
         async with self.lock.held():
             self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()

@@ -82,6 +82,8 @@ class GradientWatch:
         for index, parameter in enumerate(self._trained):
             if parameter.grad is not None:
                 self._without[index] = 0
+            elif not parameter.requires_grad:  # it was frozen, so nothing is missing
+                self._without[index] = None
             elif (steps := self._without[index]) is not None:
                 self._without[index] = steps + 1
                 if steps + 1 == _GONE_AFTER:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from shoal.events import EventBus, LocalValuesRejected, Warned
 from shoal.optim.beginning import Beginning, Stance
+from shoal.optim.check import Verdict
 from shoal.optim.options import Difference
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
@@ -76,25 +77,25 @@ class Notices:
             "shoal.Optimizer(scheduler=...), the same on all"
         )
 
-    def differ(self, epoch: int, others: Iterable[PeerID], holders: int) -> None:
-        """These peers name the state of this epoch, and hold other parameters than its holders."""
-        who = ", ".join(peer.short() for peer in sorted(others))
+    def differ(self, epoch: int, verdict: Verdict) -> None:
+        """Other peers name the state of this epoch, and hold other parameters than its holders."""
+        who = ", ".join(peer.short() for peer in sorted(verdict.others))
         self.warn(
-            f"the check of the parameters at epoch {epoch}: {who} named the same state as {holders} others, and held "
-            "other parameters; theirs are replaced by a download"
+            f"the check of the parameters at epoch {epoch}: {who} named the same state as {len(verdict.holders)} "
+            f"others, and held other parameters; theirs are replaced by a download{_of_a_tie(verdict)}"
         )
 
-    def differs(self, epoch: int, holders: int, *, again: bool) -> None:
+    def differs(self, epoch: int, verdict: Verdict, *, again: bool) -> None:
         """This peer names the state of this epoch, and holds other parameters than its holders."""
         message = (
-            f"the check of the parameters at epoch {epoch}: ours differ from those of {holders} peers at the same "
-            "state; theirs are downloaded"
+            f"the check of the parameters at epoch {epoch}: ours differ from those of {len(verdict.holders)} peers at "
+            f"the same state; theirs are downloaded{_of_a_tie(verdict)}"
         )
         if again:
             message += (
-                ". It is not the first time in a row: the step itself differs here. Look for hooks of the optimizer, "
-                "attributes, random numbers or code that changes parameters here and not on the others, and at the "
-                "memory"
+                ". It is not the first time in a row: the step itself differs on one side. Look for hooks of the "
+                "optimizer, attributes, random numbers or code that changes parameters here and not on the others, "
+                "and at the memory"
             )
         self.warn(message)
 
@@ -168,6 +169,12 @@ class Notices:
                 "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
                 "epoch lasts longer than a download and a batch, or give this peer a faster line"
             )
+
+
+def _of_a_tie(verdict: Verdict) -> str:
+    if not verdict.is_tie:
+        return ""
+    return ". As many hold the one as the other, so the wrong ones may be those that are kept: look at both sides"
 
 
 def _names(peers: Iterable[PeerID]) -> str:

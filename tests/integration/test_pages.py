@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 PEER = """
 import os, runpy, sys
-import torch  # takes seconds: the first peer must not be through before the second one has begun
 os.chdir({folder!r})
-print("ready", flush=True)
 sys.argv[1:] = input().split()
 runpy.run_path({program!r}, run_name="__main__")
 """
@@ -40,17 +38,21 @@ def peer(folder: Path, code: str, *options: str) -> Talk:
     ("page", "last"), [("README.md", "epoch 60: loss"), ("docs/training.md", "resumed at epoch 60")]
 )
 def test_two_peers_run_the_program_of_a_page(tmp_path: Path, page: str, last: str) -> None:
-    """As it stands there, with fewer epochs: both end by themselves at one epoch, and nothing goes wrong."""
+    """As it stands there, with fewer epochs, which begin when both are there: both end by themselves at one epoch."""
     code = program(page)
-    assert code.count("announce_end(1000)") == 1
-    code = code.replace("announce_end(1000)", "announce_end(60)")
+    assert code.count("swarm.announce_end(1000)") == 1
+    code = code.replace("swarm.announce_end(1000)", "print('here', flush=True)\ninput()\nswarm.announce_end(60)")
     with (
         peer(tmp_path / "second", code, "-W", "error") as second,
         peer(tmp_path / "first", code, "-W", "error") as first,
     ):
-        assert [talk.line() for talk in (first, second)] == ["ready\n", "ready\n"]
         first.write("")
         second.write(first.line().strip())
+        second.line()  # its invite
+        for talk in (first, second):
+            assert talk.line() == "here\n"
+        for talk in (first, second):
+            talk.write("begin")
         said = [talk.rest() for talk in (first, second)]
         assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
     assert all(lines[-1].startswith(last) for lines in said), said

@@ -228,7 +228,7 @@ def _type_arguments(kind: type[Any], base: type[Any]) -> tuple[Any, ...]:
     for parent in getattr(kind, "__orig_bases__", ()):
         if getattr(parent, "__origin__", None) is base:
             return get_args(parent)
-    raise TypeError(f"{kind.__name__} does not say what it is answered with: derive from {base.__name__}[...]")
+    raise TypeError(f"{kind.__name__} has no type of answer: derive it from {base.__name__}[...]")
 
 
 @lru_cache(maxsize=256)

@@ -40,7 +40,7 @@ def test_nobody_in_the_file_answers(tmp_path: Path) -> None:
     with dht:
         dht.run_in_background()
         (warning,) = [event for event in said if isinstance(event, Warned)]
-        assert "goes on knocking" in warning.message
+        assert "keeps trying to reach them" in warning.message
     assert str(address) in file.read_text()
 
 

@@ -219,7 +219,7 @@ def test_peers_that_cannot_be_reached_are_named_with_the_reason() -> None:
         run.swarm.spawn("newcomer", newcomer.train(4, duration_s=1.0, until=until(60.0)))
         await sim.sleep(30.0)
         assert len(warned) == 1
-        assert "others of the run are there" in warned[0]
+        assert "other peers of the run are there" in warned[0]
         assert "refused" in warned[0]
 
     sim.run(main, seed=37)
@@ -251,7 +251,7 @@ def test_each_reason_says_what_to_check() -> None:
         (replace(CALM, mismatch="lr is 1 here and 2 there"), "with other settings: lr is 1 here"),
         (replace(CALM, invited_to=("other",)), "its invite is for run 'other'"),
         (CALM, "`shoal doctor INVITE`"),
-        (replace(CALM, elsewhere=2), "2 others of it are at other states"),
+        (replace(CALM, elsewhere=2), "2 other peers of the run are at other states"),
     ]
     for circumstances, sentence in cases:
         (reason,) = circumstances.reasons()

@@ -171,7 +171,7 @@ def test_an_average_is_applied_before_the_timeout_or_not_at_all(held_s: float) -
         [ended] = await asyncio.gather(steps[0], return_exceptions=True)
         if held_s > 10.0:
             assert isinstance(ended, RoundFailed)
-            assert "the average was agreed on, and not applied" in ended.reason
+            assert "the average was agreed on, but not applied" in ended.reason
             assert HOLDER in ended.reason
             assert 10.0 <= _now() - began < 10.1
             assert values[0][0].tolist() == [0.0] * 30_000

@@ -52,7 +52,7 @@ def test_a_newcomer_whose_only_donor_dies_does_not_begin_at_epoch_0_at_once() ->
         late, warned = await run_beside_a_donor_that_dies(run, state_patience_s=60.0)
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(50.0))
         assert late.collaboration.epoch == 0
-        assert [message for message in warned if "it is waited for, up to 60 s" in message], warned
+        assert [message for message in warned if "this peer waits for it, up to 60 s" in message], warned
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
         assert late.collaboration.epoch > 5
         told = [message for message in warned if "training begins at epoch 0" in message and "require_state" in message]

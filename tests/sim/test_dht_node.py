@@ -638,7 +638,7 @@ def test_a_node_that_need_not_join_begins_alone_and_is_found_later() -> None:
 
         alone = await swarm.start_peer("alone", start)
         (warning,) = alone.seen(Warned)
-        assert "goes on knocking" in warning.message
+        assert "keeps trying to reach them" in warning.message
         await sleep(30.0)
         other = await swarm.restart("other")
         await sleep(8.0)

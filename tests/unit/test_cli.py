@@ -146,7 +146,7 @@ def test_invite_without_a_run_asks_for_one(capsys: pytest.CaptureFixture[str]) -
     """Nothing is dialed before that."""
     invite = Invite((Address("127.0.0.1", 9, PeerID(b"p" * 32)),))
     code, _, err = run(capsys, "status", str(invite))
-    assert (code, err) == (2, "shoal: this invite names no run: say which one with --run\n")
+    assert (code, err) == (2, "shoal: this invite names no run: give its name by --run\n")
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def test_unsigned_record_is_accepted_where_it_names_nobody() -> None:
     """But not with a signature that belongs to no one."""
     plain = Record(KEY, None, encode_value(1), 2000.0)
     assert RULES.refuses(plain) == ""
-    assert RULES.refuses(changed(plain, signature=b"x")) == "signed, but by nobody"
+    assert RULES.refuses(changed(plain, signature=b"x")) == "signed, but without the peer that signed it"
 
 
 @pytest.mark.parametrize(

@@ -218,7 +218,7 @@ def test_arguments_that_change_nothing_are_refused(given: dict[str, Any]) -> Non
         ({"node_id": 5}, "identity_path"),
         ({"cache_locally": False}, "latest=True"),
         ({"record_validator": object()}, "record_validators"),
-        ({"authorizer": object()}, "not restricted yet"),
+        ({"authorizer": object()}, "does not restrict yet"),
         ({"ensure_bootstrap_success": False}, "initial_peers"),
         ({"dht_mode": "client"}, "client_mode=True"),
         ({"force_reachability": "private"}, "client_mode=True"),

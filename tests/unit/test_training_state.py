@@ -449,7 +449,10 @@ def test_a_state_is_offered_without_loss() -> None:
     ("make", "why"),
     [
         (torch.optim.LBFGS, "is of type LBFGS, which computes the loss within its step"),
-        (partial(pytorch_optimizer.SAM, base_optimizer=torch.optim.SGD), "is of type SAM, .* of SAM and its like, the"),
+        (
+            partial(pytorch_optimizer.SAM, base_optimizer=torch.optim.SGD),
+            "is of type SAM, .* in place of SAM and its like",
+        ),
         (pytorch_optimizer.AliG, "is of type AliG, which computes the loss within its step"),
         (torch.optim.SparseAdam, "is a SparseAdam, which takes sparse gradients only"),
     ],

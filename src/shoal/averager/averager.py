@@ -272,7 +272,7 @@ class Averager:
             outcome = await round_.run()
             orderly = True
             if not self.settings.auxiliary:
-                async with self._tensors(deadline, group.round_id, "the average was agreed on, and not applied: "):
+                async with self._tensors(deadline, group.round_id, "the average was agreed on, but not applied: "):
                     await to_the_end(self._apply(attempt.apply))
             return outcome
         finally:

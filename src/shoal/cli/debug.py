@@ -26,8 +26,8 @@ def debug() -> None:
 
 @debug.command()
 @click.argument("whom", metavar="PID|INVITE")
-@click.option("--last", type=click.IntRange(1, 1000), default=1000, show_default=True, help="Only so many events.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
+@click.option("--last", type=click.IntRange(1, 1000), default=1000, show_default=True, help="Events to show.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to wait.")
 def dump(*, whom: str, last: int, as_json: bool, timeout: float) -> None:
     """Print the last events of the process PID on this machine, or of the peer that INVITE leads to.

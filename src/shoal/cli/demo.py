@@ -10,19 +10,19 @@ __all__ = ["demo"]
 
 
 @click.command(short_help="A swarm on this machine trains a real model.")
-@click.option("--seconds", type=float, default=60.0, show_default=True, help="From the start to the stop signal.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="Seconds until the stop signal.")
 @click.option("--peers", type=int, default=4, show_default=True, help="Processes at the start.")
-@click.option("--seed", type=int, default=1, show_default=True, help="Decides weights, batches, and who is killed.")
-@click.option("--headless", is_flag=True, help="Plain lines instead of the live screen.")
-@click.option("--json", "record", type=click.Path(dir_okay=False, path_type=Path), help="Numbers, as the run goes.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of weights, batches, and of the peer to kill.")
+@click.option("--headless", is_flag=True, help="Print plain lines, without the live screen.")
+@click.option("--json", "record", type=click.Path(dir_okay=False, path_type=Path), help="File for the run's numbers.")
 @click.option(
     "--report",
     type=click.Path(file_okay=False, path_type=Path),
     default=Path("demo-report"),
     show_default=True,
-    help="Where the picture and the processes' logs go.",
+    help="Folder for the picture and the processes' logs.",
 )
-@click.option("--no-report", is_flag=True, help="No picture: does without matplotlib.")
+@click.option("--no-report", is_flag=True, help="Make no picture; needs no matplotlib.")
 def demo(
     *, seconds: float, peers: int, seed: int, headless: bool, record: Path | None, report: Path, no_report: bool
 ) -> int:

@@ -29,14 +29,14 @@ __all__ = ["dht", "maddr_of"]
 
 
 @click.command(short_help="Run a bootstrap peer; prints one invite.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where to listen; 0.0.0.0 lets other machines in.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0 takes a free one.")
-@click.option("--announce", metavar="HOST[:PORT]", help="What others dial, if it is not where this peer listens.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Host to listen on; 0.0.0.0 lets others in.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port; 0 is any free one.")
+@click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
 @click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
 @click.option("--run", "run_id", default="", help="Name of the run that the invite is for.")
 @click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
 @click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
-@click.option("--quiet", is_flag=True, help="Nothing but the invite.")
+@click.option("--quiet", is_flag=True, help="Print nothing but the invite.")
 def dht(
     *,
     host: str,

@@ -52,7 +52,7 @@ class Finding:
 
 @click.command(short_help="Say what keeps this machine from training with others.")
 @click.argument("invite", required=False)
-@click.option("--host", default="0.0.0.0", show_default=True, help="Where a training peer would listen.")
+@click.option("--host", default="0.0.0.0", show_default=True, help="Host that a training peer would listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
 @click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
@@ -80,7 +80,7 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
         dht = DHT(addresses, start=True, host_maddrs=maddr_of(host, port), startup_timeout=timeout_s)
     except ShoalError as error:
         if addresses:
-            text = f"{error}: see whether these peers run, their addresses and the firewalls between"
+            text = f"{error}: check whether these peers run, their addresses, and the firewalls between"
             yield Finding("bad", "way there", text)
         else:
             yield Finding("bad", "port", f"{error}")
@@ -106,7 +106,7 @@ def look_at_machine() -> Iterator[Finding]:
     try:
         found.append(f"torch {importlib.metadata.version('torch')}")
     except importlib.metadata.PackageNotFoundError:
-        text = f"{', '.join(found)}, and no torch: this machine can introduce others, not train"
+        text = f"{', '.join(found)}, but no torch: this machine can introduce peers to each other, but not train"
         yield Finding("bad", "versions", text)
     else:
         yield Finding("ok", "versions", ", ".join(found))
@@ -146,10 +146,10 @@ def look_at_port(dht: DHT) -> Iterator[Finding]:
     listens_at = dht.core().endpoint.listens_at[0]
     where = f"{listens_at.host}:{listens_at.port}"
     if is_loopback(listens_at.host):
-        text = f"{where} can be dialed from this machine only: --host 0.0.0.0, or announce_maddrs, lets others in"
+        text = f"only this machine can dial {where}: --host 0.0.0.0, or announce_maddrs, lets others in"
         yield Finding("so-so", "port", text)
     else:
-        yield Finding("ok", "port", f"listens, and would announce {where}")
+        yield Finding("ok", "port", f"a peer can listen, and would announce {where}")
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
@@ -165,7 +165,7 @@ def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Findin
             text = f"{where} does not answer as that peer: is it up, and is the port open and forwarded?"
             yield Finding("so-so", "way there", text)
         else:
-            yield Finding("ok", "way there", f"{where} in {took_s * 1000:.0f} ms, with the proof of who it is")
+            yield Finding("ok", "way there", f"{where} in {took_s * 1000:.0f} ms, and it proved its identity")
     yield _way_back(core)
     yield dht.loop_thread.run(_clock(core), 2 * _ANSWER_S)
     yield dht.loop_thread.run(_speed(core), 3 * _ANSWER_S)
@@ -183,7 +183,7 @@ def _way_back(core: PeerCore) -> Finding:
     verdict = core.reachability.verdict
     port = core.endpoint.listens_at[0].port
     if verdict is None or not verdict.asked:
-        return Finding("", "way back", "nobody on another machine could be asked to dial this one")
+        return Finding("", "way back", "no peer on another machine could be asked to dial this one")
     hosts = ", ".join(sorted({host for _, host in (verdict.reached or verdict.failed)}))
     if verdict.can_be_reached:
         return Finding(
@@ -208,12 +208,16 @@ async def _clock(core: PeerCore) -> Finding:
         core.endpoint.ask(peer)
     await asyncio.sleep(1.0)
     if not peers:
-        return Finding("", "clock", "nobody to compare it with")
+        return Finding("", "clock", "there is no peer to compare it with")
     ahead_s = core.endpoint.clock_ahead_s
-    text = f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} that of the {len(peers)} connected"
+    text = (
+        f"{abs(ahead_s):.2f} s {'ahead of' if ahead_s > 0 else 'behind'} the clocks of the {len(peers)} connected peers"
+    )
     if abs(ahead_s) < _CLOCK_S:
         return Finding("ok", "clock", text)
-    return Finding("bad" if abs(ahead_s) > CLOCKS_DIFFER_S else "so-so", "clock", f"{text}: set it (NTP)")
+    return Finding(
+        "bad" if abs(ahead_s) > CLOCKS_DIFFER_S else "so-so", "clock", f"{text}: set this machine's clock (NTP)"
+    )
 
 
 async def _speed(core: PeerCore) -> Finding:
@@ -237,14 +241,14 @@ def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
     from shoal.cli.status import read_run, summary_of
 
     if not run_id:
-        yield Finding("", "run", "the invite names none: say which one with --run")
+        yield Finding("", "run", "the invite names no run: give its name by --run")
         return
     found = read_run(dht, run_id)
     if found is None:
-        yield Finding("so-so", "run", f"nobody trains {run_id!r} now: is the name right?")
+        yield Finding("so-so", "run", f"nobody trains {run_id!r} now: check the name")
         return
     silent = len(found.peers) - len(found.answering)
     text = summary_of(found).strip() + (f"; {silent} give no answer to this machine" if silent else "")
     yield Finding("so-so" if silent or any(peer.alone for peer in found.peers) else "ok", "run", text)
     settings = ", ".join(f"{name}={value[:60]}" for name, value in sorted(found.best.settings.items()))
-    yield Finding("ok", "settings", f"must be equal here: {settings}" if settings else "none are told")
+    yield Finding("ok", "settings", f"must be equal here: {settings}" if settings else "the peers tell none")

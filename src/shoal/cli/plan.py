@@ -27,11 +27,15 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     help="Parameters of the model, such as 7.5e9.",
 )
 @click.option("--peers", required=True, type=click.IntRange(min=1), metavar="N", help="Ranks that share them.")
-@click.option("--stage", type=click.IntRange(0, 3), help="Only this stage; default: all.")
+@click.option("--stage", type=click.IntRange(0, 3), help="Show only this stage; default: all.")
 @click.option("--precision", type=click.Choice([each.value for each in Precision]), default="mixed", show_default=True)
 @click.option("--optimizer", type=click.Choice(list(OPTIMIZERS)), default="adam", show_default=True)
 @click.option(
-    "--micro-batches", type=click.IntRange(min=1), default=1, show_default=True, help="In one optimizer step."
+    "--micro-batches",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Micro-batches in one optimizer step.",
 )
 @click.option("--backend", type=click.Choice(BACKENDS), default="nccl", show_default=True)
 def plan(

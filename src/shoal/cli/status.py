@@ -148,8 +148,8 @@ class RunStatus:
 @click.command(short_help="Show the peers of a run.")
 @click.argument("invite")
 @click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
-@click.option("--json", "as_json", is_flag=True, help="For programs.")
-@click.option("--watch", is_flag=True, help="Go on until Ctrl+C; with --json a line each time.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--watch", is_flag=True, help="Repeat until Ctrl+C; with --json a line each time.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to join.")
 def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeout: float) -> int:
     """Show the peers of the run that INVITE leads to (an invite or an address)."""
@@ -159,14 +159,14 @@ def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeo
     if run_id is None:
         run_id = Invite.parse(invite).run_id if invite.startswith("shoal:") else ""
     if not run_id:
-        raise ConfigError("this invite names no run: say which one with --run")
+        raise ConfigError("this invite names no run: give its name by --run")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout) as dht:
         if watch:
             _watch(dht, run_id, as_json=as_json)
         found = read_run(dht, run_id)
     if found is None:
         click.echo(
-            f"shoal: no peer of run {run_id!r} is there: is the name right, and does anybody train it?", err=True
+            f"shoal: no peer of run {run_id!r} is there: check the name, and whether any peer trains it", err=True
         )
         return EXIT_NOT_FOUND
     if as_json:

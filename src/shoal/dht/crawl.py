@@ -358,7 +358,7 @@ class Crawler:
             if not self._vault.timely(record, now) or not findings.improves(record):
                 continue
             if forged := self._vault.forged(record):
-                raise self._lie(peer, f"holds a record that nobody may hold: {forged}")
+                raise self._lie(peer, f"holds an invalid record: {forged}")
             if not self._vault.unwanted(record):
                 findings.records[record.subkey] = record
 

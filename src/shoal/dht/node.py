@@ -175,7 +175,7 @@ class DhtNode:
         Args:
             addresses: where initial peers listen. One that is this node itself is left out.
             timeout_s: seconds until it is given up; default `settings.timeout_s`.
-            required: False begins a new network if nobody answers, with a warning, and goes on knocking.
+            required: False begins a new network if nobody answers, with a warning, and keeps trying.
 
         Raises:
             PeerUnreachable: nobody answered; names every address and what went wrong there.
@@ -195,7 +195,8 @@ class DhtNode:
         except PeerUnreachable as error:
             if required:
                 raise
-            self._env.events.emit(Warned(where="DHT", message=f"{error}; this peer begins alone, and goes on knocking"))
+            message = f"{error}; this peer begins alone, and keeps trying to reach them"
+            self._env.events.emit(Warned(where="DHT", message=message))
             self._table_changed()
 
     def contacts(self, count: int) -> list[Contact]:
@@ -320,7 +321,7 @@ class DhtNode:
         subkey = None if item.subkey is None else encode_subkey(item.subkey)
         if isinstance(item.subkey, bytes) and len(item.subkey) == 32 and item.subkey != self.peer_id.raw:
             raise ConfigError(
-                "subkey is 32 bytes and so names a peer, which is not this one: only it can write the entry"
+                "subkey is 32 bytes, so it names a peer, and not this one: only that peer can write the entry"
             )
         return signed_record(self._identity, key, subkey, encode_value(item.value), float(expiration))
 

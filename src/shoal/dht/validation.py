@@ -173,7 +173,7 @@ class SignatureValidator:
         if named is not None and record.owner != named:
             return "the subkey names a peer that does not own the record"
         if record.owner is None:
-            return "signed, but by nobody" if record.signature else ""
+            return "signed, but without the peer that signed it" if record.signature else ""
         signed = _signed_bytes(record.key, record.subkey, record.value, record.expiration)
         return "" if verify(record.owner, RECORD_CONTEXT, signed, record.signature) else "wrong signature"
 

@@ -155,7 +155,7 @@ class CatchUp:
             return None
         self._told = True
         return (
-            f"the download of the state took {took_s:.1f} s, and of the steps that the others took meanwhile one is "
+            f"the download of the state took {took_s:.1f} s, and one of the steps that the others took meanwhile is "
             f"missing: {following.missed}. A step takes them about {(until - since) / max(1, last - epoch):.1f} s and "
             f"has {following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. Raise target_batch_size so that "
             "a step takes longer, make steps smaller (grad_compression), or give this peer a faster line, or more "

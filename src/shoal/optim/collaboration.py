@@ -556,7 +556,7 @@ class Collaboration:
         if self.epoch == 0 and self.settings.require_state and begins.stance is Stance.GIVEN_UP:
             raise StateUnavailable(
                 f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
-                "is not to begin by itself (require_state=True): see whether initial_peers lead to the run, or start "
+                "may not begin by itself (require_state=True): check whether initial_peers lead to the run, or start "
                 "one peer without require_state"
             )
 
@@ -729,7 +729,7 @@ class Collaboration:
         if taken:
             self._move(Phase.COLLECTING)
         elif patient:
-            raise StateUnavailable(f"a better state is known, and was not here within {timeout_s:g} s")
+            raise StateUnavailable(f"a better state is known, but did not arrive within {timeout_s:g} s")
         return taken
 
     async def _fetch(self, timeout_s: float) -> None:

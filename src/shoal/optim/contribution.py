@@ -51,7 +51,7 @@ class Contribution:
         if batch_s < epoch_s / 2:
             why = (
                 f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
-                "shows why; `shoal doctor INVITE` looks after its line, its descriptors and its memory"
+                "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory"
             )
         else:
             why = (

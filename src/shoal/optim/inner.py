@@ -54,12 +54,12 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if isinstance(optimizer, torch.optim.LBFGS) or OptimizerState(optimizer).needs_closure:
         raise ConfigError(
             f"optimizer is of type {type(optimizer).__name__}, which computes the loss within its step (it needs a "
-            "closure): the swarm has one average of gradients for it. Use another one: of SAM and its like, the base "
-            "optimizer"
+            "closure), but the swarm gives it one average of gradients. Use another optimizer; in place of SAM and "
+            "its like use their base optimizer"
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
-            "optimizer is a SparseAdam, which takes sparse gradients only, and the swarm's average is dense: use Adam, "
+            "optimizer is a SparseAdam, which takes sparse gradients only, but the swarm's average is dense: use Adam, "
             "with or without sparse=True in the embedding"
         )
     listed = [each for group in optimizer.param_groups for each in group["params"]]
@@ -67,8 +67,8 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and any(isinstance(each, kind) for each in (optimizer, *listed)):
             raise ConfigError(
-                f"optimizer is sharded ({name}): this rank steps a part of the model only, and a peer shares a whole "
-                "one with the swarm. Give the swarm an optimizer of the whole model"
+                f"optimizer is sharded ({name}): this rank steps only a part of the model, but a peer must share the "
+                "whole model with the swarm. Give the swarm an optimizer of the whole model"
             )
     return optimizer
 
@@ -87,7 +87,7 @@ def make_scheduler(
         raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
-            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, and each peer has its own: use "
+            "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, but each peer has its own: use "
             "a schedule of epochs"
         )
     return scheduler

@@ -1,4 +1,4 @@
-"""What the user of an optimizer is told when something goes on that stops nothing, and is not as it should be."""
+"""The warnings of an optimizer: something is not as it should be, but the training goes on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Notices"]
 
 _NAMES_SHOWN = 4
 _DOWNLOADS_TOLD = 4
-"""A newcomer may need some to catch up; who never does is told why."""
+"""A newcomer may need some downloads to catch up; a peer that never does is told why."""
 
 _OPTIONS_SHOWN = 4
 
@@ -41,11 +41,11 @@ class Notices:
         self._events.emit(Warned(where="optimizer", message=message))
 
     def absent(self, given_up: Iterable[tuple[PeerID, int]]) -> None:
-        """These are waited for no more, after so many rounds that they have missed."""
+        """Rounds no longer wait for these peers, after so many rounds that they have missed."""
         for peer, missed in given_up:
             self.warn(
-                f"{peer.short()} says that it is at our state, and came to none of the last {missed} rounds: they wait "
-                "for it no more; look whether others can reach it, and at its clock"
+                f"{peer.short()} says that it is at our state, but it came to none of the last {missed} rounds: rounds "
+                "no longer wait for it. Check whether others can reach it, and check its clock"
             )
 
     def rejected(self, tensor: int, reason: str) -> None:
@@ -61,20 +61,20 @@ class Notices:
         self.rejected(training.left_out_for, reason)
         if not before or len(str(before)) < len(str(self._left_out)):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
-            self.warn(f"{what} left out, for gradients that are not finite, or too large to be summed")
+            self.warn(f"{what} left out, because gradients are not finite, or too large to be summed")
 
     def took_over(self, differences: Iterable[Difference]) -> None:
-        """These options were others here than in the round, whose step is taken with its own. Once for each."""
+        """This peer had other options than the round, whose step is taken with the round's. Once for each option."""
         new = [each for each in differences if (each.name, each.group) not in self._options_told]
         if not new:
             return
         self._options_told.update((each.name, each.group) for each in new)
-        named = [f"{each.name} of parameter group {each.group}, {each.mine} here, is {each.theirs}" for each in new]
+        named = [f"{each.name} of parameter group {each.group} is {each.theirs} ({each.mine} here)" for each in new]
         more = f" (and {len(named) - _OPTIONS_SHOWN} more)" if len(named) > _OPTIONS_SHOWN else ""
         self.warn(
             f"the swarm's step is taken with the options of most peers: {'; '.join(named[:_OPTIONS_SHOWN])}{more}. "
-            "They are set here, too. To train with others set them on most peers; rates that change belong into "
-            "shoal.Optimizer(scheduler=...), the same on all"
+            "This peer takes them over. To train with other options, set them on most peers. Give a learning rate "
+            "that changes as shoal.Optimizer(scheduler=...), the same on all peers"
         )
 
     def differ(self, epoch: int, verdict: Verdict) -> None:
@@ -82,25 +82,25 @@ class Notices:
         who = ", ".join(peer.short() for peer in sorted(verdict.others))
         self.warn(
             f"the check of the parameters at epoch {epoch}: {who} named the same state as {len(verdict.holders)} "
-            f"others, and held other parameters; theirs are replaced by a download{_of_a_tie(verdict)}"
+            f"others, but held other parameters; they download the parameters of the others{_of_a_tie(verdict)}"
         )
 
     def differs(self, epoch: int, verdict: Verdict, *, again: bool) -> None:
         """This peer names the state of this epoch, and holds other parameters than its holders."""
         message = (
             f"the check of the parameters at epoch {epoch}: ours differ from those of {len(verdict.holders)} peers at "
-            f"the same state; theirs are downloaded{_of_a_tie(verdict)}"
+            f"the same state; this peer downloads theirs{_of_a_tie(verdict)}"
         )
         if again:
             message += (
-                ". It is not the first time in a row: the step itself differs on one side. Look for hooks of the "
-                "optimizer, attributes, random numbers or code that changes parameters here and not on the others, "
-                "and at the memory"
+                ". The check before found a difference, too, so the step itself differs on one side. Look for hooks of "
+                "the optimizer, attributes, random numbers or code that changes parameters on this peer alone, and "
+                "test its memory"
             )
         self.warn(message)
 
     def stepped(self, training: TrainingState) -> None:
-        """The swarm's step was taken whole. Look whether the schedule was moved, too."""
+        """The swarm's step was taken to its end. Look whether the schedule was moved, too."""
         self._downloads_in_a_row = 0
         if training.schedule_error is not None and not self._schedule_told:
             self._schedule_told = True
@@ -112,22 +112,24 @@ class Notices:
     def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
         """This peer trains alone; `epoch` is the one that it made so, if it has made one."""
         made = "" if epoch is None else f": epoch {epoch} was made by this peer alone"
-        self.warn(f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. It goes on looking")
+        self.warn(
+            f"run {self._run_id!r}: training alone{made}; {'; '.join(reasons)}. This peer keeps looking for others"
+        )
 
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
-        """What a newcomer does that has not got the state of the run. Once for each."""
+        """What a newcomer without the state of the run does. Each is told once."""
         stance = Stance.FREE if behind else beginning.stance
         told, self._stance_told = self._stance_told, stance
         if stance in (told, Stance.FREE):
             return
         if beginning.peers:
-            named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, and nobody gives it now"
+            named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, but no peer gives it now"
         else:
-            named = "this peer needs a state that others have (require_state), and there is none"
+            named = "this peer needs a state that others have (require_state), but there is none"
         if stance is Stance.WAITING:
             self.warn(
-                f"{named}: it is waited for, up to {beginning.patience_s:.0f} s (load_state_timeout), before training "
-                "begins at epoch 0. See whether these peers live and can be reached from here"
+                f"{named}: this peer waits for it, up to {beginning.patience_s:.0f} s (load_state_timeout), before "
+                "training begins at epoch 0. Check whether these peers live and can be reached from here"
             )
         elif not beginning.required:
             self.warn(
@@ -141,12 +143,12 @@ class Notices:
         if further and not told:
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
-                f"on from epoch {epoch} without them, so there are two runs. See whether they can be reached from here "
-                "and why they refuse; they are asked again"
+                f"on from epoch {epoch} without them, so there are two runs. Check whether they can be reached from "
+                "here, and why they refuse; this peer goes on asking them"
             )
 
     def ends(self, epoch: int | None, said: int | None) -> None:
-        """The run ends here and now, at this epoch; this peer has said that. Once; None: it does not, or no more."""
+        """The run ends now, at `epoch` (None: it goes on); `said` is the end that this peer announced. Told once."""
         told, self._end_told = self._end_told, epoch
         if epoch is None or epoch in (told, said):
             return
@@ -158,10 +160,10 @@ class Notices:
 
     def interrupted(self) -> None:
         """A step was not taken to its end."""
-        self.warn("the step was interrupted: another peer's state will be downloaded, if one has taken it whole")
+        self.warn("the step was interrupted: this peer will download the state of a peer that has finished the step")
 
     def downloaded(self, duration_s: float) -> None:
-        """A state was taken over. Look whether that is all that is ever done here."""
+        """A state was taken over. Look whether this peer does nothing but download."""
         self._downloads_in_a_row += 1
         if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
             self.warn(
@@ -174,7 +176,7 @@ class Notices:
 def _of_a_tie(verdict: Verdict) -> str:
     if not verdict.is_tie:
         return ""
-    return ". As many hold the one as the other, so the wrong ones may be those that are kept: look at both sides"
+    return ". Equally many peers hold either, so the wrong parameters may be those that are kept: look at both sides"
 
 
 def _names(peers: Iterable[PeerID]) -> str:

@@ -332,7 +332,7 @@ class Optimizer(torch.optim.Optimizer):
             self._model.check()
             if (name := self._model.changed()) is not None:
                 self._warn(
-                    f"{name} of the model is not trained, and has changed since the run began: other peers do not have "
+                    f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
                     "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
                 )
         if (message := self._watch.at_step()) is not None:

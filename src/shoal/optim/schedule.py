@@ -133,7 +133,7 @@ def _scheduler_over(groups: list[dict[str, Any]]) -> LRScheduler | None:
             gc.collect()  # some may be left over
     names = ", ".join(type(each).__name__ for each in new)
     raise ConfigError(
-        f"{len(new)} schedules were made over this optimizer ({names}), and it follows one: join them in a "
+        f"{len(new)} schedules were made over this optimizer ({names}), but it can follow only one: join them in a "
         "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR, or delete the others"
     )
 

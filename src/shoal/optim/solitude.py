@@ -70,7 +70,7 @@ class Circumstances:
             how = "ahead of" if self.clock_ahead_s > 0 else "behind"
             found.append(f"the clock here is {abs(self.clock_ahead_s):.0f} s {how} those of the others: set it")
         if self.given_peers and not self.connected:
-            found.append("none of its initial peers answers: see whether they run, and whether they can be reached")
+            found.append("none of its initial peers answers: check whether they run, and whether they can be reached")
         if self.unreached:
             found.append(self._of_the_unreached())
         if self.only_here:
@@ -79,24 +79,24 @@ class Circumstances:
                 "host_maddrs='/ip4/0.0.0.0/tcp/PORT'"
             )
         if self.mismatch is not None:
-            found.append(f"others train it with other settings: {self.mismatch}")
+            found.append(f"other peers train it with other settings: {self.mismatch}")
         return found or [self._of_nobody()]
 
     def _of_the_unreached(self) -> str:
         named = [f"{peer.short()} ({why})" for peer, why in sorted(self.unreached.items())[:_SHOWN]]
         more = f" and {len(self.unreached) - _SHOWN} more" if len(self.unreached) > _SHOWN else ""
-        text = f"others of the run are there, and it is connected with none: {', '.join(named)}{more}"
+        text = f"other peers of the run are there, but it is connected with none: {', '.join(named)}{more}"
         if self.client:
-            text += ". This peer only dials, so one that trains must be reachable for it: open a port at one of them"
+            text += ". This peer only dials, so a peer that trains must be reachable: open a port at one of them"
         return text
 
     def _of_nobody(self) -> str:
         if self.elsewhere:
-            return f"{self.elsewhere} others of it are at other states"
+            return f"{self.elsewhere} other peers of the run are at other states"
         return (
-            "no other peer of it is known. If others train, check that the run's name is the same there, that they "
-            "can reach this peer at the address that it announces, that its initial peers are up, and all clocks: "
-            "`shoal doctor INVITE` looks after most of that"
+            "no other peer of the run is known. If others train, check that the run's name is the same there, that "
+            "they can reach this peer at the address that it announces, that its initial peers are up, and that all "
+            "clocks are right: `shoal doctor INVITE` checks most of that"
         )
 
 

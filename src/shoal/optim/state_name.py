@@ -68,7 +68,7 @@ class StateName(NamedTuple):
     @property
     def _next_epoch(self) -> int:
         if self.epoch >= MAX_EPOCH:
-            raise LocalError(f"the run has taken {MAX_EPOCH} steps of the swarm, which is the last one that has a name")
+            raise LocalError(f"the run has taken {MAX_EPOCH} steps of the swarm: no state after that has a name")
         return self.epoch + 1
 
     def after_averaging(self, result: StepResult) -> StateName:

@@ -318,8 +318,8 @@ class TrainingState:
         else:
             if changed:
                 self.kept_back = (
-                    f"the optimizer steps by what is no part of its state ({', '.join(changed)}): newcomers do not get "
-                    "it, and peers may step otherwise than others from equal gradients; use another optimizer"
+                    f"the optimizer's steps depend on more than its state ({', '.join(changed)}): newcomers do not get "
+                    "it, and peers may take different steps from equal gradients; use another optimizer"
                 )
 
     @property

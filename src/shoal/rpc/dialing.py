@@ -198,7 +198,7 @@ class Dialer:
         if not addresses:
             raise PeerUnreachable("no address is known, and it has not dialed us", peer)
         if self.ways.closed(peer, addresses):
-            raise PeerUnreachable("it lives, and lets nobody in at the address that it announces", peer)
+            raise PeerUnreachable("it lives, but cannot be reached at the address that it announces", peer)
         return self._opened(await self.ways.dial(peer, addresses))
 
     def _opened(self, connection: Connection) -> Connection:

@@ -531,11 +531,11 @@ class Endpoint:
         if changed and abs(self._clock.ahead_s - before_s) > CLOCKS_DIFFER_S:
             off_s, peer = self._clock.ahead_s, link.peer_id.short()
             if abs(off_s) <= CLOCKS_DIFFER_S:
-                message = "shoal goes by this machine's clock again, which the other peers agree with"
+                message = "shoal goes by this machine's clock again: it agrees with those of the other peers"
             else:
                 message = (
                     f"the clock of this machine is {abs(off_s):.0f} s {'behind' if off_s > 0 else 'ahead of'} that of "
-                    f"the network (as {peer} tells it), which shoal goes by: set the one that is wrong"
+                    f"the network (as {peer} tells it). Shoal goes by the network's: set the clock that is wrong"
                 )
             self.env.events.emit(Warned(where="clock", message=message))
         elif abs(self._clock.ahead_s - link.clock_offset_s) > CLOCKS_DIFFER_S and not self._clock_told:
@@ -543,7 +543,7 @@ class Endpoint:
             how, off_s = (
                 ("ahead of", link.clock_offset_s) if link.clock_offset_s > 0 else ("behind", -link.clock_offset_s)
             )
-            message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: set the one that is wrong"
+            message = f"the clock of {link.peer_id.short()} is {off_s:.0f} s {how} ours: set the clock that is wrong"
             self.env.events.emit(Warned(where="clock", message=message))
 
     def _add_link(self, connection: Connection) -> CallLink:

@@ -203,7 +203,8 @@ class Reachability:
             f"{len(verdict.failed)} of {verdict.asked} peers that were asked could not connect to this one at {tried}: "
             "it goes on as a client, which only dials. It averages only with peers that can be reached. To be reached, "
             "open or forward this port and listen on all interfaces (host_maddrs='/ip4/0.0.0.0/tcp/PORT'), or give "
-            "announce_maddrs; client_mode=False announces the address without asking first, client_mode=True is quiet"
+            "announce_maddrs. client_mode=False announces the address without asking first; client_mode=True makes "
+            "this peer a client without this warning"
         )
 
     async def upload_rate(self, peer: PeerID, *, nbytes: int = _PROBE_BYTES, timeout_s: float = 5.0) -> float:

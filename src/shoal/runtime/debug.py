@@ -151,7 +151,7 @@ def _read_one(pid: int, peer: str, timeout_s: float) -> Trace:
             asking.settimeout(timeout_s)
             asking.connect(_name(pid, peer))
             if user_of(asking) not in (os.getuid(), 0) and os.getuid() != 0:
-                raise LocalError(f"process {pid} is another user's: what stands under its name is not believed")
+                raise LocalError(f"process {pid} is another user's: an answer in its name is not believed")
             while piece := asking.recv(1 << 16):
                 received += piece
                 if len(received) > _MAX_LOCAL_BYTES:

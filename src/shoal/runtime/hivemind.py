@@ -79,7 +79,7 @@ _ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
     "node_id": (_nothing, "a node's place follows from its identity: give identity_path"),
     "cache_locally": (_true, "get(key, latest=True) asks the others each time"),
     "record_validator": (_nothing, "give record_validators"),
-    "authorizer": (_nothing, "there is none: who may join is not restricted yet"),
+    "authorizer": (_nothing, "shoal does not restrict yet which peers may join"),
     "ensure_bootstrap_success": (
         _true,
         "a peer that reaches nobody would be alone: leave initial_peers out to begin alone",

@@ -153,4 +153,4 @@ async def _close(closer: Closer) -> None:
     try:
         await closer()
     except Exception:
-        _logger.exception("something that stands on the DHT did not close")
+        _logger.exception("something that uses the DHT did not close")

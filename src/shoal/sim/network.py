@@ -232,7 +232,7 @@ class SimNetwork:
             acceptor, greeting = dst.listeners[dial.port]
             user = acceptor(dial.greeting)
             if user is None:
-                self._answer_no(dial, PeerRefused("the peer there is not the one we want, or wants nothing of us"))
+                self._answer_no(dial, PeerRefused("the peer there is not the one that was dialed, or it refused"))
             else:
                 self._connect(dial, user, greeting)
 

@@ -151,8 +151,8 @@ async def greet_as_client(
     channel = _Channel(proof.version, certificate, identity.peer_id, wanted, nonce, proof.nonce)
     if not verify(wanted, _CONTEXT, channel.message(b"server"), proof.signature):
         raise PeerRefused(
-            "whoever answers at this address cannot prove to be the peer that was dialed: a wrong address, "
-            "or somebody in between",
+            "the peer at this address cannot prove that it is the one that was dialed: the address is wrong, "
+            "or somebody is in between",
             wanted,
         )
     signature = identity.sign(_CONTEXT, channel.message(b"client"))

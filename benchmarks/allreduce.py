@@ -119,6 +119,7 @@ class Peer:
                 cwd=ROOT,
                 start_new_session=True,
             )
+        _keep_priority(process.pid)
         return cls(process, log)
 
     async def ask(self, do: str, timeout_s: float, **more: Any) -> dict[str, Any]:
@@ -162,6 +163,14 @@ class Peer:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         await self.process.wait()
+
+
+def _keep_priority(pid: int) -> None:
+    """Give a new session the priority of this one: Linux shares the processors among sessions, each with its own."""
+    ours, theirs = (Path(f"/proc/{each}/autogroup") for each in ("self", pid))
+    with contextlib.suppress(OSError):  # where there is no such thing, or we may not
+        if nice := int(ours.read_text(encoding="ascii").split()[-1]):
+            theirs.write_text(f"{nice}", encoding="ascii")
 
 
 class Contender:

@@ -115,6 +115,10 @@ class Vector:
     def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout, memory: RoundMemory | None = None) -> None:
         self.tensors, self.layout = tuple(tensors), layout
         self._runs = RunBuffers.of_all(layout.runs, memory or RoundMemory(tensors))
+        self._places: list[tuple[RunBuffers, int, int]] = []  # of each tensor in its run
+        for start, tensor in zip(layout.offsets, self.tensors, strict=True):
+            run = next(run for run in reversed(self._runs) if run.start <= start)
+            self._places.append((run, start - run.start, start - run.start + tensor.numel()))
         self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
@@ -159,13 +163,12 @@ class Vector:
             for index, tensor in enumerate(self.tensors):
                 if not tensor.numel():
                     continue
-                before = self._view(index, result=False).view(tensor.shape)
-                average = self._view(index, result=True).view(tensor.shape)
+                before, average = self._view(index, result=False), self._view(index, result=True)
                 target, wide = tensor.detach(), sum_dtype(tensor.dtype)
                 if alpha == 1.0 and _same_bits(target, before):
-                    target.copy_(average)
+                    target.copy_(average.view(tensor.shape))
                 else:
-                    moved = (average.to(wide) - before.to(wide)).to(target.device)
+                    moved = (average.to(wide) - before.to(wide)).view(tensor.shape).to(target.device)
                     # In `wide`: a difference of two float16 values may be out of their range.
                     target.copy_(target.to(wide).add(moved, alpha=alpha))
 
@@ -177,9 +180,8 @@ class Vector:
                     tensor.detach().copy_(self._view(index, result=True).view(tensor.shape))
 
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
-        start = self.layout.offsets[tensor]
-        run = next(run for run in reversed(self._runs) if run.start <= start)
-        return (run.result if result else run.local)[start - run.start :][: self.tensors[tensor].numel()]
+        run, start, stop = self._places[tensor]
+        return (run.result if result else run.local)[start:stop]
 
     # ---------------------------------------------------------------------------------------------------- my values
 
@@ -361,16 +363,17 @@ class Vector:
 
 def _same_bits(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     """Equal bit by bit: NaN is equal to itself, so that a tensor full of it can still be set to the average."""
-    ours, theirs = tensor.contiguous().view(-1), before.to(tensor.device).contiguous().view(-1)
-    number = {2: torch.int16, 4: torch.int32, 8: torch.int64}[ours.dtype.itemsize]
+    ours, theirs = tensor.reshape(-1), before.to(tensor.device)
     # Eight bytes at a time where they are aligned: comparing is the longest part of `apply`.
-    width = 8 // ours.dtype.itemsize
+    width = 8 // ours.itemsize
+    number = {1: torch.int64, 2: torch.int32, 4: torch.int16}[width]
     if ours.storage_offset() % width or theirs.storage_offset() % width:
         return torch.equal(ours.view(number), theirs.view(number))
-    whole = ours.numel() // width * width
-    return torch.equal(ours[:whole].view(torch.int64), theirs[:whole].view(torch.int64)) and torch.equal(
-        ours[whole:].view(number), theirs[whole:].view(number)
-    )
+    if rest := ours.numel() % width:
+        if not torch.equal(ours[-rest:].view(number), theirs[-rest:].view(number)):
+            return False
+        ours, theirs = ours[:-rest], theirs[:-rest]
+    return torch.equal(ours.view(torch.int64), theirs.view(torch.int64))
 
 
 def _finite(values: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +24,7 @@ from shoal.compression import (
     Uniform8BitQuantization,
     view_bytes,
 )
+from shoal.compression.pieces import Pieces
 from tests.codecs import CODECS
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -33,10 +36,11 @@ BARS: dict[CompressionBase, float] = {
 }
 """Error by the tensor's own deviation that hivemind 1.1.12 has on `PROBES`."""
 
-sizes_of_pieces = st.lists(
-    st.one_of(st.integers(1, 20), st.integers(21, 200), st.sampled_from([64, 768, 1023, 1024, 1025, 4099])),
-    min_size=1,
-    max_size=12,
+a_size = st.one_of(st.integers(1, 20), st.integers(21, 200), st.sampled_from([64, 768, 1023, 1024, 1025, 4099]))
+sizes_of_pieces = st.one_of(
+    st.lists(a_size, min_size=1, max_size=12),  # few enough to be worked on one by one
+    st.lists(a_size, min_size=25, max_size=30),
+    st.lists(st.sampled_from([64, 128, 4096]), min_size=25, max_size=30),
 ).map(tuple)
 
 
@@ -148,6 +152,43 @@ def test_zeros_of_every_tensor_stay_zeros(codec: CompressionBase, given: tuple[t
     values, sizes = given
     values[::7] = 0.0
     assert not bool(through(codec, values, sizes)[::7].any())
+
+
+@settings(max_examples=60)
+@given(sizes_of_pieces, st.integers(0, 99), st.data())
+def test_pieces_are_worked_on_together_as_each_alone(sizes: tuple[int, ...], seed: int, data: st.DataObject) -> None:
+    """Extremes, and what is done with a number for each piece: wherever the borders are."""
+    generator = torch.Generator().manual_seed(seed)
+    pieces, values = Pieces(sizes), torch.randn(sum(sizes), generator=generator)
+    if bad := data.draw(st.sampled_from([0.0, math.nan, math.inf])):
+        values[data.draw(st.integers(0, sum(sizes) - 1))] = bad
+    alone = torch.split(values, list(sizes))
+    expected = [(piece.min().item(), piece.max().item()) for piece in alone]
+    assert torch.equal(torch.tensor(pieces.extremes(values)).nan_to_num(), torch.tensor(expected).nan_to_num())
+    addends, factors = (torch.randn(len(sizes), generator=generator).tolist() for _ in range(2))
+    each = list(zip(alone, addends, factors, strict=True))
+    for addends_, made in (
+        (addends, pieces.affine(addends, factors, values)),
+        ([0.0] * len(sizes), pieces.scale(values.clone(), factors)),
+    ):
+        wanted = [piece * factor + addend for (piece, _, factor), addend in zip(each, addends_, strict=True)]
+        assert torch.allclose(made, torch.cat(wanted), rtol=1e-5, atol=1e-5, equal_nan=True)
+    shifted = torch.cat([piece + addend for piece, addend, _ in each])
+    assert torch.equal(pieces.shift(values.clone(), addends).nan_to_num(), shifted.nan_to_num())
+
+
+@given(st.sampled_from(CODECS), pieces())
+def test_pieces_decode_alike_into_memory_of_any_kind(
+    codec: CompressionBase, given: tuple[torch.Tensor, tuple[int, ...]]
+) -> None:
+    """Straight into contiguous float32 values, and by way of a copy."""
+    values, sizes = given
+    data = codec.encode(values, sizes)
+    straight, apart = torch.empty(values.numel()), torch.empty(values.numel(), 2)[:, 0]
+    for out in (straight, apart):
+        codec.decode_into(data, values.dtype, out, sizes)
+    assert torch.equal(straight, apart)
+    assert torch.equal(straight, codec.decode(data, values.numel(), values.dtype, sizes).float())
 
 
 PROBES = [

@@ -252,12 +252,7 @@ class CompressionBase(ABC):
         Raises:
             ConfigError: the size of `data` is not that of such an encoding, or the codec does not support `dtype`.
         """
-        self._check_dtype(dtype)
-        view, needed = memoryview(data).cast("B"), self._needed(numel, dtype, sizes)
-        if view.nbytes != needed:
-            raise ConfigError(
-                f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in {needed} bytes, not in {view.nbytes}"
-            )
+        view = self._checked(data, numel, dtype, sizes)
         if len(sizes) > 1 and self.has_scales:
             return self._decode_pieces(view, dtype, tuple(sizes))
         return self._decode(view, numel, dtype) if numel else torch.empty(0, dtype=dtype)
@@ -272,6 +267,18 @@ class CompressionBase(ABC):
         """
         with torch.no_grad():
             out.copy_(self.decode(data, out.numel(), dtype, sizes).view(out.shape))
+
+    def _checked(
+        self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype, sizes: Sequence[int]
+    ) -> memoryview:
+        """One encoding, as bytes; raises `ConfigError` as `decode` says."""
+        self._check_dtype(dtype)
+        view, needed = memoryview(data).cast("B"), self._needed(numel, dtype, sizes)
+        if view.nbytes != needed:
+            raise ConfigError(
+                f"{self.name} encodes {numel} elements of {dtype_name(dtype)} in {needed} bytes, not in {view.nbytes}"
+            )
+        return view
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
         """Encoded bytes by bytes of a tensor like this; 1 for an empty one."""

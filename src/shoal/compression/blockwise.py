@@ -87,7 +87,8 @@ class BlockwiseQuantization(PackedCompression):
         return 2 * self._blocks(sizes) + (sum(sizes) if self.bits == 8 else (sum(sizes) + 1) // 2)
 
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        numel, split, blocks = values.numel(), 2 * self._blocks(sizes), blocks_of(sizes, self.block_size)
+        numel, blocks = values.numel(), blocks_of(sizes, self.block_size)
+        split = 2 * blocks.count
         wire, shared = wire_view(out[:split], torch.bfloat16)
         scales = wire.copy_(blocks.top(values).div_(_TOP).clamp_min_(MIN_STEP)).float()
         all_finite = math.isfinite(scales.amax().item())
@@ -105,8 +106,9 @@ class BlockwiseQuantization(PackedCompression):
             codes[:numel].copy_(steps.round_())
             _gather(_pack_table(), codes, out=as_tensor(out[split:], torch.uint8))
 
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
-        split = 2 * self._blocks(sizes)
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
+        blocks = blocks_of(sizes, self.block_size)
+        split = 2 * blocks.count
         codes = as_tensor(data[split:], torch.int8)
         if self.bits == 4:
             quads = torch.zeros(-(-codes.numel() // 2) * 2, dtype=torch.int8)
@@ -114,8 +116,8 @@ class BlockwiseQuantization(PackedCompression):
             unpacked = torch.empty(quads.numel() // 2, dtype=torch.int32)
             _gather(_unpack_table(), quads, out=unpacked)
             codes = unpacked.view(torch.int8)[: sum(sizes)]
-        scales, values = as_tensor(data[:split], torch.bfloat16).float(), codes.float()
-        return blocks_of(sizes, self.block_size).scale(values, scales, values)
+        scales = as_tensor(data[:split], torch.bfloat16).float()
+        blocks.scale(out.copy_(codes), scales, out)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         blocks = blocks_of(sizes, self.block_size)

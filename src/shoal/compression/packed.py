@@ -48,8 +48,8 @@ class PackedCompression(CompressionBase):
         """Fill `out`; `values` must not be changed."""
 
     @abstractmethod
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
-        """The values as float32, in memory of their own."""
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
+        """Write the values to `out`, which is float32, 1-D and contiguous, in host memory."""
 
     @abstractmethod
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
@@ -97,13 +97,25 @@ class PackedCompression(CompressionBase):
         else:
             self._pack(_as_float32(values), out, sizes)
 
+    def decode_into(
+        self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor, sizes: Sequence[int] = ()
+    ) -> None:
+        """As the base's; float32 values without a copy."""
+        pieces, flat = self._apart(sizes or (out.numel(),)), out.detach()
+        alike = out.dtype is dtype is torch.float32 and out.is_cpu and out.dim() == 1 and out.is_contiguous()
+        if alike and out.numel() and not self._is_raw(pieces, dtype):
+            self._unpack(self._checked(data, out.numel(), dtype, sizes), pieces, flat)
+        else:
+            super().decode_into(data, dtype, out, sizes)
+
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._decode_pieces(data, dtype, (numel,))
 
     def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
         if self._is_raw(sizes, dtype):
             return _RAW.decode(data, sum(sizes), dtype)
-        values = self._unpack(data, sizes)
+        values = torch.empty(sum(sizes), dtype=torch.float32)
+        self._unpack(data, sizes, values)
         if dtype.itemsize == 2:
             largest = torch.finfo(dtype).max
             values.clamp_(-largest, largest)  # NaN stays NaN

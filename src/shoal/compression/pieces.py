@@ -1,98 +1,130 @@
 """Units that share a scale: finding and applying scales when values of several tensors are encoded at once.
 
-A part of a round holds pieces of several tensors, one after another, and no scale crosses a tensor's border. A piece of
-many values is worked on by itself, as fast as torch is. With short pieces, for instance biases, the number of
-operations takes the time: neighbours are worked on together.
+A part of a round holds pieces of several tensors, one after another, and no scale crosses a tensor's border. A few
+pieces are worked on one by one, as fast as torch is. With many, for instance biases between weights, the number of
+operations takes the time: all are worked on together, as rows of neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
 
 import torch
 
 __all__ = ["Blocks", "Pieces", "blocks_of", "pieces_of"]
 
-_SHORT = 1 << 10
-"""A piece of fewer values is worked on together with its neighbours."""
+_FEW = 24
+"""So many pieces, or fewer, are faster worked on one by one, whatever their sizes."""
 
-_FEW = 4
-"""So many neighbours, or fewer, are faster worked on one by one."""
+_ROW = 64
+"""Values in a row. Most tensors are whole rows; shorter rows take longer for each value."""
+
+_SHORT = 1 << 10
+"""A piece of fewer values is cut to blocks together with its neighbours."""
 
 
 class Pieces:
     """Pieces of tensors with a scale for each.
+
+    Many pieces are seen as rows, which begin where most pieces do. The values before and after all rows, and those
+    of rows that a border crosses, are *loose*: of each of them it is known which piece it belongs to.
 
     Args:
         sizes: their numbers of values.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.sizes = sizes
-        self._groups: list[tuple[int, int, torch.Tensor | None]] = []  # of one piece, or of short ones with lengths
-        first = 0
-        for short, group in groupby(sizes, lambda size: size < _SHORT):
-            found = list(group)
-            last = first + len(found)
-            if short and len(found) > _FEW:
-                self._groups.append((first, last, torch.tensor(found)))
-            else:
-                self._groups += [(piece, piece + 1, None) for piece in range(first, last)]
-            first = last
-        self._cuts = [sum(sizes[first:last]) for first, last, _ in self._groups]
+        self.sizes, numel = sizes, sum(sizes)
+        self._apart = len(sizes) <= _FEW
+        if self._apart:
+            return
+        stops = torch.tensor(sizes).cumsum(0)
+        start = int(stops[:-1].remainder(_ROW).mode().values)
+        self._ends = start, numel - (numel - start) % _ROW
+        firsts = torch.arange(*self._ends, _ROW)
+        self._owners = torch.bucketize(firsts, stops, right=True)
+        crossed = torch.bucketize(firsts + (_ROW - 1), stops, right=True) != self._owners
+        self._crossed = crossed.nonzero().view(-1)
+        loose = torch.bucketize(self._loose(torch.arange(numel)), stops, right=True)
+        self._fragments, self._counts = torch.unique_consecutive(loose, return_counts=True)
 
     def extremes(self, values: torch.Tensor) -> list[tuple[float, float]]:
         """The smallest and the largest value of each piece; both NaN if it holds one."""
-        found: list[tuple[float, float]] = []
-        for part, (_, _, lengths) in zip(self._split(values), self._groups, strict=True):
-            if lengths is None:
-                low, high = torch.aminmax(part)
-                found.append((low.item(), high.item()))
-            else:
-                lows, highs = (
-                    torch.segment_reduce(part, which, lengths=lengths, unsafe=True) for which in ("min", "max")
-                )
-                found += zip(lows.tolist(), highs.tolist(), strict=True)
-        return found
+        if self._apart:
+            pairs = map(torch.aminmax, self._split(values))
+            return [(low.item(), high.item()) for low, high in pairs]
+        rows = self._rows(values)
+        lows = self._extreme("amin", math.inf, rows.amin(1), values)
+        highs = self._extreme("amax", -math.inf, rows.amax(1), values)
+        return list(zip(lows.tolist(), highs.tolist(), strict=True))
+
+    def _extreme(self, which: str, none: float, of_rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(self.sizes),), none, dtype=values.dtype)
+        if self._counts.numel():
+            of_rows.index_fill_(0, self._crossed, none)
+            out.scatter_reduce_(0, self._loose_owners(), self._loose(values), which)
+        return out.scatter_reduce_(0, self._owners, of_rows, which)
 
     def affine(self, addends: Sequence[float], factors: Sequence[float], values: torch.Tensor) -> torch.Tensor:
         """The addend of its piece plus each value times the factor of its piece."""
         out = torch.empty_like(values)
-        alone = torch.tensor([addends[first] for first, _, lengths in self._groups if lengths is None])
-        singles = iter(alone.unbind())
-        for part, made, (first, last, lengths) in zip(self._split(values), self._split(out), self._groups, strict=True):
-            if lengths is None:
-                torch.add(next(singles), part, alpha=factors[first], out=made)
-            else:
-                addend, factor = (_spread(each[first:last], lengths, part) for each in (addends, factors))
-                torch.addcmul(addend, part, factor, out=made)
+        if not self._apart:
+            return self.shift(self._each(torch.mul, values, factors, out), addends)
+        singles = torch.tensor(addends).unbind()
+        for part, made, addend, factor in zip(self._split(values), self._split(out), singles, factors, strict=True):
+            torch.add(addend, part, alpha=factor, out=made)
         return out
 
     def scale(self, values: torch.Tensor, factors: Sequence[float]) -> torch.Tensor:
         """Multiply each value by the factor of its piece, in place."""
-        for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
-            part.mul_(factors[first] if lengths is None else _spread(factors[first:last], lengths, part))
-        return values
+        return self._each(torch.mul, values, factors, values)
 
     def shift(self, values: torch.Tensor, addends: Sequence[float]) -> torch.Tensor:
         """Add the addend of its piece to each value, in place."""
-        for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
-            if any(addends[first:last]):
-                part.add_(addends[first] if lengths is None else _spread(addends[first:last], lengths, part))
-        return values
+        if not any(addends):
+            return values
+        if len(set(addends)) == 1:
+            return values.add_(addends[0])
+        return self._each(torch.add, values, addends, values)
 
     def spread(self, each: Sequence[float]) -> torch.Tensor:
         """Repeat the number of each piece for each of its values (float64)."""
         return torch.repeat_interleave(torch.tensor(each, dtype=torch.float64), torch.tensor(self.sizes))
 
+    def _each(
+        self, do: Callable[..., torch.Tensor], values: torch.Tensor, each: Sequence[float], out: torch.Tensor
+    ) -> torch.Tensor:
+        """Put into `out` what `do` makes of each value and the number of its piece."""
+        if self._apart:
+            for part, number, made in zip(self._split(values), each, self._split(out), strict=True):
+                do(part, number, out=made)
+            return out
+        numbers = torch.tensor(each, dtype=values.dtype)
+        loose = do(self._loose(values), numbers.index_select(0, self._loose_owners())) if self._counts.numel() else None
+        do(self._rows(values), numbers.index_select(0, self._owners)[:, None], out=self._rows(out))
+        if loose is not None:
+            start, stop = self._ends
+            middle = loose.numel() - (out.numel() - stop)
+            out[:start], out[stop:] = loose[:start], loose[middle:]
+            self._rows(out).index_copy_(0, self._crossed, loose[start:middle].view(-1, _ROW))
+        return out
+
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
-        return (values,) if len(self._cuts) == 1 else torch.split(values, self._cuts)
+        return (values,) if len(self.sizes) == 1 else torch.split(values, list(self.sizes))
 
+    def _rows(self, values: torch.Tensor) -> torch.Tensor:
+        start, stop = self._ends
+        return values[start:stop].view(-1, _ROW)
 
-def _spread(each: Sequence[float], lengths: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.repeat_interleave(torch.tensor(each, dtype=like.dtype), lengths, output_size=like.numel())
+    def _loose(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of the loose values: before the rows, within them, behind them."""
+        start, stop = self._ends
+        return torch.cat([values[:start], self._rows(values).index_select(0, self._crossed).view(-1), values[stop:]])
+
+    def _loose_owners(self) -> torch.Tensor:
+        return torch.repeat_interleave(self._fragments, self._counts)
 
 
 class Blocks:
@@ -108,7 +140,8 @@ class Blocks:
 
     def __init__(self, sizes: tuple[int, ...], width: int) -> None:
         self._width = width
-        self._groups: list[tuple[int, int, list[int]]] = []  # blocks first to last; sizes to fill up, none if all whole
+        # Blocks first to last, and their lengths unless all are whole.
+        self._groups: list[tuple[int, int, torch.Tensor | None]] = []
         self._cuts: list[int] = []
         self.count = 0
         whole, short = 0, list[int]()  # of neighbours: in whole blocks, or sizes of which some are not
@@ -131,15 +164,20 @@ class Blocks:
     def _add(self, sizes: list[int]) -> None:
         if any(sizes):
             first, self.count = self.count, self.count + sum(-(-size // self._width) for size in sizes)
-            whole = all(size % self._width == 0 for size in sizes)
-            self._groups.append((first, self.count, [] if whole else sizes))
+            lengths = [min(self._width, size - start) for size in sizes for start in range(0, size, self._width)]
+            ragged = torch.tensor(lengths) if min(lengths) < self._width else None
+            self._groups.append((first, self.count, ragged))
             self._cuts.append(sum(sizes))
 
     def top(self, values: torch.Tensor) -> torch.Tensor:
         """The largest absolute value of each block; NaN if it holds one."""
         out = torch.empty(self.count, dtype=values.dtype)
-        for part, (first, last, sizes) in zip(self._split(values), self._groups, strict=True):
-            blocks = self._whole(part, sizes)
+        for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
+            if lengths is not None:
+                block = torch.repeat_interleave(torch.arange(last - first), lengths, output_size=part.numel())
+                out[first:last].zero_().scatter_reduce_(0, block, part.abs(), "amax")
+                continue
+            blocks = part.view(-1, self._width)
             if blocks.numel() < _SHORT << 4:  # few operations
                 torch.amax(blocks.abs(), dim=1, out=out[first:last])
             else:  # few passes: ten times as fast as aminmax
@@ -148,16 +186,12 @@ class Blocks:
 
     def scale(self, values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Each value times the factor of its block; `out` may be `values`."""
-        for part, made, (first, last, sizes) in zip(self._split(values), self._split(out), self._groups, strict=True):
-            factor = factors[first:last, None]
-            if sizes:
-                filled = (self._whole(part, sizes) * factor).view(-1)
-                if len(sizes) == 1:
-                    made.copy_(filled[: sizes[0]])
-                else:
-                    torch.cat(torch.split(filled, self._filled(sizes))[::2], out=made)
+        for part, made, (first, last, lengths) in zip(self._split(values), self._split(out), self._groups, strict=True):
+            factor = factors[first:last]
+            if lengths is None:
+                torch.mul(part.view(-1, self._width), factor[:, None], out=made.view(-1, self._width))
             else:
-                torch.mul(part.view(-1, self._width), factor, out=made.view(-1, self._width))
+                torch.mul(part, torch.repeat_interleave(factor, lengths, output_size=part.numel()), out=made)
         return out
 
     def spread(self, each: torch.Tensor) -> torch.Tensor:
@@ -165,20 +199,6 @@ class Blocks:
         return self.scale(
             torch.ones(sum(self._cuts), dtype=each.dtype), each, torch.empty(sum(self._cuts), dtype=each.dtype)
         )
-
-    def _whole(self, part: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        """As whole blocks: pieces are filled up with zeros."""
-        if len(sizes) == 1:
-            part = torch.constant_pad_nd(part, (0, -part.numel() % self._width))
-        elif sizes:
-            zeros = torch.zeros(self._width, dtype=part.dtype)
-            pieces = torch.split(part, sizes)
-            part = torch.cat([each for piece in pieces for each in (piece, zeros[: -piece.numel() % self._width])])
-        return part.view(-1, self._width)
-
-    def _filled(self, sizes: list[int]) -> list[int]:
-        """Each size, and after it how many zeros fill its last block."""
-        return [each for size in sizes for each in (size, -size % self._width)]
 
     def _split(self, values: torch.Tensor) -> Sequence[torch.Tensor]:
         return (values,) if len(self._cuts) == 1 else torch.split(values, self._cuts)

@@ -96,14 +96,14 @@ class Quantile8BitQuantization(PackedCompression):
         codes = as_tensor(out[split:], torch.uint8)
         torch.index_select(_table(borders), 0, scaled.view(torch.uint16).to(torch.int32), out=codes)
 
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
         pieces, book, split = pieces_of(sizes), 4 * _LEVELS, 4 * _LEVELS + FIT_BYTES * len(sizes)
         scales, centers = read_fits(data[book:split])
         levels = as_tensor(data[:book], torch.float32)
-        values = levels.index_select(0, as_tensor(data[split:], torch.uint8).to(torch.int32))
+        torch.index_select(levels, 0, as_tensor(data[split:], torch.uint8).to(torch.int32), out=out)
         if any(scale != 1.0 for scale in scales):
-            pieces.scale(values, scales)
-        return pieces.shift(values, centers)
+            pieces.scale(out, scales)
+        pieces.shift(out, centers)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         pieces, flat = pieces_of(sizes), values.float()

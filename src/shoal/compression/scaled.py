@@ -67,10 +67,11 @@ class ScaledFloat16Compression(PackedCompression):
         if not shared:
             as_tensor(out[:split], torch.uint8).copy_(wire.view(torch.uint8))
 
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
         pieces, split = pieces_of(sizes), 2 * sum(sizes)
         scales, centers = read_fits(data[split:])
-        return pieces.shift(pieces.scale(as_tensor(data[:split], torch.float16).to(torch.float32), scales), centers)
+        pieces.scale(out.copy_(as_tensor(data[:split], torch.float16)), scales)
+        pieces.shift(out, centers)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         pieces = pieces_of(sizes)

@@ -86,7 +86,7 @@ class TopKCompression(PackedCompression):
         numbers = torch.cat([chosen - blocks * self._block, counts])
         places.copy_(numbers.to(self._place_dtype).view(torch.uint8))
 
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
         numel = sum(sizes)
         count = self._count(numel)
         sent = _VALUES.decode(data[: 2 * count], count, torch.float32).to(torch.float32)
@@ -96,8 +96,9 @@ class TopKCompression(PackedCompression):
             starts = torch.arange(0, numel, self._block)
             places = numbers[:count] + torch.repeat_interleave(starts, counts, output_size=count)
             if places[-1].item() < numel and bool((places.diff() > 0).all()):
-                return torch.zeros(numel).index_copy_(0, places, sent)
-        return torch.full((numel,), math.nan)
+                out.zero_().index_copy_(0, places, sent)
+                return
+        out.fill_(math.nan)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         flat = values.float()

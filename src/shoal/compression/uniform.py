@@ -43,6 +43,8 @@ _MAGIC = 1.5 * 2**23
 _LESS = 128
 """Codes from 0 to 255 are written less this, as signed bytes."""
 
+_KEEPS_15_BITS = 2.0 ** (53 - 15) + 1
+
 _ROUNDS_TO_ZERO = 0.5 + 2.0**-20
 """In steps. Slightly more than a half, so that larger values surely do not round to 0, however they are computed."""
 
@@ -67,19 +69,18 @@ class Uniform8BitQuantization(PackedCompression):
         _write_steps(out[:split], fits)
         zeros = [_MAGIC - _LESS if one_sided else _MAGIC for _, one_sided in fits]
         magic = pieces.affine(zeros, [1 / step for step, _ in fits], values)
-        for piece, ((low, high), (step, one_sided)) in enumerate(zip(extremes, fits, strict=True)):
-            if math.isnan(step) or (one_sided and low < 0.0 < high):
+        for piece, (step, one_sided) in enumerate(fits):
+            if math.isnan(step) or (one_sided and extremes[piece][0] < 0.0 < extremes[piece][1]):
                 start = sum(sizes[:piece])
                 here = magic[start : start + sizes[piece]]
                 # Values that would round to 0 with codes of both signs; NaN.
                 here.nan_to_num_(0.0).clamp_(min=zeros[piece])
         as_tensor(out[split:], torch.int8).copy_(magic.view(torch.int32))
 
-    def _unpack(self, data: memoryview, sizes: tuple[int, ...]) -> torch.Tensor:
+    def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
         pieces, split = pieces_of(sizes), _HEADER_BYTES * len(sizes)
         steps, less = _read_steps(data[:split])
-        codes = as_tensor(data[split:], torch.int8).float()
-        return pieces.scale(pieces.shift(codes, less) if any(less) else codes, steps)
+        pieces.scale(pieces.shift(out.copy_(as_tensor(data[split:], torch.int8)), less), steps)
 
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
         pieces = pieces_of(sizes)
@@ -107,9 +108,9 @@ def _read_steps(data: memoryview) -> tuple[Sequence[float], list[int]]:
 
 def _fit(low: float, high: float) -> tuple[float, bool]:
     """The step for values between `low` and `high`, NaN unless they are finite; whether codes go from 0 to 255."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return math.nan, False
     top = max(-low, high)
+    if not top < math.inf:
+        return math.nan, False
     step = _step(top, 127)
     if min(-low, high) > _ROUNDS_TO_ZERO * step:
         return step, False
@@ -118,8 +119,9 @@ def _fit(low: float, high: float) -> tuple[float, bool]:
 
 def _step(top: float, codes: int) -> float:
     """`top / codes` with 15 significant bits. Of the largest float32 it is rounded down: `codes` steps are finite."""
-    mantissa, exponent = math.frexp(max(top / codes, MIN_STEP))
-    return math.ldexp(round(mantissa * 2**15), exponent - 15)
+    exact = max(top / codes, MIN_STEP)
+    large = exact * _KEEPS_15_BITS  # Veltkamp's splitting
+    return large - (large - exact)
 
 
 register_plain(Uniform8BitQuantization)

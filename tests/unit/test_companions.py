@@ -73,16 +73,41 @@ def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
     assert waited == [0, 1, 4, 9, 18, 35]
 
 
-def test_who_came_in_time_is_forgiven() -> None:
-    """One batch that takes long costs nobody its place."""
-    companions, now = Companions(), 0.0
-    for _ in range(10):
-        for coming in ([SLOW], []):
-            stepped(companions, now)
-            assert SLOW in companions.awaited
-            companions.look(seen(TARGET, coming), TARGET, now + 1.0)
-            companions.look(seen(TARGET, coming), TARGET, now + 2.0)
+def waits_in_vain(turns: int, *, gives: bool) -> int:
+    """How often a peer is waited for in vain that in turns comes too late, is in no round, and is in one in time."""
+    companions, now, waited = Companions(), 0.0, 0
+    for _ in range(turns):
+        for members, coming, gave in (([ME, SLOW], [SLOW], [ME]), ([ME], [], [ME]), ([ME, SLOW], [], [ME, SLOW])):
+            companions.share(members, BEFORE, 0.0, gave=gave if gives else [ME])
+            companions.renamed(now, step=True)
+            if SLOW in companions.awaited:
+                waited += bool(coming)
+                companions.look(seen(TARGET, coming), TARGET, now + 1.0)
+                companions.look(seen(TARGET, coming), TARGET, now + 2.0)
             now += 3.0
+    return waited
+
+
+def test_a_peer_whose_samples_count_is_forgiven() -> None:
+    """One batch that takes long costs nobody its place."""
+    assert waits_in_vain(20, gives=True) == 20
+
+
+def test_a_peer_that_gives_nothing_slows_the_others_down_for_good() -> None:
+    """It is late, catches up, is in one round without samples, is late again: it was waited for every time."""
+    assert waits_in_vain(20, gives=False) <= 6
+
+
+def test_it_is_known_when_the_wait_ends() -> None:
+    """So that somebody looks then: nothing else may happen at that time."""
+    companions = Companions()
+    stepped(companions, 100.0)
+    companions.look(seen(TARGET - 1, [SLOW]), TARGET, 107.0)
+    assert companions.until is None
+    companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
+    assert companions.until == 116.0
+    assert companions.look(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert companions.until is None
 
 
 def test_nobody_is_on_the_way_to_a_state_that_no_round_gave() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,13 +14,13 @@ import pytest
 
 from shoal.averager import AveragerSettings
 from shoal.core import PeerCore
-from shoal.events import EventBus, PeerDropped
+from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import CollaborationSettings
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.tellers import Countdown, keepers, parts, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import SwarmProgress
-from shoal.wire import Contact, Progress, ProgressTold, TellProgress
+from shoal.wire import Contact, Progress, ProgressTold, TellProgress, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
 
@@ -321,3 +322,35 @@ def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
     assert countdown.is_late(1.0)
     assert not near(0, 2.0, b"f" * 32)
     assert not countdown.is_late(3.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [([2.0, 2.0, 2.0], 0), ([0.5, 0.9, 1.0], 0), ([2.0, 3.0, 4.0], 1), ([2.0, 0.5, 3.0], 1), ([math.inf, math.nan], 0)],
+)
+def test_two_live_peers_with_one_identity_train_without_a_word(times: list[float], told: int) -> None:
+    """One of them took part, the other trained alone, told that its batches are long. We wrote at 1.0 last."""
+    events = list[object]()
+    bus = EventBus()
+    bus.subscribe(events.append)
+    gossip = gossip_at(SwarmProgress(ME, {}, ttl_s=20.0), bus)
+
+    async def store(*_: object) -> None:
+        """Nothing goes wrong."""
+
+    async def look() -> None:
+        gossip._core.node = cast(Any, SimpleNamespace(store=store, get=get))
+        await gossip._publish()
+        for _ in times:
+            await gossip._look()
+
+    read = iter(times)
+
+    async def get(*_: object, **__: object) -> object:
+        entry = SimpleNamespace(value=encode(progress(ME, next(read))))
+        return SimpleNamespace(value={ME.raw: entry})
+
+    asyncio.run(look())
+    warned = [event.message for event in events if isinstance(event, Warned)]
+    assert len(warned) == told
+    assert all("identity_path" in message for message in warned)

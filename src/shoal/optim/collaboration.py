@@ -266,6 +266,8 @@ class Collaboration:
             view = replace(claimed, behind=False)
         if companions.look(view, self.settings.target_batch_size, now):
             return self.view()
+        if view.coming and companions.until is not None:
+            self._gossip.look_again(companions.until)
         self.others_samples = view.samples - self.training.samples
         self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
@@ -469,7 +471,8 @@ class Collaboration:
         self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
         name, members = self.state, [member.contact.peer for member in result.outcome.members]
-        self._companions.share(members, name.key, result.duration_s)
+        gave = [each.peer for each in agreement.contributors if each.samples]
+        self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._ready(step, name.after_round(result, agreement.digest), len(members), agreement)
         await self._steps.add_round(name, result, self._gradients.vector, agreement)
 

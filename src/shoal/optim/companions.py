@@ -7,8 +7,10 @@ samples count when they are here.
 
 They are waited for at no cost until the swarm has the samples for its next step. From then on they are waited for as
 long as an epoch takes, that is to come by these and to average, at least `_LEAST_S`; then the others go on, and the
-late one catches up. Who was late twice in a row is not waited for in the next two rounds, and for twice as many after
-each further time: a trainer whose batches are too long for this swarm slows nobody down for good.
+late one catches up. A peer that was late twice, and gave no samples in between, is not waited for in the next two
+rounds, and in twice as many after each further time: a trainer whose batches are too long for this swarm slows nobody
+down for good. To be in a round is not enough to be forgiven: such a trainer is in some, just after it caught up, and
+has no samples in any. Nor is it to be in none, as such a trainer is while nobody waits for it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ _LEAST_S = 0.5
 
 _FORGIVEN = 1
 _MOST_SKIPPED = 64
+_MAX_REMEMBERED = 1024
 
 
 class Companions:
@@ -40,10 +43,20 @@ class Companions:
         self._rounds = 0
         self._late: dict[PeerID, tuple[int, int]] = {}
 
-    def share(self, members: Collection[PeerID], before: StateKey, round_s: float) -> None:
-        """A round of so many seconds gave its members the same new state; they had the one with this key `before`."""
+    def share(
+        self, members: Collection[PeerID], before: StateKey, round_s: float, *, gave: Collection[PeerID] = ()
+    ) -> None:
+        """A round of so many seconds gave its members the same new state.
+
+        Args:
+            members: of the round.
+            before: the key of the state that they had.
+            round_s: seconds.
+            gave: the members whose samples are in its average: they are forgiven.
+        """
         self._members, self._before, self._round_s = frozenset(members), before, round_s
-        self._late = {peer: late for peer, late in self._late.items() if peer in self._members}
+        for peer in gave:
+            self._late.pop(peer, None)
 
     def renamed(self, now: float, *, step: bool = False) -> None:
         """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
@@ -76,16 +89,22 @@ class Companions:
             self._enough_at = now
             if self._stepped_at is not None:
                 self._collected_s, self._stepped_at = now - self._stepped_at, None
-        for peer in view.together - view.coming:
-            self._late.pop(peer, None)
         if not view.coming or now < self._enough_at + self.patience_s:
             return False
         for peer in view.coming:
             times = self._late.get(peer, (0, 0))[0] + 1
             skipped = min(2 ** (times - _FORGIVEN), _MOST_SKIPPED) if times > _FORGIVEN else 0
+            self._late.pop(peer, None)
             self._late[peer] = times, self._rounds + skipped
+        while len(self._late) > _MAX_REMEMBERED:
+            del self._late[next(iter(self._late))]
         self._over = True
         return True
+
+    @property
+    def until(self) -> float | None:
+        """When nobody is waited for any more: local time, seconds; None as long as the swarm lacks samples."""
+        return None if self._over or self._enough_at is None else self._enough_at + self.patience_s
 
     @property
     def patience_s(self) -> float:

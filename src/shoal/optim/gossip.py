@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
-from shoal.events import PeerDropped
+from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, keepers, look_s, parts, silence_s, write_s
 from shoal.peer import PeerID
@@ -122,6 +122,8 @@ class ProgressGossip:
         self._why_deaf: dict[PeerID, str] = {}
         self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
         self._found_at = float("-inf")  # when the DHT showed somebody new
+        self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
+        self._twin_told = False
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._passed_on, self._passed_at = 0, float("-inf")  # what the other keepers were told last, and when
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
@@ -259,10 +261,11 @@ class ProgressGossip:
                         await self._renamed.wait()
 
     async def _publish(self) -> None:
-        core = self._core
+        core, mine = self._core, self._mine()
+        self._written = mine.time
         with suppress(ShoalError):
             expiration = core.env.clock.time() + self._known.ttl_s
-            await core.node.store(self._key, encode(self._mine()), expiration, core.peer_id.raw)
+            await core.node.store(self._key, encode(mine), expiration, core.peer_id.raw)
 
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT: often as long as that shows somebody new, or there are few."""
@@ -292,7 +295,9 @@ class ProgressGossip:
             for subkey, entry in entries.items():
                 with suppress(msgspec.MsgspecError, TypeError, ConfigError):
                     progress = decode(entry.value, Progress)
-                    if progress.contact.peer.raw == subkey:
+                    if progress.contact.peer == self._core.peer_id:
+                        self._look_for_twin(progress)
+                    elif progress.contact.peer.raw == subkey:
                         known = self._known.progress_of(progress.contact.peer) is not None
                         self._hear(progress, direct=False)
                         if not known and self._known.progress_of(progress.contact.peer) is not None:
@@ -300,6 +305,22 @@ class ProgressGossip:
                         if not progress.left:
                             written[progress.contact.peer] = progress.time
         return written
+
+    def _look_for_twin(self, progress: Progress) -> None:
+        """Say so, once, if another live peer writes in our name: it does so again and again.
+
+        One word is not enough: an earlier process of this peer, before the clock was set back, may have left it.
+        """
+        if progress.left or not max(self._written, self._twin_wrote) < progress.time < math.inf:
+            return
+        if self._twin_wrote > float("-inf") and not self._twin_told:
+            self._twin_told = True
+            message = (
+                f"another peer has the same identity ({self._core.peer_id.short()}) and trains this run too: only one "
+                "of them can take part. Give each peer an identity file of its own (identity_path), or none"
+            )
+            self._core.env.events.emit(Warned(where="optimizer", message=message))
+        self._twin_wrote = progress.time
 
     async def _ask_who_lives(self, written: Mapping[PeerID, float]) -> None:
         """Tell those who have written that we are here, as their run may be over.
@@ -361,7 +382,7 @@ class ProgressGossip:
         if place == self._told_place and view.peers == self._told_peers and at < self._told_at + _SILENCE_S:
             return
         if not now and at < self._told_at + self._tell_period_s:
-            self._wake_at(self._told_at + self._tell_period_s)
+            self.look_again(self._told_at + self._tell_period_s)
             return
         self._told_at, self._told_place, self._told_peers = at, place, view.peers
         for peer in view.peers[1:]:
@@ -378,13 +399,13 @@ class ProgressGossip:
             self._told_at, self._told_place = now, place
             self._note(duty.keepers, mine, [])
         elif near and place != self._told_place:
-            self._wake_at(soon)
+            self.look_again(soon)
         if self._core.peer_id in duty.keepers:
             self._keep(view, mine, now, near=near)
         elif not self.enough and self._countdown.is_late(now):
             for keeper in duty.keepers:
                 self._core.endpoint.is_silent(keeper)
-            self._wake_at(now + LOOK_S)
+            self.look_again(now + LOOK_S)
 
     def _keep(self, view: SwarmView, mine: Progress, now: float, *, near: bool) -> None:
         """As a keeper: say what we were told, to all of our part when there is enough, else to the other keepers."""
@@ -397,7 +418,7 @@ class ProgressGossip:
             # The fewer samples are missing, the sooner.
             soon = self._passed_at + min(max(self._tell_period_s / 2, view.eta_s(self._target) / 4), _SILENCE_S)
             if now < soon:
-                self._wake_at(soon)
+                self.look_again(soon)
                 return
             self._passed_at, self._passed_on = now, view.samples
             self._note(duty.colleagues, mine, self._known.standings(mine, now, told=False))
@@ -456,8 +477,8 @@ class ProgressGossip:
         elif self._core.endpoint.reachable(peer):
             self._begin_telling(peer)
 
-    def _wake_at(self, at: float) -> None:
-        """Look again at this time."""
+    def look_again(self, at: float) -> None:
+        """Look at the picture again at this time (local time, seconds), or before."""
         loop = asyncio.get_running_loop()
         if self._waking is None or not loop.time() < self._waking.when() <= at:
             if self._waking is not None:

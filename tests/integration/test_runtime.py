@@ -946,3 +946,51 @@ def test_a_batch_that_no_message_can_hold_is_refused() -> None:
         with pytest.raises(ConfigError, match="batch_size must be at most 1,099,511,627,776"):
             one.step(batch_size=10**30)
         one.step()
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "says"),
+    [
+        ("run_id", "\ud800", "run_id has a character"),
+        ("run_id", "r" * 241, "run_id must be a text of 1 to 240 characters"),
+        ("grad_compression", "float16", "grad_compression must be a codec"),
+        ("state_averaging_compression", shoal.compression.Float16Compression, "state_averaging_compression must be"),
+        ("extra_tensors", torch.zeros(2), "extra_tensors must be a list of tensors"),
+        ("extra_tensors", [1, 2], "extra_tensors must be a list of tensors"),
+        ("shutdown_timeout", "5", "shutdown_timeout must be a number of seconds"),
+    ],
+)
+def test_a_wrong_argument_is_told_when_the_optimizer_is_made(argument: str, value: Any, says: str) -> None:
+    """These were raw errors from within, some a minute later, or at `shutdown`, or were taken."""
+    with shoal.DHT(start=True) as dht, pytest.raises(shoal.errors.ConfigError, match=says):
+        optimizer(dht, torch.nn.Linear(2, 1), **{argument: value})
+
+
+def test_an_optimizer_that_was_shut_down_says_so() -> None:
+    """`load_state_from_peers` found "no better state", and `announce_end` announced to nobody."""
+    with shoal.DHT(start=True) as dht:
+        swarm = optimizer(dht, torch.nn.Linear(2, 1))
+        swarm.shutdown()
+        for call in (swarm.load_state_from_peers, partial(swarm.announce_end, 5), swarm.step):
+            with pytest.raises(shoal.errors.ClosedError):
+                call()
+        assert swarm.state_dict()["shoal"]["epoch"] == 0
+
+
+@pytest.mark.parametrize("gradient", [None, float("nan")])
+def test_batches_without_gradients_are_no_samples(gradient: float | None) -> None:
+    """They were told as samples for which "the rounds go on without" this peer, and as its pace."""
+    with shoal.DHT(start=True) as dht:
+        model = torch.nn.Linear(2, 1)
+        with optimizer(dht, model) as swarm:
+            for _ in range(3):
+                if gradient is not None:
+                    for parameter in model.parameters():
+                        parameter.grad = torch.full_like(parameter, gradient)
+                swarm.step()
+            assert swarm.collaboration.speed.processed == 0
+            model(torch.ones(8, 2)).sum().backward()
+            swarm.zero_grad()
+            model(torch.ones(8, 2)).sum().backward()
+            swarm.step()
+            assert swarm.collaboration.speed.processed == 8

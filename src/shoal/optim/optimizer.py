@@ -33,9 +33,11 @@ T = TypeVar("T")
 
 _AVERAGING_TIMEOUT_S = 60.0
 _OTHERS_S = 3.0
+"""To find out, when the optimizer is made, what settings others of the run have."""
 _MOST_SAMPLES = 1 << 40
 """Of samples in one batch or step: with more, messages could not hold their sums."""
-"""To find out, when the optimizer is made, what settings others of the run have."""
+_LONGEST_RUN_ID = 240
+"""Of characters: what its averagers and messages are called by is somewhat longer, and may have 256."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -130,14 +132,16 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
-        if not isinstance(run_id, str) or not run_id:
-            raise ConfigError(f"run_id must be a text, got {run_id!r}")
+        _check_run_id(run_id)
         _check_samples("target_batch_size", target_batch_size)
         _check_count("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
             _check_samples("batch_size_per_step", batch_size_per_step)
         _check_epochs("average_state_every", average_state_every)
         _check_epochs("check_parameters_every", check_parameters_every)
+        codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
+        _check_codecs(codecs)
+        extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
         timeouts = choose_timeouts(
             {
                 "averaging_expiration": matchmaking_time,
@@ -151,7 +155,11 @@ class Optimizer(torch.optim.Optimizer):
             round_s=_AVERAGING_TIMEOUT_S,
         )
         averaging_timeout = _AVERAGING_TIMEOUT_S if averaging_timeout is None else averaging_timeout
-        for name, seconds in (("averaging_timeout", averaging_timeout), ("load_state_timeout", load_state_timeout)):
+        for name, seconds in (
+            ("averaging_timeout", averaging_timeout),
+            ("load_state_timeout", load_state_timeout),
+            ("shutdown_timeout", shutdown_timeout),
+        ):
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
         if verbose:
@@ -196,8 +204,7 @@ class Optimizer(torch.optim.Optimizer):
                 target_batch_size,
                 average_state_every,
                 model=self._model,
-                grad_compression=grad_compression,
-                state_averaging_compression=state_averaging_compression,
+                **codecs,
             ),
         )
         self._closed = self._left = self._told_end = False
@@ -275,7 +282,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: `epoch` is not a number of epochs.
+            ClosedError: the optimizer or its DHT was shut down.
         """
+        self._check_open()
         if epoch is not None:
             _check_count("epoch", epoch)
 
@@ -325,8 +334,7 @@ class Optimizer(torch.optim.Optimizer):
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
         _check_samples("batch_size", samples)
-        if self._closed or not self.dht.is_alive():
-            raise ClosedError("the optimizer was shut down, or its DHT was")
+        self._check_open()
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
@@ -341,6 +349,10 @@ class Optimizer(torch.optim.Optimizer):
             return self._count(samples, loss)
         finally:
             self._schedules.seen()
+
+    def _check_open(self) -> None:
+        if self._closed or not self.dht.is_alive():
+            raise ClosedError("the optimizer was shut down, or its DHT was")
 
     def _follow_schedule(self) -> None:
         """A schedule that was made over this optimizer since the last step becomes the run's."""
@@ -373,8 +385,9 @@ class Optimizer(torch.optim.Optimizer):
             return loss
         if not collaboration.at_end:
             with self._lock.holding():
-                self._training.accumulate(samples)
-            collaboration.speed.count(samples)
+                worth = self._training.accumulate(samples) or self._training.holds_average
+            if worth:
+                collaboration.speed.count(samples)
         enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
         if collaboration.epoch == 0 or enough or collaboration.phase is not Phase.COLLECTING:
             self._take_turn()
@@ -413,7 +426,9 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             StateUnavailable: there is one, and nobody gave it. Nothing was changed.
+            ClosedError: the optimizer or its DHT was shut down.
         """
+        self._check_open()
         timeout_s = self.load_state_timeout if timeout is None else timeout
         return self._run(self._collaboration.download(timeout_s), timeout_s)
 
@@ -503,6 +518,29 @@ def _where(saved: Any) -> tuple[StateName, int, str] | None:
         return msgspec.convert(what, tuple[StateName, Annotated[int, msgspec.Meta(ge=0)], str])
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
+
+
+def _check_run_id(run_id: object) -> None:
+    if not isinstance(run_id, str) or not 0 < len(run_id) <= _LONGEST_RUN_ID:
+        raise ConfigError(f"run_id must be a text of 1 to {_LONGEST_RUN_ID} characters, got {run_id!r:.80}")
+    try:
+        run_id.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"run_id has a character that UTF-8 cannot write: {run_id!r:.80}") from error
+
+
+def _check_codecs(codecs: dict[str, CompressionBase | None]) -> None:
+    for name, codec in codecs.items():
+        if not isinstance(codec, CompressionBase | None):
+            example = "shoal.compression.Float16Compression()"
+            raise ConfigError(f"{name} must be a codec, such as {example}, got {codec!r}")
+
+
+def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    listed = () if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    if isinstance(tensors, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in listed):
+        raise ConfigError(f"{name} must be a list of tensors, got {tensors!r:.80}")
+    return listed
 
 
 def _check_epochs(name: str, value: object) -> None:

@@ -145,6 +145,11 @@ class TrainingState:
             self._for_training = None
 
     @property
+    def holds_average(self) -> bool:
+        """Whether the swarm's average is here, and not stepped from yet: gradients that come now count for nothing."""
+        return self._has_average
+
+    @property
     def averages_extras(self) -> bool:
         """Whether there are extra tensors that state averaging averages."""
         return any(tensor is extra for tensor in self.state_tensors for extra in self.extra_tensors)

@@ -1,7 +1,7 @@
-"""What the members of a gradient round tell each other when they join, and what follows for the step of all of them.
+"""The words of the members of a gradient round when they join, and the step that follows from these for all of them.
 
-Every member gets what every other one said, with the group. So each concludes the same from it, alone: with which
-options the step is taken, which parameters nobody had a gradient of, and who contributed what to it. Pure functions.
+With the group, every member gets the words of all. So each concludes the same from them, alone: the step's options, the
+parameters that no member had a gradient of, and the contribution of each member. Pure functions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Agreement", "Contributor", "Said", "agree", "checks_of"]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
-    """What a member says when it joins a gradient round.
+    """The words of a member that joins a gradient round.
 
     Attributes:
         options: of its parameter groups.
@@ -40,7 +40,7 @@ class Said(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True):
-    """What one of those who made a step has said.
+    """The words of one member that contributed to a step.
 
     Attributes:
         peer: its id.
@@ -82,7 +82,7 @@ class Agreement(msgspec.Struct, frozen=True, array_like=True):
 
 
 def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> Agreement:
-    """What follows from what the members said: the same for all of them.
+    """The agreement that follows from the words of the members: the same for all of them.
 
     Args:
         gathered: plain values by member, as `StepResult.gathered`. One that is not as it should be does not count.
@@ -100,7 +100,7 @@ def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> A
 
 
 def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:
-    """What the members have said that their parameters are."""
+    """The members' descriptions of their parameters."""
     said = ((peer, _read(plain)) for peer, plain in gathered.items())
     return {peer: each.check for peer, each in said if each is not None and each.check is not None}
 

@@ -1,15 +1,17 @@
-"""Who comes to the rounds: nobody is waited for again and again in vain. Pure bookkeeping.
+"""Attendance: which peers come to the rounds, so that rounds do not wait in vain again and again. Pure bookkeeping.
 
-A peer says that it stands at our state, and is not in the groups: others cannot reach it, or it cannot find them. Each
-round would wait a whole window for it. Who missed two rounds in a row is waited for no more for four windows, then one
-round long, and for twice as long after each further one. It is in a round again as soon as it comes to one.
+A peer may say that it is at our state and yet be in none of the groups: others cannot reach it, or it cannot find them.
+Each round would wait a whole window for it. So once a peer has missed two rounds in a row, rounds do not wait for it
+for four windows. Then one round waits for it again. After each further miss the pause is twice as long. The peer is in
+a round again as soon as it comes to one.
 
-Keys are free: peers that have been in none of our rounds are one here, with one count of the rounds that one of them
-missed. So who says under ever new keys that it is coming is waited for as rarely as one that keeps its name; and never
-for longer than a third of a window in one search, from the first of them on.
+Keys are free. So all peers that have been in none of our rounds count as one here, with one count of missed rounds. A
+liar that says under ever new keys that it is coming is waited for as rarely as one that keeps its name. One search
+waits for such strangers for a third of a window at most, counted from the first of them.
 
-It missed a round only if that waited for it, half of that time at least. A group may form at once without somebody whom
-we expect: its leader has not heard yet that it is here. It comes to the next one, if that waits for it.
+A peer missed a round only if the round waited for it, for at least half of the time that it may take. A group may form
+at once without an expected peer, because its leader has not heard yet that the peer is here. The peer comes to the next
+round, if that waits for it.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ _MAX_REMEMBERED = 1024
 
 
 class Attendance:
-    """Remembers who missed rounds.
+    """Remembers which peers missed rounds.
 
     Args:
-        window_s: how long a group waits for those who are expected, seconds.
+        window_s: how long a group waits for expected peers, seconds.
     """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._awaited: Collection[PeerID] = ()
         self._since: dict[PeerID | None, float] = {}
-        self._missed: dict[PeerID | None, tuple[int, float]] = {}  # None: whoever has been in no round
-        self._came: dict[PeerID, None] = {}  # who has been in a round, the last ones at the end
+        self._missed: dict[PeerID | None, tuple[int, float]] = {}  # None: all peers that have been in no round
+        self._came: dict[PeerID, None] = {}  # peers that have been in a round, the last ones at the end
 
     def search(self) -> None:
         """A search for a group begins."""
         self._awaited, self._since = (), {}
 
     def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
-        """Who of these the group is to wait for (`now`: local time, seconds). Called often."""
+        """The peers among these that the group is to wait for (`now`: local time, seconds). Called often."""
         self._awaited = expected - self.absent(expected, now)
         names = {None, *map(self._name, self._awaited)}
         self._since = {name: since for name, since in self._since.items() if name in names}
@@ -63,7 +65,7 @@ class Attendance:
         return now >= self._since[name] + self._patience_s(name) / 2
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
-        """Who of these is waited for no more."""
+        """The peers among these that rounds no longer wait for."""
         if not self._missed:
             return frozenset()
         return frozenset(peer for peer in peers if self._missed.get(self._name(peer), (0, now))[1] > now)
@@ -72,7 +74,7 @@ class Attendance:
         return peer if peer in self._came or not self._came else None
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
-        """A round was made by these. Returns who is waited for no more, and how many rounds in a row it has missed."""
+        """These peers made a round. Returns the peers that rounds no longer wait for, with their misses in a row."""
         late = [peer for peer in sorted(set(self._awaited) - set(members)) if self._waited_for(self._name(peer), now)]
         for peer in members:
             self._missed.pop(peer, None)

@@ -2,10 +2,10 @@
 
 A newcomer that cannot have the run's state does not begin a run of its own at once: its donor may have died in the
 middle, and come back, or another one may. It waits `patience_s` from when it first heard of a run that is further, and
-as long as two peers name such a state. Then it may begin, and says so. No single peer keeps a swarm that begins from
-beginning: nobody waits where more peers stand at our state than have named another one, or as many, if these live and
-were asked in vain. Whoever has a state of the run already goes on with it. With `required` a peer never begins alone:
-it gives up instead.
+as long as two peers name such a state. Then it may begin, and says so. A single peer cannot keep a new swarm from
+beginning: a newcomer does not wait if more peers are at its own state than have named another one. As many are enough
+if those that named one live and were asked in vain. A peer that has a state of the run already goes on with it. With
+`required` a peer never begins alone: it gives up instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _REMEMBERED = 64
 
 
 class Stance(enum.Enum):
-    """What a peer does with its own state."""
+    """Whether a peer may use its own state."""
 
     FREE = "free"
     WAITING = "waiting"
@@ -29,7 +29,7 @@ class Stance(enum.Enum):
 
 
 class Beginning:
-    """Remembers who has named a state of a later epoch than ours.
+    """Remembers which peers have named a state of a later epoch than ours.
 
     Args:
         patience_s: how long one is waited for.
@@ -46,7 +46,7 @@ class Beginning:
         self._since: float | None = None
 
     def had(self) -> None:
-        """A state of the run was taken over: what was named before does not matter any more."""
+        """A state of the run was taken over: states that were named before do not matter any more."""
         self._named.clear()
         self._since, self.stance = None, Stance.FREE
 
@@ -57,7 +57,7 @@ class Beginning:
 
     @property
     def peers(self) -> tuple[PeerID, ...]:
-        """Who has named one."""
+        """The peers that have named one."""
         return tuple(self._named)
 
     def look(
@@ -66,10 +66,10 @@ class Beginning:
         """Whether a newcomer may begin.
 
         Args:
-            named: who lives and names a state of a later epoch, and which.
+            named: the live peers that name a state of a later epoch, with that epoch.
             others_here: how many others stand where we stand.
             now: local time, seconds.
-            refusing: who was asked for its state, and did not give it.
+            refusing: peers that were asked for their state, and did not give it.
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))

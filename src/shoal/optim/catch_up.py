@@ -64,7 +64,7 @@ class CatchUp:
 
     @property
     def from_epoch(self) -> int:
-        """Whoever comes to a state of this epoch or a later one is led on from there."""
+        """From a state of this epoch, or of a later one, steps lead on."""
         return self._following.base.epoch if self._following is not None and self._following.base is not None else 0
 
     @asynccontextmanager
@@ -94,7 +94,12 @@ class CatchUp:
             await self._following.first()
 
     async def next(self, state: StateName, committed: Committed) -> Update | None:
-        """What leads on from this state, which these steps led to, once it is here; None if nobody tells of it."""
+        """The update that leads on from this state, once it is here; None if nobody tells of one.
+
+        Args:
+            state: where we are.
+            committed: the steps that led there.
+        """
         if self._following is None:
             return None
         self._following.forget(state)

@@ -1,14 +1,15 @@
-"""The check of the parameters themselves: peers that name one state hold one state, or it is said and mended.
+"""The check of the parameters themselves: peers that name one state must hold one state; a difference is mended.
 
-A name says which steps went into a state, not what they made of it: a hook that only one peer has, random numbers in a
-step, a broken memory. So every few epochs each member of a gradient round says, as it joins, what its parameters are:
-a digest of their bytes, and a sample of their values. Every member concludes the same from what all have said:
+A name says which steps went into a state, not which values came of it. A hook that only one peer has, random numbers in
+a step or a broken memory may change them. So every few epochs each member of a gradient round describes its parameters
+as it joins: by a digest of their bytes, and a sample of their values. From these, every member concludes the same:
 
 - The parameters that most members hold are the state; where as many hold others, those of the lowest peer.
-- Who steps with equal arithmetic (torch, device, way of computing) has to hold the same to the bit; who steps with
-  another one, the same within `BOUND`, as far as the sample tells.
-- Who holds something else takes no step. It names its parameters anew, as worse than any, and downloads the state of
-  those that hold it; if that happens again and again, it does so the first, second, fourth, ... time in a row only.
+- A member that steps with equal arithmetic (torch, device, way of computing) must hold the same parameters to the bit.
+  A member with another arithmetic must hold the same within `BOUND`, as far as the sample tells.
+- A member that holds other parameters takes no step. It gives them a new name, which is worse than any, and downloads
+  the state of those that hold it. If that happens again and again, it does so the first, second, fourth, ... time in a
+  row only.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _SAMPLE = 256
 
 
 class Check(msgspec.Struct, frozen=True, array_like=True):
-    """What one member holds.
+    """The parameters of one member, as it describes them.
 
     Attributes:
         arithmetic: names what it computes steps with.
@@ -72,9 +73,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         digest: of the state.
-        holders: who holds exactly this.
-        others: who holds something else. Who holds it to rounding, with another arithmetic, is in neither.
-        checked: all who have said what they hold.
+        holders: the members that hold exactly this.
+        others: the members that hold something else. A member that holds it to rounding, with another arithmetic, is in
+            neither set.
+        checked: all members that have described their parameters.
     """
 
     digest: bytes
@@ -94,7 +96,7 @@ def is_due(epoch: int, every: int) -> bool:
 
 
 def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
-    """What follows from these; None if nobody has said anything."""
+    """The verdict that follows from these; None if there are none."""
     if not checks:
         return None
     members = sorted(checks)
@@ -112,7 +114,7 @@ def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
 
 
 class Checks:
-    """What one peer concludes from one check after the other.
+    """The conclusions of one peer from one check after the other.
 
     Attributes:
         last: the epoch of the last check, the digest of our parameters then, and that of the state: for others to see.
@@ -144,7 +146,7 @@ class Checks:
 
 
 def check_of(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], name: bytes) -> Check:
-    """What these parameters are, in the state that has this digest as its name."""
+    """Describe these parameters, in the state that has this digest as its name."""
     both = blake3()
     with torch.no_grad():
         for parameter in parameters:
@@ -173,7 +175,7 @@ def _sample(parameters: Sequence[torch.Tensor], name: bytes) -> bytes:
 
 
 def _arithmetic(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> bytes:
-    """Who has the same takes the same step to the bit."""
+    """Peers with equal values take equal steps, to the bit."""
     how = [[name, repr(group.get(name))] for group in optimizer.param_groups for name in sorted(HOW)]
     forms = [[name, type(value).__name__] for group in optimizer.param_groups for name, value in sorted(group.items())]
     devices = sorted({_device(each.device) for each in parameters})

@@ -3,7 +3,7 @@
 One task in the loop watches the swarm and moves between five phases:
 
 ============  ====================================================================  ==================================
-phase         what goes on                                                          what the trainer does at its step
+phase         the situation                                                         the trainer at its step
 ============  ====================================================================  ==================================
 COLLECTING    the swarm has fewer than `target_batch_size` samples at our state     goes on with the next batch
 AVERAGING     there are enough: the gradients are averaged with all at our state    waits for the round
@@ -12,7 +12,7 @@ BEHIND        somebody has a better state (a later epoch, or the winner of a for
 ENDING        this peer is at the announced end of the run, others are not yet      waits, some seconds at most
 ============  ====================================================================  ==================================
 
-Only the trainer changes parameters, between its batches. A round takes what was accumulated when the group begins, also
+Only the trainer changes parameters, between its batches. A round takes the accumulators when the group begins, also
 from a trainer that is in the middle of a batch: nobody waits for the slowest batch. After a failed round the
 accumulators stay and it is tried again: a synchronous run never steps on local gradients while others are at the same
 state.
@@ -166,7 +166,7 @@ class Collaboration:
             self._tasks.append(task)
 
     async def check_settings(self, timeout_s: float) -> None:
-        """Wait until it is known how the others train, at most so long. What is known later is told at the next step.
+        """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
 
         Raises:
             ConfigError: others train this run with other settings, and nobody with ours.
@@ -192,7 +192,7 @@ class Collaboration:
         self._move(self.phase)
 
     failure: BaseException | None = None
-    """What ended the background work, if something did; the trainer's next call raises it."""
+    """The error that ended the background work, if any; the trainer's next call raises it."""
 
     async def close(self) -> None:
         """Leave the run. Safe to call twice: an interrupted caller does not end it half way."""
@@ -253,7 +253,7 @@ class Collaboration:
         )
 
     def _time_to_tell(self) -> float:
-        """Our own wall clock, which orders what we say; it never goes back."""
+        """Our own wall clock, by which our messages are ordered; it never goes back."""
         self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
         return self._told_at
 
@@ -412,7 +412,7 @@ class Collaboration:
         return Said(options, training.absent(), check, training.samples, self._end.said)
 
     async def _check(self, name: StateName) -> Check | None:
-        """What our parameters are at this state, if it is time to say so."""
+        """The description of our parameters at this state, if it is time for a check."""
         self._begin_check()
         return await self._checking[1] if self._checking is not None and self._checking[0] == name else None
 
@@ -449,7 +449,7 @@ class Collaboration:
         return False
 
     def _contribute(self, name: StateName) -> tuple[float, float]:
-        """Weight and factor of what was accumulated at this state."""
+        """Weight and factor of the accumulators at this state."""
         self._given = self.training.samples if self.state == name else 0
         return self.training.contribution() if self.state == name else (0.0, 0.0)
 
@@ -482,7 +482,7 @@ class Collaboration:
             self.training.use_accumulators()
 
     def _drop_unfit(self) -> bool:
-        """Whether what was accumulated is not finite, and was forgotten: no epoch is made of it."""
+        """Forget the accumulators if they are not finite, so that no epoch is made of them; True if so."""
         if (bad := self.training.unfit()) is None:
             return False
         self.training.discard()
@@ -534,7 +534,7 @@ class Collaboration:
         return self.phase is Phase.AVERAGING or (ending and self.phase is not Phase.STEPPING and not self.finished)
 
     async def decide(self, timeout_s: float) -> Phase:
-        """Look at what was accumulated just now, and say what is to be done (trainer).
+        """Look at the accumulators just now, and say what is to be done (trainer).
 
         Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
         """
@@ -564,10 +564,10 @@ class Collaboration:
             )
 
     def step(self) -> None:
-        """Take what is due in phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
+        """Take the update of phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
 
-        It is taken once. Whatever interrupts it leaves parameters that nobody else has: they get a name of their own,
-        and a proper one is better.
+        It is taken once. An interruption leaves parameters that no other peer has. They get a name of their own, and
+        any proper name is better.
         """
         update = self._update
         if update is None or update.taken:
@@ -603,11 +603,11 @@ class Collaboration:
             await to_the_end(self._catch_up.joined())  # last: an interrupted trainer cancels this
 
     def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
-        """The user has loaded a checkpoint: name what is there now (under `lock`, in the trainer's thread).
+        """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).
 
         Args:
             saved: the name that it was saved under; None if it has none.
-            unchanged: what is there now is what was saved: it has its name.
+            unchanged: the state now is the one that was saved, and has its name.
         """
         training, before = self.training, self.state
         if saved is not None and unchanged:
@@ -637,7 +637,7 @@ class Collaboration:
         if self.at_end:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
-        # The last step is followed by an average of what each peer has of its own: batch norm statistics, say.
+        # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
         self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0
 
     def _renewed(self, *, expected: bool = False) -> None:
@@ -657,7 +657,7 @@ class Collaboration:
             self._begin_check()
 
     async def _average_state(self) -> None:
-        """Average the parameters with all of the last step. Whoever misses it has a worse state afterwards.
+        """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.
 
         The trainer goes on meanwhile, and takes the average at its next step: so nobody waits for the slowest trainer,
         nor for one that waits in another optimizer's step.
@@ -695,13 +695,13 @@ class Collaboration:
         return False
 
     async def _followed_from(self) -> StateName:
-        """Our state, once no step is about to be taken: that one was told already, to those who followed then."""
+        """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
         while self._update is not None and not self._update.taken and not self._closed:
             await self._moved.wait()
         return self.state
 
     def _stepped_with(self) -> frozenset[PeerID]:
-        """Who took the last step with us, or is about to, and is still here."""
+        """The peers that took the last step with us, or are about to, and are still here."""
         members = self.last_round.outcome.members if self.last_round is not None else ()
         return frozenset(member.contact.peer for member in members) & self.view().together
 
@@ -755,7 +755,7 @@ class Collaboration:
                 self._move(Phase.COLLECTING)  # what was due was of another state; the trainer may be interrupted
 
     def _to_follow(self) -> list[Contact]:
-        """Who has the best state and can be dialed, in any order: not all who catch up should follow the same ones."""
+        """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
         contacts = [self._gossip.contact(peer) for peer in self._claimed().leaders]
         contacts = [contact for contact in contacts if contact.addresses]
         self.core.env.rng.shuffle(contacts)
@@ -784,9 +784,9 @@ class Collaboration:
         return steps
 
     def _donors(self, view: SwarmView) -> list[Donor]:
-        """Whom to ask: all who say that they have a better state, those at the best one first.
+        """The peers to ask: all that say that they have a better state, those at the best one first.
 
-        Whoever says so and does not give it keeps nobody from asking the others.
+        A peer that says so and does not give its state cannot keep us from asking the others.
         """
         leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
         donors = [Donor(self._gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]

@@ -1,16 +1,17 @@
-"""Who took the last round with us and is on its way to our state, and how long it is waited for. Pure bookkeeping.
+"""The companions of a peer: members of its last round that will soon be at its state. Pure bookkeeping.
 
-Who is first to have an average takes it and has a new state, which the others have not named yet: a trainer is in the
-middle of its batch, or a commit is still on its line. They have the same average and will be here. So the members of a
-round count as together until they name this state, or another one that the round did not begin from, or die. Their
-samples count when they are here.
+The first peer that has an average takes it. It then has a new state, which the others have not named yet: a trainer is
+in the middle of its batch, or a commit is still on its way. The others have the same average and will be here soon. So
+the members of a round count as together until they name this state, or another one that the round did not begin from,
+or die. Their samples count when they are here.
 
-They are waited for at no cost until the swarm has the samples for its next step. From then on they are waited for as
-long as an epoch takes, that is to come by these and to average, at least `_LEAST_S`; then the others go on, and the
-late one catches up. A peer that was late twice, and gave no samples in between, is not waited for in the next two
-rounds, and in twice as many after each further time: a trainer whose batches are too long for this swarm slows nobody
-down for good. To be in a round is not enough to be forgiven: such a trainer is in some, just after it caught up, and
-has no samples in any. Nor is it to be in none, as such a trainer is while nobody waits for it.
+Until the swarm has the samples for its next step, waiting for companions costs nothing. From then on a peer waits for
+them as long as an epoch takes (the time to collect the samples and to average), and at least `_LEAST_S`. Then it goes
+on, and the late companion catches up. A companion that was late twice, and gave no samples in between, is not waited
+for in the next two rounds, and in twice as many after each further time: so a trainer whose batches are too long does
+not slow the swarm down for good. A place in a round does not forgive it: such a trainer is in some rounds, just after
+it caught up, and has no samples in any. Absence does not forgive it either: such a trainer is in no round while nobody
+waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MAX_REMEMBERED = 1024
 
 
 class Companions:
-    """Remembers who was in the last round, and who came late."""
+    """Remembers which peers were in the last round, and which of them came late."""
 
     def __init__(self) -> None:
         self._members: frozenset[PeerID] = frozenset()
@@ -70,18 +71,18 @@ class Companions:
 
     @property
     def before(self) -> StateKey | None:
-        """Who is at this state, or at a worse one, may be on its way; None if nobody is."""
+        """A companion at this state, or at a worse one, may be on its way; None if there are no companions."""
         return self._before
 
     @property
     def awaited(self) -> frozenset[PeerID]:
-        """The members of the last round for whom we wait, if they are not here."""
+        """The members of the last round that we wait for, if they are not here."""
         if self._over:
             return frozenset()
         return frozenset(peer for peer in self._members if self._late.get(peer, (0, 0))[1] < self._rounds)
 
     def look(self, view: SwarmView, target: int, now: float) -> bool:
-        """The swarm is seen so (`now`: local time, seconds). True if nobody is waited for any more, who was before."""
+        """Take in a view of the swarm (`now`: local time, seconds). True if the wait for companions has just ended."""
         if view.samples < target:
             self._enough_at = None
             return False
@@ -108,5 +109,5 @@ class Companions:
 
     @property
     def patience_s(self) -> float:
-        """How long who is on its way is waited for, once the swarm has its samples, seconds."""
+        """How long to wait for companions once the swarm has its samples, seconds."""
         return max(_LEAST_S, self._collected_s + self._round_s)

@@ -1,4 +1,4 @@
-"""What came of a peer's work: how many of its samples went into the swarm's steps. Pure bookkeeping."""
+"""The contribution of a peer: how many of its samples went into the swarm's steps. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Contribution:
         self.contributed += samples
 
     def look(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
-        """The state is another one. Returns what the user should be told: once, that nothing of this peer counts.
+        """The state has changed. Returns a warning for the user, once, if none of this peer's samples count.
 
         Args:
             epoch: of the state.

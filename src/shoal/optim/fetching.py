@@ -1,8 +1,8 @@
 """The fetch of a better state, beside the trainer's batches, and how long the trainer stands still for it.
 
-Only what stands still may be changed: a fetch that has something to take over says so (`parked`), and the trainer stops
-at its next step until the fetch is over. Before that it waits as long as its patience lasts (see `patience`), and goes
-on with its own state when that is used up. Loop only.
+Parameters may be changed only while the trainer stands still. So a fetch that has something to take over says so
+(`parked`), and the trainer stops at its next step until the fetch is over. Before that it waits as long as its patience
+lasts (see `patience`), and goes on with its own state when that is used up. Loop only.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Fetching:
         on_failure: Callable[[BaseException], None],
     ) -> None:
         self._fetch, self._on_change, self._on_failure = fetch, on_change, on_failure
-        self._patience = {True: Patience(), False: Patience()}  # for what contributors say, and for what others say
+        self._patience = {True: Patience(), False: Patience()}  # for claims of contributors, and of others
         self._task: asyncio.Task[None] | None = None
-        self._vouched = False  # what is fetched, by whoever said so when it began
+        self._vouched = False  # whether contributors claimed the state that is fetched
         self._has_news = False
         self._parked = asyncio.Event()
         self._again_at = float("-inf")
@@ -66,7 +66,7 @@ class Fetching:
             self._begin(view, timeout_s)
 
     def prefer(self, view: SwarmView) -> None:
-        """The swarm is seen so. What contributors have is fetched in place of what others only say that they have."""
+        """Take in a view of the swarm. A contributor's state is fetched in place of one that others only claim."""
         if self._task is not None and view.vouched and not self._vouched and not self._has_news:
             self._task.cancel()
             self._task = None

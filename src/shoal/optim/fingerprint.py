@@ -1,4 +1,4 @@
-"""What must be equal on all peers of a run, by name: a difference is told instead of trained with."""
+"""The settings that must be equal on all peers of a run, by name, so that a difference is told before training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.optim.training_state import TrainingState
 __all__ = ["run_settings"]
 
 _SCHEDULED = frozenset({"lr", "betas", "momentum"})
-"""Schedules change these in the groups, and a peer that resumes has others: what the optimizer was made with counts."""
+"""Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
 
 _MAX_GROUPS = 16
 
@@ -55,7 +55,7 @@ def run_settings(
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """What the parameter groups have of their own."""
+    """The options in which parameter groups differ from the optimizer's defaults."""
     several = len(optimizer.param_groups) > 1
     found = {}
     for index, group in enumerate(optimizer.param_groups):

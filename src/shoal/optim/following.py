@@ -1,9 +1,9 @@
 """A peer that catches up follows others: it hears of each of their steps, and keeps them until it can take them.
 
 Two members at a time are followed; each step is fetched from one of them, and from the other one if that is lost. A
-member is asked for one step at a time, so who sends faster is asked for more of them. What is kept lies here, bounded
-by `max_bytes`: nobody else keeps more than two steps for us, and nobody waits for us. A step that nobody has any more
-is a gap, over which nothing leads: no more steps are fetched then, and none are kept.
+member is asked for one step at a time, so a faster member is asked for more steps. This peer keeps the steps itself,
+bounded by `max_bytes`: no other peer keeps more than two steps for us, and none waits for us. A step that nobody has
+any more is a gap. Nothing leads over a gap: no more steps are fetched then, and none are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Following"]
 _SOURCES = 2
 _GREETED_WITHIN_S = 3.0
 _PIECE_WITHIN_S = 30.0
-"""Longer than a piece is held back beside rounds; who is lost is noticed by its link."""
+"""Longer than a piece is held back beside rounds; the link shows whether a member is lost."""
 
 _URGENT_S = 10.0
 """A state waits so long for steps that come too slowly: less than its donors wait for us."""
@@ -66,7 +66,7 @@ class _Coming:
 
 
 class Following:
-    """What one peer follows. Loop only.
+    """The members that one peer follows, and their steps. Loop only.
 
     Args:
         core: this peer.
@@ -75,7 +75,7 @@ class Following:
         max_bytes: the most that is kept.
 
     Attributes:
-        base: whoever comes to a state from this one on can be led on from there; None while nobody is followed.
+        base: from this state on, and from each later one, steps lead on; None while nobody is followed.
         step_bytes: of the largest one that we were told of.
         missed: why there is a gap; empty: there is none.
         told: of the first step that we were told of, and of the last one: its epoch, and when that was (loop time).
@@ -145,7 +145,7 @@ class Following:
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept and being fetched."""
+        """The size of the steps that are kept or being fetched."""
         return sum(len(step.data) for step in self._kept.values()) + sum(
             len(coming.step.data) for coming in self._coming.values()
         )
@@ -245,7 +245,7 @@ class Following:
             await source.stream.send(WantStep(header.digest))
 
     async def _elsewhere(self, source: _Source) -> None:
-        """What was to come from here, and is told of here no more, is to come from another member."""
+        """Ask other members for steps that this one was to send, and does not tell of any more."""
         for digest, coming in list(self._coming.items()):
             if coming.source is source and digest not in source.tells:
                 self._due[digest] = self._coming.pop(digest).step.header

@@ -1,8 +1,8 @@
-"""What a training loop is told about its gradients: none at all, none any more, or gradients that were not cleared.
+"""Warnings about the gradients of a training loop: there are none, none any more, or they were not cleared.
 
-Backward adds to `.grad`. Who does not clear it after `step()` counts a batch twice. Whether it was cleared is seen when
-the next gradient of one small parameter comes: what is there then must be nothing, something that was changed since, or
-zero. To look for zeros costs a wait for the device, so it is done a few times only.
+Backward adds to `.grad`. A loop that does not clear it after `step()` counts a batch twice. This is seen when the next
+gradient of one small parameter comes: the gradient that is there must then be None, changed since, or zero. Looking for
+zeros costs a wait for the device, so it is done a few times only.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class GradientWatch:
         self._zeroed += not self._kept
 
     def at_step(self) -> str | None:
-        """`step` was called: what the user is to be told; None if nothing is."""
+        """`step` was called: the warning for the user, or None."""
         self._armed = True
         self._left = None if self._watched.grad is None else _mark(self._watched.grad)
         if not self._none_told and all(parameter.grad is None for parameter in self._trained):
@@ -96,5 +96,5 @@ class GradientWatch:
 
 
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:
-    """Changes when somebody writes to it, but for what is written through `.data`."""
+    """Changes when somebody writes to it, except through `.data`."""
     return id(gradient), 0 if gradient.is_inference() else gradient._version  # noqa: SLF001 (asks no device)

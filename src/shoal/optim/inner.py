@@ -20,7 +20,8 @@ _SHARDED = (
     ("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer"),
     ("torch.distributed.tensor", "DTensor"),
 )
-"""What holds one rank's part of a model. Who uses one has imported its module; to import them all takes a second."""
+"""Classes that hold one rank's part of a model. A program that uses one has imported its module; importing all of them
+takes a second."""
 
 
 def make_optimizer(

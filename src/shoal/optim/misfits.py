@@ -1,6 +1,6 @@
 """Offered states that turned out not to fit: one of the same kind is not downloaded a third time.
 
-What cannot fit is mostly seen in the manifest, before anything is downloaded. The rest shows when a step is tried. A
+Most misfits are seen in the manifest, before anything is downloaded. The rest shows when a step is tried. A
 single donor's state may be broken, so a kind has two downloads. States are of one kind if they differ in numbers only:
 the next epoch's is.
 """
@@ -22,7 +22,7 @@ _REMEMBERED = 64
 
 
 class Misfits:
-    """What was downloaded in vain, by kind."""
+    """The states that were downloaded in vain, by kind."""
 
     def __init__(self) -> None:
         self._failed: dict[bytes, tuple[int, str]] = {}

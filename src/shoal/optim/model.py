@@ -1,4 +1,4 @@
-"""What a run knows of the model itself: which tensors the optimizer has, by name, and what is not trained.
+"""The model itself, as far as a run knows it: names of the optimizer's tensors, and the tensors that are not trained.
 
 A run shares the tensors of its optimizer. If the rest of the model differs (another base under LoRA), or two layers of
 equal shapes stand in another order, nothing would tell. With the model at hand its names and its frozen tensors are
@@ -56,7 +56,7 @@ class TrainedModel:
         """Running statistics of normalization that are no extra tensors: each peer has its own."""
 
     def settings(self) -> dict[str, str]:
-        """What all peers compare: the names of what is trained, and what is not trained, by its bytes."""
+        """The settings that all peers compare: names of the trained tensors, and bytes of those that are not."""
         names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
         both = blake3()
         for name, tensor in self._frozen.items():

@@ -33,11 +33,13 @@ T = TypeVar("T")
 
 _AVERAGING_TIMEOUT_S = 60.0
 _OTHERS_S = 3.0
-"""To find out, when the optimizer is made, what settings others of the run have."""
+"""To learn, when the optimizer is made, which settings the others of the run have."""
+
 _MOST_SAMPLES = 1 << 40
-"""Of samples in one batch or step: with more, messages could not hold their sums."""
+"""In one batch or step: with more, messages could not hold their sums."""
+
 _LONGEST_RUN_ID = 240
-"""Of characters: what its averagers and messages are called by is somewhat longer, and may have 256."""
+"""Of characters: the names of its averagers and messages are somewhat longer, and may have 256."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -60,7 +62,7 @@ class Optimizer(torch.optim.Optimizer):
         params: parameters or parameter groups, if `optimizer` is a function of them.
         optimizer: a torch optimizer, or a function `params -> optimizer`.
         scheduler: a torch scheduler, or a function `optimizer -> scheduler`; stepped once for each swarm epoch. One
-            that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay what they are.
+            that raises (beyond the end of a `OneCycleLR`) is a warning, and the learning rates stay as they are.
             Without one, a torch schedule that is made over this optimizer (as Hugging Face's Trainer makes one) is
             followed instead: it moves with the swarm's epochs, from 0, and its own `step` does nothing.
         matchmaking_time: longest search for a group, seconds; None: 15. It ends when all live peers of the run are
@@ -77,26 +79,26 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every: epochs between two averagings of parameters and `extra_tensors`, while training goes on; 0
             for never: all peers take the same steps, so their parameters need none.
         check_parameters_every: epochs between two checks that all peers at one state hold the same parameters; 0 for
-            never. Each takes 0.6 s of one core for 1 GiB, beside the training; who holds others downloads.
+            never. Each takes 0.6 s of one core for 1 GiB, beside the training. A peer that holds others downloads.
         client_mode: this peer only dials; None takes it from `dht`.
         grad_compression: codec for gradients; None sends them as wide as the parameters (they are summed in float32).
         state_averaging_compression: codec for averaging parameters; it codes what changed since the last average, so
             that small updates are kept. None for none.
         load_state_compression: taken for compatibility; any codec but `NoCompression` is a warning. A newcomer has to
             hold the same bits as the others, so the state always travels as it is.
-        model: that is trained. With it the names of its parameters and the bytes of what the optimizer does not have
-            (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
+        model: that is trained. With it the names of its parameters and the bytes of the tensors that the optimizer does
+            not have (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
         extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
             beginning (masks) are downloaded, and not averaged.
-        bandwidth: of this peer, bytes per second; who has more reduces more.
+        bandwidth: of this peer, bytes per second; a peer with more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
         shutdown_timeout: seconds that `shutdown` may take.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
 
     Raises:
-        ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If nobody who lives
-            has told its settings within 3 s, `step` raises that.
+        ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If no live peer has
+            told its settings within 3 s, `step` raises that.
     """
 
     _not_taken = ""  # why no better state was taken over, as it was told last
@@ -166,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
             print_log()
         inner = make_optimizer(params, optimizer)
         super().__init__(inner.param_groups, dict(inner.defaults))
-        # One set of groups and statistics, whoever asks: schedulers and trainers hold on to either optimizer.
+        # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups = inner.param_groups
         self.state = inner.state
         self.dht, self.run_id = dht, run_id
@@ -278,7 +280,7 @@ class Optimizer(torch.optim.Optimizer):
         round: say it one epoch before at the latest. A peer that is at the end goes on if it says a later one.
 
         Args:
-            epoch: the last one; None lifts what was announced before.
+            epoch: the last one; None takes back an earlier announcement.
 
         Raises:
             ConfigError: `epoch` is not a number of epochs.
@@ -301,7 +303,7 @@ class Optimizer(torch.optim.Optimizer):
         Waits only while a round goes on. Gradients computed while the swarm stepped, or on a state that is not the
         swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
-        Whatever interrupts it (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
+        If it is interrupted (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
         optimizer's step, that is not repeated, and another peer's state is downloaded if there is one.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a torch optimizer keeps, as plain values and tensors, and how another peer's optimizer takes it over.
+"""The state of a torch optimizer, as plain values and tensors, and how another peer's optimizer takes it over.
 
 Two things travel: the options of the parameter groups, and the statistics (`optimizer.state`). Optimizers of other
 libraries keep counts in the groups, from their first step on, and matrices, lists or queues among the statistics. So

@@ -85,10 +85,10 @@ class Difference(NamedTuple):
 
 
 def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
-    """What these parameter groups hold.
+    """The options that these parameter groups hold.
 
     Raises:
-        ConfigError: it is more than can be told to others.
+        ConfigError: they are more than can be told to others.
     """
     values: dict[str, list[Value]] = {}
     for name in list(groups[0]):  # a copy: a trainer's schedule may add one meanwhile
@@ -111,7 +111,7 @@ def options_of(groups: Sequence[Mapping[str, Any]]) -> Options:
 def agreed(proposals: Iterable[Options]) -> Options | None:
     """The set that most have, to rounding; of several that as many have, the first one. None if there is none.
 
-    Who is first decides ties, and should be the same in the next round. At most the 8 sets that most have to the bit
+    The order decides ties, so it should be the same in the next round. At most the 8 sets that most have to the bit
     are compared with all.
     """
     counts: dict[bytes, tuple[int, Options]] = {}
@@ -128,7 +128,7 @@ def agreed(proposals: Iterable[Options]) -> Options | None:
 
 
 def misfit(mine: Options, theirs: Options) -> str | None:
-    """Why whoever has these options cannot take over those; None if it can."""
+    """Why a peer with the options `mine` cannot take over `theirs`; None if it can."""
     if mine.groups != theirs.groups:
         return f"{theirs.groups} parameter groups, and there are {mine.groups} here"
     for name in sorted(mine.values.keys() & theirs.values.keys()):
@@ -139,7 +139,7 @@ def misfit(mine: Options, theirs: Options) -> str | None:
 
 
 def differences(mine: Options, theirs: Options) -> list[Difference]:
-    """What differs by more than rounding, of options that both have; `misfit` found nothing."""
+    """The options that both have and that differ by more than rounding; `misfit` found nothing."""
     return [
         Difference(name, group, here, there)
         for name in sorted(mine.values.keys() & theirs.values.keys())

@@ -1,9 +1,9 @@
 """How long a trainer stands still for a better state that others say they have. Pure bookkeeping: seconds come in.
 
-To say so costs nothing, and nobody can tell beforehand whether the state will be given. So the time is bounded, whoever
-says it, under however many keys: `_LIMIT_S` in all, less than 4% of the time in the long run. A state that was taken
-over was worth its wait. When the time is used up the trainer goes on with its own state; the better one is asked for
-meanwhile, and taken over when it is here.
+Such a claim costs nothing, and nobody can tell beforehand whether the state will be given. So the time is bounded, for
+all claims together and under however many keys: `_LIMIT_S` in all, less than 4% of the time in the long run. If a state
+was taken over, its wait does not count. When the time is used up, the trainer goes on with its own state. Meanwhile the
+better one is fetched, and it is taken over when it is here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _REGAINED_S = 600.0
 """All of it comes back in this time."""
 
 _ENOUGH_S = _LIMIT_S / 2
-"""Who has waited in vain waits again with at least so much: not for a moment at each step."""
+"""A peer that has waited in vain waits again only when it has this much time: not for a moment at each step."""
 
 
 class Patience:
-    """What is left of it."""
+    """The time that is left to wait."""
 
     def __init__(self) -> None:
         self._left_s = _LIMIT_S

@@ -1,4 +1,4 @@
-"""The rounds of a run: what is averaged, and taking part as long as it is of use."""
+"""The rounds of a run: the tensors that are averaged, and taking part as long as it is of use."""
 
 from __future__ import annotations
 
@@ -104,10 +104,10 @@ class Rounds:
         """One round; None if it failed, or became hopeless before there was a group.
 
         Args:
-            averager: of what is averaged.
+            averager: of the tensors.
             tag: of the state; only peers with the same one meet.
             hopeless: whether there is nothing to be had from it any more.
-            expected: who is waited for.
+            expected: the peers to wait for.
             options: for `Averager.step`.
         """
         loop, settings = asyncio.get_running_loop(), averager.settings

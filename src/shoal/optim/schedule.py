@@ -28,7 +28,7 @@ _kinds: dict[type, type] = {}
 
 
 def follow(scheduler: Scheduler) -> None:
-    """From now on only `advance` moves it: its `step` does nothing. Of no effect on what is no scheduler of torch."""
+    """From now on only `advance` moves it: its `step` does nothing. No effect on schedulers that are not torch's."""
     kind = type(scheduler)
     if isinstance(scheduler, LRScheduler) and not _is_followed(scheduler):
         if kind not in _kinds:
@@ -84,7 +84,7 @@ class ScheduleWatch:
         self._in_vain = self._changes = 0
 
     def seen(self) -> None:
-        """What the groups hold now is our own doing."""
+        """The values that the groups hold now are our own doing."""
         self._seen = _marks(self._groups)
 
     def find(self) -> LRScheduler | None:
@@ -111,7 +111,7 @@ class ScheduleWatch:
 
 
 def _marks(groups: Sequence[dict[str, Any]]) -> tuple[list[bool], list[object]]:
-    """Which groups a schedule was made over; and what changes when one moves."""
+    """Which groups a schedule was made over; and the values that change when one moves."""
     rates = [group.get("lr") for group in groups]
     return (
         ["initial_lr" in group for group in groups],
@@ -140,5 +140,5 @@ def _scheduler_over(groups: list[dict[str, Any]]) -> LRScheduler | None:
 
 def _moves(scheduler: LRScheduler, groups: list[dict[str, Any]]) -> bool:
     if issubclass(type(scheduler), ReduceLROnPlateau):
-        return False  # each peer measures for itself: what the rounds agree on holds
+        return False  # each peer measures for itself: the options that the rounds agree on hold
     return getattr(getattr(scheduler, "optimizer", None), "param_groups", None) is groups

@@ -1,4 +1,4 @@
-"""How a run is trained together: what all its peers are told when they begin."""
+"""The settings by which one peer takes part in a run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = ["committed_of", "name_of", "share", "why_not_ours"]
 
 
 def share(training: TrainingState, name: StateName, committed: Committed) -> SharedState:
-    """What a donor gives, with the tensors by reference: hold their lock while it is read.
+    """The state that a donor gives, with the tensors by reference: hold their lock while it is read.
 
     No codec: the newcomer goes on under this name, which says that it holds the same bits.
 
@@ -69,7 +69,7 @@ def why_not_ours(
     Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
 
     Args:
-        training: what is trained here.
+        training: the state that is trained here.
         manifest: of the offered state.
         mine: a state that is no better than this is not wanted.
         misfits: nor one that was downloaded in vain.

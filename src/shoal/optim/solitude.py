@@ -29,7 +29,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Circumstances:
-    """What a peer knows when it finds itself alone.
+    """The facts that a peer knows when it finds itself alone.
 
     Attributes:
         run_id: the run that it trains.
@@ -105,8 +105,8 @@ class Solitude:
 
     Args:
         core: this peer.
-        run_id: what it trains.
-        known: what was heard of the others.
+        run_id: names the run.
+        known: the progress of the others.
         gossip: tells them.
         notices: say it.
 

@@ -17,8 +17,8 @@ from shoal.wire import MAX_EPOCH, MAX_SAMPLES, Digest, Epoch, Samples, encode
 __all__ = ["LAST_EPOCH_TAKEN", "MAX_SAMPLES_TAKEN", "StateName"]
 
 LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN = MAX_EPOCH // 2, MAX_SAMPLES // 2
-"""A state beyond is not taken over from others: from there a run has room for as many steps as it took to get there.
-More than any run takes: who takes over a state brings a schedule up to its epoch, step by step."""
+"""A state beyond these is not taken over from others, so that a run has room for as many steps as it took to get here.
+They are more than any run takes, and bounded: a peer that takes over a state steps a schedule up to its epoch."""
 
 
 class StateName(NamedTuple):
@@ -44,12 +44,12 @@ class StateName(NamedTuple):
 
         Args:
             fingerprint: of all parameters, and of what the optimizer keeps.
-            steps: that the optimizer has taken before: who resumes has the better state than who begins.
+            steps: that the optimizer has taken before: a peer that resumes has a better state than one that begins.
         """
         return cls(0, hashlib.sha256(b"shoal genesis" + fingerprint).digest(), min(steps, MAX_SAMPLES))
 
     def after_loading(self, fingerprint: bytes) -> StateName:
-        """After a checkpoint was loaded that was saved under this name; `fingerprint` is that of what is there now."""
+        """After a checkpoint was loaded that was saved under this name; `fingerprint` is of the parameters now."""
         digest = hashlib.sha256(b"shoal resumed" + self.digest + fingerprint).digest()
         return StateName(self.epoch, digest, self.samples)
 

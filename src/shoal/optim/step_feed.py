@@ -1,9 +1,9 @@
-"""What a peer gives to those who catch up: the last steps that it knows of, with their averages.
+"""The feed for peers that catch up: the last steps that this peer knows of, with their averages.
 
-Nothing is kept while nobody follows. Who follows has a stream open, is told of each step as it is committed, and
-fetches its averages within the time of about two steps: this peer keeps the last `KEPT` of them, and what is being
-sent. Nothing of them goes while a round of this peer is under way, or little if that takes long (`HOLD_S`): whoever
-follows needs one step for each round, so what it takes of the line between two rounds is bounded by that.
+While nobody follows, nothing is kept. A follower has a stream open. It is told of each step as it is committed, and
+fetches the step's averages within the time of about two steps: this peer keeps the last `KEPT` of them, and those that
+are being sent. While a round of this peer is under way it sends none of them, or little if the round takes long
+(`HOLD_S`). A follower needs one step for each round, so its share of the line between two rounds is bounded.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HOLD_S = 1.5
 """A piece waits no longer than this for the end of a round, seconds."""
 
 _SEND_WITHIN_S = 30.0
-"""For one piece; who takes nothing for so long is left."""
+"""For one piece; a follower that takes nothing for so long is dropped."""
 
 _Answer = StepsFrom | StepTaken | StepBytes | StepGone
 
@@ -109,7 +109,7 @@ class StepFeed:
 
 
 class _Follower:
-    """One that catches up: what it was told of, and what it has asked for."""
+    """One peer that catches up: the steps that it was told of, and those that it has asked for."""
 
     def __init__(
         self, stream: Stream[_Answer, WantStep], pacer: Pacer, between_rounds: Callable[[float], Awaitable[bool]]

@@ -1,9 +1,9 @@
-"""What a step of the swarm is made of, for peers that were not in it. Values and arithmetic: no network, no loop.
+"""Steps of the swarm, in the form in which peers that were not in them get them. No network, no loop.
 
 A step leads from one named state to the next: the average of a round of gradients, or of states, or the mean of a peer
 that stepped alone. Its header (`wire.StepTaken`) names both states: the second one follows from the first and the
-round's commit, so whoever has the first can check that he comes to the second. The averages of a round are checked by
-the digests of the commit; those that only members can decode (differences to an average before) are sent as they are,
+round's commit, so a peer that has the first can check that it comes to the second. The averages of a round are checked
+by the digests of the commit. Averages that only members can decode (differences to an average before) are sent decoded,
 and believed like a state that is downloaded.
 """
 
@@ -45,7 +45,7 @@ class Step:
 
 
 def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agreement | None) -> Step | None:
-    """A copy of what a round gave, before the next one begins; None if somebody who was not in it cannot have it.
+    """A copy of a round's result, before the next round begins; None if peers that were not in it cannot have it.
 
     Args:
         name: of the state before.
@@ -83,12 +83,12 @@ def of_round(name: StateName, result: StepResult, vector: Vector, agreement: Agr
 def of_step_alone(
     name: StateName, chance: bytes, peer: bytes, samples: int, gradients: Sequence[torch.Tensor], agreement: Agreement
 ) -> Step:
-    """A copy of what a peer steps from alone.
+    """A copy of the gradients from which a peer steps alone.
 
     Args:
         name: of the state before.
         chance: 16 random bytes that name the step.
-        peer: who takes it.
+        peer: the one that takes it.
         samples: that go into it.
         gradients: their mean.
         agreement: how it is taken.

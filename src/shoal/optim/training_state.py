@@ -1,4 +1,4 @@
-"""What one peer trains: parameters, optimizer, schedule, and the gradients accumulated since the last step.
+"""The state that one peer trains: parameters, optimizer, schedule, and the gradients since the last step.
 
 No network here. Gradients are summed, weighted by samples / `unit`, into `accumulators` (in float32 at least: in 16
 bits a sum of hundreds takes nothing more); what is averaged with the swarm is their mean. A batch whose gradients are
@@ -66,7 +66,7 @@ class TrainingState:
         whole: whether the last one that was begun here was taken to its end.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
-        kept_back: what the optimizer keeps that newcomers cannot be given; None if nothing was seen.
+        kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
             extra tensors that are not finite from the beginning (masks).
@@ -97,7 +97,7 @@ class TrainingState:
         self.accumulators = [
             torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device) for parameter in trained
         ]
-        # What is infinite when the run begins (a mask) stays what it is: it has no mean.
+        # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
         fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
         self.state_tensors = tuple(
             tensor
@@ -115,7 +115,7 @@ class TrainingState:
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
         self._has_average = False
         self._given = [False] * len(trained)
-        self._stale = False  # what the accumulators hold is over: the next gradients take its place
+        self._stale = False  # the accumulators' values are over: the next gradients take their place
 
     @property
     def evaluates(self) -> bool:
@@ -260,14 +260,14 @@ class TrainingState:
         self._has_average = True
 
     def discard(self) -> None:
-        """Forget what was accumulated."""
+        """Forget the accumulated gradients."""
         self.samples, self._has_average, self._stale = 0, False, True
         self._given = [False] * len(self.trained)
 
     def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
-        Whatever interrupts it: as long as the optimizer has not begun, nothing has changed, and it can be called again.
+        It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
         From then on it is over: the average is forgotten, and the epoch counted.
 
         Args:
@@ -308,7 +308,7 @@ class TrainingState:
             parameter.grad = gradient
 
     def _step_watched(self) -> None:
-        """Look now and then, ever more rarely, whether newcomers can have what this step leaves behind."""
+        """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
         self._steps_here += 1
         if self._steps_here & (self._steps_here - 1):
             self.optimizer.step()
@@ -418,7 +418,7 @@ class TrainingState:
         try:
             self._check_counts(values, tensors)
             self._kept.check(values["optimizer"], tensors, len(self.describe()))
-        except Exception as error:  # noqa: BLE001 (whatever stands there: it is the peer's)
+        except Exception as error:  # noqa: BLE001 (any error is the peer's fault)
             return str(error) or type(error).__name__
         return None
 
@@ -441,7 +441,7 @@ class TrainingState:
         return PreparedState(epoch, scheduled, tensors[:fixed], optimizer)
 
     def take_over(self, prepared: PreparedState) -> None:
-        """Become what was prepared. Nothing in it can fail but the schedule, which then says so and stays."""
+        """Take over the prepared state. Only the schedule can fail; then it says so and stays."""
         with torch.no_grad():
             for mine, theirs in zip(self.describe(), prepared.tensors, strict=True):
                 mine.copy_(theirs)
@@ -503,8 +503,8 @@ class TrainingState:
     def load_optimizer(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of the optimizer into the groups and statistics that there are.
 
-        Torch replaces them. But whoever holds them (`swarm.param_groups`, a schedule of the user's own) would go on
-        reading and setting those of before, without effect.
+        Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
+        reading and setting the ones before, without effect.
         """
         optimizer = self.optimizer
         groups, state = optimizer.param_groups, optimizer.state
@@ -528,7 +528,7 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
 
 
 def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Of a sum of its gradients. What is no floating point is refused later, by its own dtype."""
+    """The dtype for a sum of its gradients. A dtype that is no floating point is refused later, by its name."""
     return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype
 
 

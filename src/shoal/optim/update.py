@@ -1,4 +1,4 @@
-"""What the trainer is to do to the parameters at its next step: once, whatever interrupts it."""
+"""The change that the trainer is to make to the parameters at its next step: once, even if it is interrupted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How much one host may ask of us: calls cost, and who has spent too much is not read for a while. Pure bookkeeping.
+"""How much one host may ask of us: calls cost, and a host that has spent too much is not read for a while. Bookkeeping.
 
-Keys are free, so what counts is the host, whoever speaks from it and over however many links. Honest peers stay far
-below: what a peer is told by 1,000 others takes 2% of a core, some 200 calls a second. TCP holds back what is not read.
+Keys are free, so the host counts, with all its peers and links together. Honest peers stay far below the limit: the
+messages of 1,000 others take 2% of a core, some 200 calls a second. TCP holds back data that is not read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BYTES_PER_CALL = 256
 
 
 def call_cost(nbytes: int) -> float:
-    """What a message of so many bytes costs, in small calls."""
+    """The cost of a message of so many bytes, in small calls."""
     return 1.0 + nbytes / _BYTES_PER_CALL
 
 
@@ -49,7 +49,7 @@ class Allowance:
             rate: that this host has now, calls a second.
             now: local time, seconds.
         """
-        # What is owed is bounded as a pause is: honest peers of the same host go on when the others have stopped.
+        # A debt is bounded as a pause is: honest peers of the same host go on when the others have stopped.
         self._left = max(min(rate * _BURST_S, self._left + (now - self._at) * rate) - cost, -rate * _LONGEST_PAUSE_S)
         self._at = now
         if self._left >= 0.0:

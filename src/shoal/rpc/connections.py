@@ -1,4 +1,4 @@
-"""What is open between this peer and each other one: call links, streams, idle connections; and what they carried."""
+"""The connections of this peer with each other one (call links, streams, idle ones), and the bytes they carried."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Connections", "PeerState"]
 
 
 class PeerState:
-    """What is open between us and one peer.
+    """The connections between us and one peer.
 
     Attributes:
         links: call links.
         dialing: the dial of a link that is under way.
         ahead: the dial of a connection for the next small stream that is under way.
-        streams: connections of streams that are open, whoever opened them.
+        streams: connections of open streams, of both sides.
         inbound: how many streams it has open to us.
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
         accepted: connections for the streams that it opens, also while they wait for the next one.
@@ -103,7 +103,7 @@ class Connections:
         return bool(state and state.streams)
 
     def bytes_received(self, peer: PeerID) -> int:
-        """What has come from a peer since something is open with it."""
+        """The bytes that have come from a peer since there is a connection with it."""
         if (state := self.peers.get(peer)) is None:
             return 0
         links = (link.connection for link in state.links)
@@ -112,7 +112,7 @@ class Connections:
         return state.received_before + sum(each.bytes_received for each in now_open)
 
     def bytes_acked(self, peer: PeerID) -> int:
-        """What a peer's machine has taken of what went to it on connections for streams."""
+        """The bytes that a peer's machine has taken on connections for streams."""
         if (state := self.peers.get(peer)) is None:
             return 0
         return sum(each.bytes_acked for each in {*state.streams, *state.accepted, *state.idle})

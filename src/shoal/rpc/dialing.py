@@ -128,7 +128,7 @@ class Dialer:
             raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
 
     async def _result(self, dialing: asyncio.Task[T]) -> T:
-        """What comes of it; who is cancelled meanwhile leaves it alone."""
+        """The result of a dial. A caller that is cancelled does not end the dial."""
         current = asyncio.current_task()
         try:
             return await asyncio.shield(dialing)
@@ -158,14 +158,14 @@ class Dialer:
     async def link_anew(self, peer: PeerID, silent: Callable[[], bool], rng: random.Random) -> None:
         """Make another link with a peer that has fallen silent, in place of those that it is silent on.
 
-        Where a line was cut, TCP tries again ever more rarely, and finds out seconds late that it is there again; a new
-        connection asks every second. Nothing is dialed where the peer's machine takes what we send: its line is there,
-        and its process stands still.
+        After a cut, TCP tries again ever more rarely, and notices seconds late that the line works again; a new
+        connection asks every second. No peer is dialed whose machine takes the bytes that we send: its line works, and
+        its process stands still.
 
         Args:
-            peer: who is silent.
+            peer: the silent one.
             silent: whether it still is.
-            rng: jitter: whoever was cut off has many to dial, and many dial it.
+            rng: jitter: a peer that was cut off has many to dial, and many dial it.
         """
         stuck, limit_s = list(self._open.of(peer).links), self._limits.dial_timeout_s
         backoff = Backoff(rng, first_s=0.2, max_s=2.0)
@@ -234,7 +234,7 @@ class Dialer:
         try:
             connection = await self._result(dialing)
         except asyncio.CancelledError:
-            # A dial takes four round trips. Whoever wanted this one has no use for it now; the next stream has.
+            # A dial takes four round trips. The caller has no use for this one any more, but the next stream has.
             dialing.add_done_callback(self._keep)
             raise
         finally:

@@ -4,8 +4,8 @@
   is reached over the link that it made.
 - Each stream has a connection of its own, taken from a small pool, so bulk data never delays a call. Before a stream is
   opened there is a call link, whose heartbeat tells when a silent peer is gone; then all its streams are aborted.
-- What a peer sends is decoded into the declared type before a handler sees it. What is not decodable, too long or too
-  much costs that peer its connection or an answer of `busy`; it never raises here.
+- A peer's messages are decoded into the declared type before a handler sees them. One that is not decodable, too long
+  or too much costs that peer its connection or an answer of `busy`; it never raises here.
 - Loop thread only. After `close` nothing is left: no task, no connection.
 """
 
@@ -129,7 +129,7 @@ class Endpoint:
 
     @property
     def listens_at(self) -> tuple[Address, ...]:
-        """What is announced to others, unless it is withheld."""
+        """The addresses that are announced to others, unless they are withheld."""
         return tuple(self._transport.addresses)
 
     def withhold(self) -> None:
@@ -247,14 +247,14 @@ class Endpoint:
     def is_silent(self, peer: PeerID, *, soon: bool = False) -> bool:
         """Whether nobody should wait for this peer: it was asked for a sign of life, and gives none (`rhythm`).
 
-        For whoever waits for it, to be called every `LOOK_S`: to look at a peer is to have it asked. `soon`: half a
-        second is enough, as to give it up wrongly costs little.
+        Code that waits for the peer calls this every `LOOK_S`: looking at a peer has it asked. `soon`: half a second is
+        enough, as giving it up wrongly costs little.
         """
         return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time(), soon=soon)
 
     @property
     def silent(self) -> frozenset[PeerID]:
-        """Those who were found to be silent, and have said nothing since."""
+        """The peers that were found to be silent, and have said nothing since."""
         return self._rhythm.silent(asyncio.get_running_loop().time())
 
     def _ask(self, peer: PeerID) -> bool:
@@ -269,7 +269,7 @@ class Endpoint:
         return bool(links)
 
     async def _look_loop(self) -> None:
-        """Look at those who have not answered a call yet, as long as there are any."""
+        """Look at peers that have not answered a call yet, as long as there are any."""
         waiting = [self.peer_id]
         while waiting:
             await asyncio.sleep(LOOK_S)
@@ -505,7 +505,7 @@ class Endpoint:
         return allowance.spend(call_cost(nbytes), rate, now) if allowance is not None else 0.0
 
     def _allowance(self, host: str) -> Allowance:
-        """What a host may ask of us: kept for a while after its last link, else a new link would bring a new one."""
+        """The allowance of a host, kept for a while after its last link, else a new link would bring a new one."""
         now = asyncio.get_running_loop().time()
         for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
             del self._allowances[each]
@@ -516,7 +516,7 @@ class Endpoint:
         return self._open.has_streams(peer)
 
     def bytes_received(self, peer: PeerID) -> int:
-        """What has come from this peer over all that is open with it (for `CallLink`)."""
+        """The bytes that have come from this peer over all connections with it (for `CallLink`)."""
         return self._open.bytes_received(peer)
 
     @property

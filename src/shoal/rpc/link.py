@@ -40,7 +40,7 @@ class LinkRetired(PeerUnreachable):
 
 
 class LinkOwner(Protocol):
-    """What a link asks of its endpoint."""
+    """The part of the endpoint that a link uses."""
 
     @property
     def clock(self) -> SharedClock:
@@ -118,7 +118,7 @@ class CallLink:
 
     @property
     def peer_id(self) -> PeerID:
-        """Who is on the other side."""
+        """The peer on the other side."""
         return self.connection.peer_id
 
     @property
@@ -293,7 +293,7 @@ class CallLink:
                 self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
 
     def _compare_clocks(self, asked: float, theirs: float) -> None:
-        """What lies within the time that the answer took, while we or they may have stood still, is no difference."""
+        """A difference below the time of the answer does not count: we or they may have stood still meanwhile."""
         now = self._owner.clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
         if math.isfinite(offset_s):

@@ -9,8 +9,8 @@ dials its own machine or a link-local address; it dials a host `_PER_HOST` times
 becomes a client: it goes on without announcing an address, so that nobody waits for it. Without an answer it announces
 where it listens, as before. A client asks again after `_AGAIN_S`, ever more rarely: somebody may have opened the way.
 
-**Who finds out that a live peer cannot be dialed** (`rpc.ways`) tells it so (`NoWayIn`). That alone changes nothing, as
-anybody can say it: the peer asks again, whom it chooses itself, at most every `_LOOK_AGAIN_S`.
+**A peer that finds out that a live peer cannot be dialed** (`rpc.ways`) tells it so (`NoWayIn`). That alone changes
+nothing, as anybody can say it: the peer asks again, peers of its own choice, at most every `_LOOK_AGAIN_S`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What others have said.
+    """The answers of the others.
 
     Attributes:
-        reached: who came through, and at which of our addresses it sees us.
-        failed: who did not, and at which address it tried.
+        reached: the peers that came through, each with the address at which it sees us.
+        failed: the peers that did not, each with the address that it tried.
     """
 
     reached: tuple[tuple[PeerID, str], ...]

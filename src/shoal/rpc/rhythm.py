@@ -1,19 +1,19 @@
-"""Who has fallen silent, measured by how fast it and the others answer. Pure bookkeeping.
+"""Which peers have fallen silent, measured by how fast they and the others answer. Pure bookkeeping.
 
-Nobody is watched all the time. Who waits for a peer *looks* at it, a few times a second. A peer that is looked at and
-has said nothing for a moment is asked for a sign of life; any byte from it is one, on whatever is open with it. It is
+No peer is watched all the time. A peer that waits for another *looks* at it, a few times a second. If the other has
+said nothing for a moment, a look asks it for a sign of life; any byte from it is one, on any connection with it. It is
 *silent* when it has not given one for `LEAST_S`, and for twice as long as the slowest of the latest answers, its own
 and those of the others. Then nobody waits for it, and with its first byte it counts again: it is neither
 disconnected nor forgotten.
 
 An answer may have to wait behind what we and others send that peer. So the time begins anew whenever its machine has
-acknowledged some more of what goes there on streams. That goes on until `most_s` at the latest, and does not bring a
+acknowledged more of the bytes that go there on streams. That goes on until `most_s` at the latest, and does not bring a
 silent peer back: the system of a process that stands still takes what comes, too, until its buffers are full.
 
-The time in which a peer is silent is counted in looks: what keeps this process from looking (a frozen machine, a
-training step that holds the interpreter) also keeps it from hearing, and says nothing about others. This is what
-Lifeguard's local health is for (Dadgar et al. 2018); the limit that follows the answers is an accrual detector's
-(Hayashibara et al. 2004) with a quantile in place of a normal distribution: answers of a busy machine have no such one.
+The time in which a peer is silent is counted in looks: if something keeps this process from looking (a frozen machine,
+a training step that holds the interpreter), it also keeps it from hearing, and says nothing about others. Lifeguard's
+local health has the same purpose (Dadgar et al. 2018). The limit that follows the answers is an accrual detector's
+(Hayashibara et al. 2004), with a quantile in place of a normal distribution: answers of a busy machine have none.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOK_S = 0.25
 """Between two looks at a peer; more than this is not counted as its silence."""
 
 _QUIET_S = 0.5
-"""Who was heard within this is not asked; half of it where giving it up costs little."""
+"""A peer that was heard within this is not asked; half of it where giving it up costs little."""
 
 _SLACK = 2.0
 """How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
@@ -45,7 +45,7 @@ _MAX_PEERS = 4096
 
 
 class _Pulse:
-    """What is known of one peer."""
+    """The measurements of one peer."""
 
     __slots__ = ("acked", "answers", "asked", "heard_at", "looked_at", "quiet_s", "received", "silent", "waited_s")
 
@@ -62,8 +62,8 @@ class Rhythm:
 
     Args:
         ask: asks a peer for a sign of life; False if there is no way to.
-        received: how many bytes have come from a peer over what is open with it now.
-        acked: how many bytes of streams a peer's machine has acknowledged, over what is open with it now.
+        received: how many bytes have come from a peer over the connections with it now.
+        acked: how many bytes of streams a peer's machine has acknowledged, over the connections with it now.
         found: told of each peer that is found to be silent, and for how long it was waited for, seconds.
         most_s: nobody is waited for longer than this.
     """
@@ -86,7 +86,7 @@ class Rhythm:
         """Look at a peer (`now`: local time, seconds): whether nobody should wait for it. To be called again soon.
 
         Args:
-            peer: who is waited for.
+            peer: the peer that is waited for.
             now: local time, seconds.
             soon: to give it up costs little: it has less time.
         """
@@ -111,11 +111,11 @@ class Rhythm:
         return pulse.silent
 
     def silent(self, now: float) -> frozenset[PeerID]:
-        """Who was found to be silent, and has said nothing since; looks at each of them."""
+        """The peers that were found to be silent, and have said nothing since; looks at each of them."""
         return frozenset(peer for peer in list(self._silent) if self.is_silent(peer, now))
 
     def forget(self, peer: PeerID) -> None:
-        """All connections with this peer are gone: what comes next is another matter."""
+        """All connections with this peer are gone: the next ones begin anew."""
         self._pulses.pop(peer, None)
         self._silent.discard(peer)
 

@@ -1,8 +1,8 @@
-"""What is served here: handlers of calls, notes and streams, and what is told to a peer when one of them cannot answer.
+"""The handlers of calls, notes and streams, and the answers to a peer when a handler cannot answer.
 
-What a peer sends is decoded into the declared type before a handler sees it. A handler's `PeerError` is told to the
-peer; any other exception of it is a bug here: logged, told as "internal", and the cost of one call or stream. Of a note
-nothing is told: a peer that sends a bad one is dropped.
+A peer's message is decoded into the declared type before a handler sees it. A handler's `PeerError` is told to the
+peer. Any other exception is a bug here: it is logged, told as "internal", and costs one call or stream. Notes have no
+answer: a peer that sends a bad one is dropped.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class Services:
             link.used()
 
     def _failure(self, call: Call, error: Exception) -> Failure:
-        """What the caller is told of what a handler raised."""
+        """The answer to the caller for an exception of a handler."""
         if isinstance(error, PeerRefused):
             return Failure(call.id, _told(error), error.message[:1000])
         if isinstance(error, PeerError):

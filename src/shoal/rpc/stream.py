@@ -57,7 +57,7 @@ class Stream(Generic[Sent, Received]):
 
     @property
     def peer_id(self) -> PeerID:
-        """Who is on the other side."""
+        """The peer on the other side."""
         return self._connection.peer_id
 
     @property
@@ -96,7 +96,7 @@ class Stream(Generic[Sent, Received]):
     async def ready(self) -> None:
         """Wait until `recv` would not wait: a message, the end, or the loss of the stream is there.
 
-        Takes nothing, and may be cancelled at any time: whoever watches a stream can hand it over to another reader.
+        Takes nothing, and may be cancelled at any time: a watcher of a stream can hand it over to another reader.
         """
         if self._got_end or self._unread:
             return

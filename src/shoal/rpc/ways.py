@@ -6,9 +6,8 @@ moment later decides. Its failure counts only if the peer answers on its link be
 is dead, frozen or cut off, or wakes meanwhile, is another matter. While there is doubt, and once it is *shut*, dialing
 fails at once.
 
-A shut way is tried again ever more rarely, in the background, so that no round pays for it, and forgotten when the peer
-names other addresses or its link is lost. Everything here is about one's own attempts: what others say of a peer shuts
-nothing.
+A shut way is tried again ever more rarely, in the background, so that no round pays for it. It is forgotten when the
+peer names other addresses or its link is lost. Only a peer's own attempts count here: the word of others shuts no way.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _MAX_DOUBTS = 256
 
 
 class _Way:
-    """What is known of the way to one peer."""
+    """The way to one peer."""
 
     __slots__ = ("addresses", "shut")
 
@@ -42,7 +41,7 @@ class _Way:
 
 
 class Ways:
-    """What one endpoint knows of the ways to its live peers.
+    """The ways to the live peers of one endpoint.
 
     Args:
         transport: dials.
@@ -78,7 +77,7 @@ class Ways:
         return way is not None and way.shut
 
     def forget(self, peer: PeerID) -> None:
-        """The peer is gone, or is reached: whatever was thought of the way to it."""
+        """Forget the doubts about a peer: it is gone, or was reached."""
         self._ways.pop(peer, None)
 
     async def dial(self, peer: PeerID, addresses: tuple[Address, ...]) -> Connection:

@@ -73,7 +73,7 @@ def mean(ranks: list[int], shapes: list[list[int]]) -> list[torch.Tensor]:
 
 
 def check_agreement(rounds: dict[str, Any]) -> None:
-    """Who succeeded holds the same bits; who failed is untouched."""
+    """Peers that succeeded hold the same bits; those that failed are untouched."""
     assert same({peer: found["hash"] for peer, found in rounds.items() if found["ok"]}), rounds
     assert all(found["untouched"] for found in rounds.values() if not found["ok"]), rounds
 

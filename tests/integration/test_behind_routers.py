@@ -43,7 +43,7 @@ def peer(net: Routers, home: int | None, *initial: str) -> Iterator[Any]:
 
 
 def test_a_router_that_forwards_the_port_lets_its_peer_be_reached_and_another_makes_a_client() -> None:
-    """Who is seen at its router's address announces that first; who is not reached announces nothing, and warns.
+    """A peer seen at its router's address announces that first; an unreached one announces nothing, and warns.
 
     No machine here has a default route but the homes, so the public one announces the address of its interface.
     """

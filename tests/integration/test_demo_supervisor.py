@@ -219,7 +219,7 @@ def test_first_ctrl_c_leaves_in_order(tmp_path: Path) -> None:
 
 
 def test_seven_seconds_without_a_word_after_ctrl_c_in_the_demo(tmp_path: Path) -> None:
-    """Who has met nobody yet (it loads torch, say) is not waited for, and is no death; the log says what goes on."""
+    """A peer that has met no other (it loads torch, say) is not waited for, and is no death; the log says so."""
     record = tmp_path / "run.json"
     with supervisor(record, seconds=60, peers=2, faults={"oak": "mute", "elm": "mute"}) as process:
         pids = until(lambda: read(record).get("pids", [])[1:] and read(record)["pids"])
@@ -261,7 +261,7 @@ def test_ctrl_c_of_the_terminal_does_not_reach_the_children(tmp_path: Path) -> N
 
 
 def test_file_is_complete_at_any_time(tmp_path: Path) -> None:
-    """Whoever reads it while the run goes gets all fields, and no temporary file stays."""
+    """A reader gets all fields while the run goes on, and no temporary file stays."""
     record = tmp_path / "run.json"
     with supervisor(record, seconds=2, peers=2) as process:
         phases = set()

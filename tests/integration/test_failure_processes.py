@@ -146,7 +146,7 @@ class Trial:
                 self.said[rank] = self.workers[rank].expect("round", LONG_S)
 
     def check(self) -> None:
-        """Who succeeded in one round holds the same bits; who failed is untouched, and says why."""
+        """Peers that succeeded in a round hold the same bits; those that failed are untouched, and say why."""
         hashes: dict[str, set[str]] = defaultdict(set)
         for found in self.said.values():
             if found["ok"]:

@@ -591,7 +591,7 @@ def test_a_crowd_from_one_host_pushes_out_its_own() -> None:
 
 
 def test_who_is_refused_leaves_nothing_behind() -> None:
-    """Whoever is told no and does not hang up is dropped all the same: refusals cannot pile up."""
+    """A refused peer that does not hang up is dropped all the same: refusals cannot pile up."""
 
     async def scenario() -> None:
         async with stage() as actors, contextlib.AsyncExitStack() as stack:
@@ -730,7 +730,7 @@ def test_one_host_takes_every_descriptor(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_flipped_bit_breaks_the_connection_on_both_sides() -> None:
-    """Whoever changes the ciphertext on the way ends the connection; changed bytes never reach a reader."""
+    """A change of the ciphertext on its way ends the connection; changed bytes never reach a reader."""
 
     async def scenario() -> None:
         meddling = asyncio.Event()

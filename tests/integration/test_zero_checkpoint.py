@@ -170,7 +170,7 @@ def test_consolidated_loads_in_plain_torch(pool: Ranks, tmp_path: Path, stage: i
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_checkpoint_of_plain_torch_goes_on_sharded(pool: Ranks, tmp_path: Path, stage: int) -> None:
-    """Whoever began without sharding loads both state dictionaries from one file."""
+    """A user that began without sharding loads both state dictionaries from one file."""
     model = cases.Odd()
     _, _, optimizer = cases.alone(4, "adamw", steps=4, model=model)
     path = tmp_path / "plain.pt"

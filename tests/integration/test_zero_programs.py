@@ -164,7 +164,7 @@ def test_float32_values_of_all_that_computes_in_bfloat16(pool: Ranks, stage: int
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_written_into_parameters_counts(pool: Ranks, stage: int, dtype: torch.dtype | None) -> None:
-    """Whoever writes it; with float32 copies as without, the next step begins with it."""
+    """Any code may write it; with float32 copies as without, the next step begins with it."""
     for found in pool.play(2, programs.written, stage, dtype):
         assert found == dict.fromkeys(programs.WRITINGS, True)
 

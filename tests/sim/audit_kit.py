@@ -134,7 +134,7 @@ def _check_part(
 
 
 def _sorted(held: Held, brought: Sequence[Brought | None]) -> tuple[list[Brought], list[Brought]]:
-    """Who is counted in a part, and who else had the group."""
+    """The members counted in a part, and the others of the group."""
     counted, others = [], []
     for index, each in enumerate(brought):
         if not has_member(held.contributors, index):

@@ -108,7 +108,7 @@ class Participant(NamedTuple):
 
 
 def numbered_participants(number: int) -> tuple[Participant, ...]:
-    """Who takes part in the plan of this number, always the same: 2 to 6, of all kinds.
+    """The peers in the plan of this number, always the same: 2 to 6, of all kinds.
 
     The first can be dialed, since all others join at it; the second counts.
     """

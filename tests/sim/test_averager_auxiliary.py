@@ -109,7 +109,7 @@ def test_a_group_of_auxiliaries_only_never_forms_and_hangs(assistants: int, targ
 
 @pytest.mark.parametrize("first", ["p0", "p1", "p4"])
 def test_one_with_values_that_comes_with_many_assistants_is_in_the_group(first: str) -> None:
-    """Whoever is first: no place is kept for it, and it has one."""
+    """No matter which peer is first: no place is kept for it, and it has one."""
 
     async def main() -> None:
         trial, values = await _trial(1, 4, target=3)

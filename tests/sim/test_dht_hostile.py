@@ -227,7 +227,7 @@ def test_flood_of_lookups_hits_the_rate_limit() -> None:
 
 
 def test_large_answers_use_up_the_rate_faster_than_small_ones() -> None:
-    """Who asks for the same megabyte again and again is slowed down."""
+    """A peer that asks for the same megabyte again and again is slowed down."""
 
     async def main() -> None:
         swarm = new_swarm()
@@ -259,7 +259,7 @@ def test_large_answers_use_up_the_rate_faster_than_small_ones() -> None:
 
 
 def test_crowded_key_refuses_more_entries_but_keeps_working() -> None:
-    """Who is in it can renew and read."""
+    """A peer in it can renew and read."""
     limits = StorageLimits(key_entries=10)
 
     async def main() -> None:

@@ -143,7 +143,7 @@ def test_cached_answer_is_used_for_a_while_and_latest_goes_past_it() -> None:
 
 
 def test_own_entry_does_not_answer_for_the_whole_dictionary() -> None:
-    """Who wrote one entry still asks others for the rest."""
+    """A peer that wrote one entry still asks others for the rest."""
 
     async def main() -> None:
         swarm = new_swarm()
@@ -442,7 +442,7 @@ def test_dead_neighbour_leaves_the_table_within_seconds(how: str) -> None:
 
 
 def test_closing_ends_operations_and_answers_no_more() -> None:
-    """Whoever waits is told; nothing of the node runs on."""
+    """A waiting caller is told; nothing of the node runs on."""
 
     async def main() -> None:
         swarm = new_swarm()

@@ -34,7 +34,7 @@ def names(count: int, prefix: str = "p") -> list[str]:
 
 
 def check_agreement(ends: dict[str, Group | BaseException], fleet: Fleet) -> None:
-    """Whoever is in one group holds the same Begin and the right control streams."""
+    """Members of one group hold the same Begin and the right control streams."""
     groups = {name: end for name, end in ends.items() if isinstance(end, Group)}
     for name, group in groups.items():
         mate = fleet.mates[name]

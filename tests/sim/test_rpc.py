@@ -98,7 +98,7 @@ def test_a_handler_may_answer_at_once_or_in_a_task(run: Run) -> None:
 
 @everywhere
 def test_first_calls_at_once_share_one_dial(run: Run) -> None:
-    """Whoever needs a link while it is being dialed waits for that one."""
+    """A caller that needs a link while it is being dialed waits for that one."""
 
     async def scenario(net: Net) -> None:
         a, b = await net.peer("a"), await net.peer("b")

@@ -172,7 +172,7 @@ def test_a_deadlock_says_who_waits_where() -> None:
 
 
 def test_a_background_crash_is_the_cause_of_the_deadlock_it_leaves() -> None:
-    """Who looks at a deadlock sees the crash that made it."""
+    """The report of a deadlock shows the crash that made it."""
 
     async def main() -> None:
         async def fail() -> None:

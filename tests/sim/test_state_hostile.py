@@ -234,7 +234,7 @@ def test_a_silent_stream_is_left(script: Send) -> None:
 
 
 def test_a_drip_is_bounded_by_the_deadline() -> None:
-    """Whoever sends just enough not to be silent cannot hold a download beyond its time."""
+    """A donor that sends just enough not to be silent cannot hold a download beyond its time."""
 
     async def main() -> None:
         swarm = new_swarm()

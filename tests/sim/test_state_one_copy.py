@@ -196,7 +196,7 @@ def test_an_honest_reader_that_was_sent_away_gets_the_newer_state() -> None:
 
 
 def test_asking_again_and_again_keeps_no_copy() -> None:
-    """Whoever is told of a copy and never takes it counts for two seconds, once."""
+    """A peer that is told of a copy and never takes it counts for two seconds, once."""
 
     async def main() -> None:
         swarm, donor = await start(mebibytes=1)

@@ -1,4 +1,4 @@
-"""Who is waited for when a group forms."""
+"""The peers that a group waits for when it forms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes part in the rounds of the matchmaking benchmark, and until when."""
+"""The peers in the rounds of the matchmaking benchmark, and until when they take part."""
 
 from __future__ import annotations
 

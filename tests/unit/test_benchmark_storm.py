@@ -50,7 +50,7 @@ def test_who_never_contributes_again_is_counted() -> None:
 
 
 def test_a_wrong_suspicion_is_of_one_that_was_live_for_a_while_by_one_that_was() -> None:
-    """Who is down, has just come back, or suspects others because it was down itself, is not counted."""
+    """A peer that is down, just came back, or suspects others because it was down itself, is not counted."""
     lives = Lives(3)
     for place in range(3):
         lives.begin(place, 0.0)

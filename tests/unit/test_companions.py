@@ -1,4 +1,4 @@
-"""Who is on its way to our state, and how long it is waited for."""
+"""The peers on their way to our state, and how long they are waited for."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_slow_nodes_are_not_waited_for_when_four_have_answered_for_each() -> Non
 
 
 def test_slow_node_that_fails_in_the_end_lets_the_lookup_end() -> None:
-    """Whoever drives the lookup gives each call an end."""
+    """The driver of a lookup gives each call an end."""
     lookup = Lookup(TARGET, OWN, far(1), count=2)
     lookup.next_queries()
     lookup.slow(NODES[1].peer)

@@ -1,4 +1,4 @@
-"""Who is believed, avoided, forgotten and tried again."""
+"""Neighbours that are believed, avoided, forgotten and tried again."""
 
 from __future__ import annotations
 

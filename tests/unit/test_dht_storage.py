@@ -193,7 +193,7 @@ def test_key_takes_no_more_bytes_than_its_limit() -> None:
     "limits", [StorageLimits(key_entries=8), StorageLimits(key_bytes=8 * wire_bytes(record(subkey="a")))]
 )
 def test_a_flooded_key_makes_room_at_the_cost_of_who_holds_the_most(limits: StorageLimits) -> None:
-    """Who fills a key keeps nobody out; a cache just keeps what came first."""
+    """A peer that fills a key keeps nobody out; a cache just keeps the first records."""
     flood = [record(subkey=f"{number:02}", expiration=NOW + 10 + number) for number in range(20)]
     store, cache = RecordStore(limits), RecordStore(limits, fair=False)
     for each in (store, cache):
@@ -252,7 +252,7 @@ def test_full_store_makes_room_at_the_cost_of_who_holds_the_most() -> None:
 
 
 def test_cache_drops_what_expires_first() -> None:
-    """Whoever brought it."""
+    """No matter which peer brought it."""
     size = record_bytes(record())
     store = RecordStore(StorageLimits(total_bytes=3 * size, source_bytes=3 * size), fair=False)
     records = [record(key=f"k{number}", expiration=NOW + 50 - number) for number in range(5)]

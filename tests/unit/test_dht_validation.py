@@ -1,4 +1,4 @@
-"""Who may write what: signatures, entries that name a peer, schemas, and how validators compose."""
+"""The right to write a record: signatures, entries that name a peer, schemas, and how validators compose."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ class Swarm:
         return told
 
     async def tell(self, *, after_s: float = 0.06, enough: bool = False, **mine: Any) -> list[PeerID]:
-        """Whom `ME` tells by notes, when it stands here after so many seconds."""
+        """The peers that `ME` tells by notes, when it stands here after so many seconds."""
         self.now += after_s
         asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
         self.notes.clear()

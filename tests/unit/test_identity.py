@@ -148,7 +148,7 @@ def test_a_key_file_is_never_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_key_file_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who starts while it is written, or after a loss of power, does not find half a key; nothing else is left."""
+    """A process that starts during the write, or after a loss of power, finds no half a key; nothing else is left."""
 
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -102,7 +102,7 @@ def test_those_who_reduce_are_done_at_the_same_time() -> None:
 
 
 def test_nobody_reduces_less_than_the_least() -> None:
-    """Who would get less gets nothing; the others share it as well as they can."""
+    """A member that would get less gets nothing; the others share it as well as they can."""
     assert balance(1000, [100.0, 100.0, 100.0, 80.0], [True] * 4) == [290, 290, 289, 131]
     assert balance(1000, [100.0, 100.0, 100.0, 80.0], [True] * 4, min_size=131) == [290, 290, 289, 131]
     assert balance(1000, [100.0, 100.0, 100.0, 80.0], [True] * 4, min_size=250) == [334, 333, 333, 0]

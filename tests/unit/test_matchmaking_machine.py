@@ -168,7 +168,7 @@ def test_declares_and_is_told_at_once_who_is_there() -> None:
 
 
 def test_follower_keeps_its_declaration_until_the_group_begins() -> None:
-    """Whoever asks it is sent to its leader, and if the leader is lost it stands there already."""
+    """A peer that asks it is sent to its leader, and if the leader is lost it stands there already."""
     play = Play()
     play.read(declared(1))
     assert play.hear(AskAccepted(peer_id(1))) == []
@@ -296,7 +296,7 @@ def test_accepts_a_later_peer() -> None:
 
 
 def test_refuses_an_earlier_peer_and_asks_it_instead() -> None:
-    """Whoever asks the wrong way round is met nevertheless."""
+    """A peer that asks the wrong way round is met nevertheless."""
     play = Play()
     said = play.joins(3)
     assert kinds(said) == [Refuse, Ask]
@@ -384,7 +384,7 @@ def test_joining_again_counts_once() -> None:
 
 
 def test_leader_that_declared_anew_and_asks_is_accepted() -> None:
-    """Who asks us with a later key leads us no more, even if its word has not come yet."""
+    """A peer that asks us with a later key leads us no more, even if its word has not come yet."""
     play = following(1)
     said = play.joins(1, expiration=MINE + 1)
     assert said[:2] == [StopAsking(peer_id(1)), Accept(peer_id(1))]
@@ -591,7 +591,7 @@ def test_answers_of_others_are_ignored(event: Event) -> None:
 
 
 def test_follower_cannot_become_our_leader() -> None:
-    """Who joined us and then would lead us is left: no circle of two."""
+    """A peer that joined us and then would lead us is left: no circle of two."""
     play = Play()
     play.read(declared(1))
     play.joins(1, expiration=MINE + 1)
@@ -623,7 +623,7 @@ def test_starts_after_a_read_begun_after_the_quiet_time() -> None:
 
 
 def test_does_not_start_before_its_own_declaration_is_stored() -> None:
-    """Whoever declares at the same time must be able to find us, or we it."""
+    """A peer that declares at the same time must be able to find us, or we it."""
     play = Play(memory=Memory(companions=frozenset({peer_id(60)})))
     play.joins(3, expiration=MINE - 1, at=0.01)
     play.joins(60, at=0.01)
@@ -650,7 +650,7 @@ def test_join_during_the_read_asks_for_another() -> None:
 
 
 def test_waits_for_a_declarer_that_has_not_joined() -> None:
-    """Whoever stands in the directory is on its way; when it has joined or withdrawn, the group starts."""
+    """A peer in the directory is on its way; when it has joined or withdrawn, the group starts."""
     play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(61)})))
     play.settle(declared(62))
     play.joins(60, at=1.0)
@@ -685,7 +685,7 @@ def test_patience_with_a_declarer_that_lives_and_does_not_come_is_bounded() -> N
 
 
 def test_quiet_time_is_long_while_a_companion_is_missing() -> None:
-    """Whoever was in the last group is likely to come; whoever is lost is not."""
+    """A member of the last group is likely to come; a lost one is not."""
     play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(61)})))
     play.settle()
     play.joins(60, at=1.0)
@@ -885,7 +885,7 @@ def test_only_other_schemas_is_a_mismatch_by_name(event: Mismatched | AskRefused
 
 
 def test_other_schemas_beside_equal_ones_are_no_mismatch() -> None:
-    """Whoever met somebody of its kind failed for another reason."""
+    """A peer that met one of its kind failed for another reason."""
     play = Play(rules=Rules(min_size=3, window_s=WINDOW_S))
     play.settle()
     play.joins(60)
@@ -924,7 +924,7 @@ def test_client_never_declares_and_asks_the_earliest_of_all() -> None:
 
 
 def test_client_leads_nobody() -> None:
-    """Whoever asks it is refused."""
+    """A peer that asks it is refused."""
     play = Play(rules=client_rules())
     assert isinstance(play.joins(60)[0], Refuse)
     assert play.machine.followers == ()
@@ -964,7 +964,7 @@ def test_nudged_peer_that_follows_another_leads_to_that_one() -> None:
 
 
 def test_lost_peer_is_heard_again() -> None:
-    """Who asks us is alive, whatever was thought of it."""
+    """A peer that asks us is alive, even if it was taken for dead."""
     play = Play(memory=Memory(lost={peer_id(60): MINE + 100}))
     play.joins(60)
     assert play.memory.lost == {}

@@ -34,7 +34,7 @@ class SlowExecutor:
 
 
 def test_a_part_is_not_free_while_a_thread_works_on_it() -> None:
-    """Whoever waits for it is cancelled: the next attempt of the part, in the same memory, waits for the thread."""
+    """The waiting task is cancelled: the next attempt of the part, in the same memory, waits for the thread."""
 
     async def main() -> None:
         tensors = [torch.zeros(NUMEL)]

@@ -172,7 +172,7 @@ def test_a_message_is_described_with_its_limits(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(messages()))
 def test_a_message_is_said_to_be_answered_by_what_answers_it(name: str) -> None:
-    """Who sends a message is told, and what answers it: replies, or what both sides send on the stream."""
+    """The page tells each message's sender and its answer: a reply, or the messages of both sides of the stream."""
     kind, row = messages()[name], flows().get(name)
     assert row is not None, f"docs/protocol.md does not tell who sends {name}"
     answers: list[Any] = []

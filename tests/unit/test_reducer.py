@@ -159,7 +159,7 @@ def test_who_is_excluded_is_not_stalled_again() -> None:
 
 
 def test_a_part_that_comes_later_gives_new_time() -> None:
-    """Whoever was silent because there was nothing to send has `silence_s` from then on."""
+    """A member that was silent because there was nothing to send has `silence_s` from then on."""
     reducer = rules(0, 1)
     reducer.own(1, 0, 100.0)
     give(reducer, 1, [1], 101.0)

@@ -1,4 +1,4 @@
-"""Who is silent: what is counted, and how the limit follows the answers."""
+"""Silent peers: the count of looks, and how the limit follows the answers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_where_it_costs_little_half_a_second_is_enough_unless_answers_take_longe
 
 
 def test_any_byte_is_a_sign_of_life_and_who_speaks_is_not_asked() -> None:
-    """Who was heard within half a second is not asked; with its first byte a silent one counts again."""
+    """A peer heard within half a second is not asked; with its first byte a silent one counts again."""
     world = World()
     for _ in range(40):
         world.received[peer(1)] += 1
@@ -125,7 +125,7 @@ def test_the_limit_follows_the_slowest_answer(slow_s: float, limit_s: float) -> 
 
 
 def test_an_outage_is_no_rhythm() -> None:
-    """Who was gone for ten seconds is silent after a second the next time, too."""
+    """A peer that was gone for ten seconds is silent after a second the next time, too."""
     world = World()
     assert world.answer(peer(1), 10.0)
     world.now += 10.0
@@ -164,7 +164,7 @@ def test_a_connection_that_is_closed_is_no_word() -> None:
 
 
 def test_a_verdict_that_nobody_has_looked_at_for_long_counts_no_more() -> None:
-    """Who was silent and is back may have had no reason to say so: it is asked anew, and has its second."""
+    """A silent peer that is back may have had no reason to say so: it is asked anew, and has its second."""
     world = World()
     assert world.silent_after(peer(1)) is not None
     world.now += MOST_S + LOOK_S

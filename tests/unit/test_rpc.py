@@ -155,7 +155,7 @@ def test_a_truncated_frame_is_a_lost_connection() -> None:
 
 
 def test_messages_over_the_limit_are_not_packed() -> None:
-    """Who packs with limits hears of it before the other side does."""
+    """A sender that packs with limits hears of it before the other side does."""
     with pytest.raises(LocalError, match="the most is 1000"):
         pack(Kind.CALL, Failure(1, "x" * 1000, ""), limits=LIMITS)
     assert pack(Kind.CALL, Failure(1, "x" * 900, ""), limits=LIMITS)

@@ -142,7 +142,7 @@ def test_more_options_than_can_be_told_are_refused() -> None:
     [((b"\x05", b"\x04"), {2}), ((b"\x05", b""), set()), ((b"\x00\x01", b"\xff\xff\x01"), {8}), ((b"\x01",), {0})],
 )
 def test_a_parameter_is_absent_if_nobody_has_a_gradient_of_it(masks: tuple[bytes, ...], absent: set[int]) -> None:
-    """Who has none counts as zero if another one has one."""
+    """A member without a gradient counts as zero if another one has one."""
     options = options_of(groups({"lr": 0.1}))
     gathered = {peer(i): decode_plain(encode(Said(options, mask))) for i, mask in enumerate(masks)}
     assert agree(gathered, ()).absent == absent
@@ -162,7 +162,7 @@ def test_who_made_a_step_is_part_of_it() -> None:
 
 
 def test_a_rate_that_is_no_number_is_never_agreed_on() -> None:
-    """Who has it takes that of the others, and is told."""
+    """A member that has it takes that of the others, and is told."""
     good = options_of(groups({"lr": 0.1}))
     mine = groups({"lr": 0.1})
     mine[0]["lr"] = float("nan")

@@ -1,4 +1,4 @@
-"""Who is slow, in the eyes of the decider; and what it does about owners that nobody can get parts from."""
+"""Slow members, in the eyes of the decider; and its remedy for owners that nobody can get parts from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL = {0, 1, 2, 3}
 
 
 def late(stragglers: Stragglers, parts: list[set[int]], now: float, owner: list[int] = OWNER) -> list[int]:
-    """Who is late, with these parts held by each member."""
+    """The late members, with these parts held by each member."""
     return stragglers.late(owner, [dict.fromkeys(held) for held in parts], ALL, now)
 
 
@@ -25,7 +25,7 @@ def test_an_owner_that_gives_its_part_to_nobody_is_late() -> None:
 
 
 def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
-    """Who lacks what its owner gives to nobody is not at fault."""
+    """A member that lacks a part which its owner gives to nobody is not at fault."""
     stragglers = Stragglers(margin_s=1.0, now=0.0)
     assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 2.0) == []
     assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 5.0) == [3]

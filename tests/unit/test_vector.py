@@ -250,7 +250,7 @@ def test_contributions_that_would_overflow_the_sum_are_refused() -> None:
 
 @pytest.mark.parametrize("codec", [PLAIN, HALF])
 def test_averages_that_are_not_finite_are_refused(codec: CompressionBase) -> None:
-    """Whoever averaged them is at fault."""
+    """The peer that averaged them is at fault."""
     vector = vector_of([torch.ones(10)], codec)
     vector.copy_in()
     [part] = parts_of(vector)

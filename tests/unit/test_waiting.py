@@ -69,7 +69,7 @@ def test_a_loop_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_gate_lets_all_through() -> None:
-    """Whoever waits, and whoever comes later."""
+    """Callers that wait, and callers that come later."""
     gate, passed = Gate(), []
     threads = [threading.Thread(target=lambda: passed.append(gate.wait(LONG_S))) for _ in range(3)]
     for thread in threads:
@@ -143,7 +143,7 @@ def test_an_interrupt_keeps_no_future_from_the_loop(what: str) -> None:
 
 
 def test_a_state_is_taken_over_while_an_interrupted_trainer_computes() -> None:
-    """Who is interrupted goes on when what it waited for has ended, which may be at the parameters just then."""
+    """An interrupted caller goes on when the awaited work has ended, as that may be at the parameters just then."""
     thread, changing, ended = LoopThread("test"), threading.Event(), list[bool]()
     waiter = threading.main_thread().ident
     assert waiter is not None

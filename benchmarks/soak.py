@@ -218,7 +218,7 @@ class Soak:
 
     @property
     def everybody(self) -> list[Peer]:
-        """Who lives."""
+        """The live peers."""
         return [self.observer, *self.peers]
 
     def play(self) -> None:

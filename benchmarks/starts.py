@@ -54,7 +54,7 @@ def start(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def judge(trainers: list[Peer]) -> dict[str, Any]:
-    """Who took part in what."""
+    """The steps, and the peers that took part in each."""
 
     def all_of(kind: str) -> list[list[dict[str, Any]]]:
         return [[value for name, value in trainer.said if name == kind] for trainer in trainers]

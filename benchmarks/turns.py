@@ -200,7 +200,7 @@ async def pair(kind: Kind, number: int, sides: dict[str, Path]) -> dict[str, lis
 
 
 def order(names: list[str], number: int) -> list[str]:
-    """Who is first takes turns, too."""
+    """The first place takes turns, too."""
     return names if number % 2 else names[::-1]
 
 

@@ -74,7 +74,7 @@ class Switched:
             if self._loss:
                 _run("ip", "netns", "exec", name, "nft", "-f", "-", input_=_LOSES % round(1000 * self._loss))
         for index in range(len(self.addresses)):
-            # Who asks for a neighbour and hears nothing is told "no route" after 3 s: behind a router nobody is.
+            # A host that asks for a neighbour in vain is told "no route" after 3 s: behind a router nobody is.
             lines = [
                 f"neigh add {address} lladdr {card} dev line nud permanent"
                 for other, (address, card) in enumerate(zip(self.addresses, cards, strict=True))

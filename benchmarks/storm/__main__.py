@@ -151,7 +151,7 @@ class Swarm:
         return self._entry.keys() - self._down
 
     def live(self) -> list[int]:
-        """Who is live now."""
+        """The peers that are live now."""
         with self._guard:
             return sorted(self._live())
 

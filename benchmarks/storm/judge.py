@@ -60,7 +60,7 @@ class Lives:
             self.spans[place][-1] = self.spans[place][-1][0], at
 
     def at(self, time: float) -> set[int]:
-        """Who is live then."""
+        """The peers that are live then."""
         return {place for place, spans in enumerate(self.spans) if any(a <= time < b for a, b in spans)}
 
     def seconds(self, begin: float, end: float) -> float:

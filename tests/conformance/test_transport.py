@@ -284,7 +284,7 @@ def test_a_side_that_is_not_reading_notices_the_end_too(transport: TransportFact
 
 
 def test_close_in_the_middle_of_incoming_data_loses_nothing_of_ours(transport: TransportFactory) -> None:
-    """Whoever closes while the other side is still sending delivers what it wrote, also to a reader that comes late."""
+    """A side that closes while the other still sends delivers its own bytes, also to a reader that comes late."""
 
     async def scenario(pair: TransportPair) -> None:
         near, far = await pair.connect()
@@ -374,7 +374,7 @@ def test_a_dial_can_be_cancelled(transport: TransportFactory) -> None:
 
 
 def test_a_transport_that_closes_ends_a_dial(transport: TransportFactory) -> None:
-    """Whoever waits in `dial` learns that the transport is closed, not at the deadline but now."""
+    """A caller that waits in `dial` learns that the transport is closed, not at the deadline but now."""
 
     async def scenario(pair: TransportPair) -> None:
         dial = asyncio.create_task(pair.dial([pair.silent], timeout_s=1000))
@@ -421,7 +421,7 @@ def test_the_wrong_peer_at_an_address_is_refused(transport: TransportFactory) ->
 
 @pytest.mark.parametrize("got", [0, 10])
 def test_a_cancelled_read_ends_the_connection(transport: TransportFactory, got: int) -> None:
-    """Whoever read next could not know where in a message it begins: so nobody reads or writes there any more."""
+    """The next reader could not know where in a message it begins: so nobody reads or writes there any more."""
 
     async def scenario(pair: TransportPair) -> None:
         near, far = await pair.connect()

@@ -244,7 +244,7 @@ def fail(*, initial_peers: list[str], rank: int, shapes: list[list[int]]) -> Non
             said: dict[str, Any] = {}
             STRIKER.arm(cases, rank, told["sender"])
             formed.clear()
-            # Who was stopped in its search comes back when the others have ended: then it looks for nobody.
+            # A peer that was stopped in its search comes back when the others have ended: then it looks for nobody.
             timeout_s = 30.0 if searching else 100.0
             while not formed or len(formed[-1].peers) != MEMBERS:
                 with averager.get_tensors():

@@ -331,8 +331,8 @@ def check(state: State) -> None:
 def check_end(state: State) -> None:
     """When nothing more must happen and the decider lives: all who live have the average, or too few are left.
 
-    One exception: a decider that is auxiliary, or stepped aside, may hold nothing. Who was left out then needs another
-    contributing member to get the average from, and fails if all of them died after the commit.
+    One exception: a decider that is auxiliary, or stepped aside, may hold nothing. A member that was left out
+    then needs another contributing member to get the average from, and fails if all of them died after the commit.
     """
     if not state.alive[DECIDER] or state.aborted:
         return

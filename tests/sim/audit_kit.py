@@ -123,7 +123,7 @@ def _check_part(
     lost = (weights * torch.stack([run.codec.error_bound(row.to(run.dtype)) for row in seen])).sum(0) / total
     size = (weights * seen.abs()).sum(0) / total + base.abs()
     lost += (len(counted) + 8) * torch.finfo(sum_dtype(run.dtype)).eps * size
-    # Who averaged it also made good what it owed, though it may not be counted.
+    # The peer that averaged it also paid its own debt, though it may not be counted.
     means = [mean, *(mean + each.owed[place] / total for each in others if each.owed[place].any())]
     wrong = min((_beyond(run.codec, each, got, lost) for each in means), key=torch.max)
     at = int(wrong.argmax())

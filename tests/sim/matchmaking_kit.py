@@ -125,7 +125,7 @@ class Mate:
 
     @property
     def peer(self) -> PeerID:
-        """Who it is."""
+        """Its id."""
         return self.endpoint.peer_id
 
     async def form(self, **kwargs: Any) -> Group:

@@ -132,7 +132,7 @@ class Peer:
 
     @property
     def peer_id(self) -> PeerID:
-        """Who it is."""
+        """Its id."""
         return self.endpoint.peer_id
 
     def seen(self, kind: type[E]) -> list[E]:

@@ -90,7 +90,7 @@ class Node:
 
     @property
     def peer(self) -> PeerID:
-        """Who it is."""
+        """Its id."""
         return self.endpoint.peer_id
 
 

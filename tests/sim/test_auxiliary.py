@@ -145,7 +145,7 @@ class Trial:
 
     @property
     def auxiliaries(self) -> list[int]:
-        """Who only assists."""
+        """The members that only assist."""
         return [i for i, kind in enumerate(self.word) if kind == "a"]
 
     def reference(self, commit: Commit) -> torch.Tensor:
@@ -163,7 +163,7 @@ class Trial:
         return mean
 
     def contributors(self, commit: Commit) -> set[int]:
-        """Who counts in every part."""
+        """The members that count in every part."""
         return {
             i for i in range(len(self.word)) if all(held.contributors[i // 8] >> i % 8 & 1 for held in commit.parts)
         }
@@ -596,7 +596,7 @@ def test_weights_of_zero_are_told_apart_from_being_cut_off() -> None:
 
 
 def test_an_owner_that_only_weights_of_zero_reach_hands_its_parts_over() -> None:
-    """Who has values does not get through to it alone: somebody else averages its parts, and the round succeeds."""
+    """The members with values cannot reach it: another one averages its parts, and the round succeeds."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "ttta")

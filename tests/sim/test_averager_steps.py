@@ -314,7 +314,7 @@ def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes
 
 @pytest.mark.parametrize("answers", [False, True])
 def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> None:
-    """Whom it asks says nothing at all, or promises a group that never begins: the step's timeout ends it."""
+    """The peer that it asks says nothing at all, or promises a group that never begins: the step's timeout ends it."""
 
     async def main() -> None:
         settings = msgspec.structs.replace(SETTINGS, averaging_expiration_s=15.0, request_timeout_s=12.0)

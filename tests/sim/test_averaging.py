@@ -254,7 +254,7 @@ def test_lock_is_never_held_while_waiting() -> None:
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 @pytest.mark.parametrize("after_s", [0.1, 0.3, 0.5, 0.7, 0.9])
 def test_a_crash_in_mid_round_leaves_the_others_with_one_average(victim: int, after_s: float) -> None:
-    """Whoever dies, whenever: the survivors agree, or nothing was touched; and the next group forms."""
+    """Any member dies, at any time: the survivors agree, or nothing was touched; and the next group forms."""
 
     async def main() -> None:
         trial = Trial(bandwidth_bytes_s=500_000)
@@ -318,7 +318,7 @@ def test_a_failed_round_names_its_id_and_who_is_to_blame(victim: str) -> None:
 
 @pytest.mark.parametrize("bits", ["", "0"])
 def test_whom_a_peer_met_it_need_not_dial_for_the_next_group(bits: str) -> None:
-    """Whoever leads it. With group bits it will meet others, and no connection is made that nobody may ever use."""
+    """Any of them may lead. With group bits it will meet others, and no connection is made that nobody may ever use."""
 
     async def main() -> None:
         counted: list[CountingTransport] = []

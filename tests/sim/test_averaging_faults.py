@@ -130,7 +130,7 @@ class Play:
         waiting = set(alive)
 
         async def rejoin(name: str) -> None:
-            # Whoever succeeded goes on: the last one must not be left without anybody to average with.
+            # A peer that succeeded goes on: the last one must not be left without anybody to average with.
             weight = self.participants[name].weight
             while waiting and self.loop.time() < HORIZON_S + 300:
                 before = hash_of(self.values[name])

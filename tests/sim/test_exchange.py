@@ -414,7 +414,7 @@ def test_absurd_averages_cost_their_owner_its_place(message: Message, payload: b
 
 
 def test_strangers_and_unknown_rounds_are_refused() -> None:
-    """Who is no member gets no word of the round; a round that nobody knows is not waited for without end."""
+    """A peer that is no member learns nothing of the round; the wait for an unknown round has an end."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net)

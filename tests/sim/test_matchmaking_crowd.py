@@ -32,7 +32,7 @@ def state_of(mate: Mate) -> tuple[Phase, int] | None:
 
 
 def leaders_of(fleet: Fleet) -> dict[str, int]:
-    """Who is followed now, and by how many."""
+    """The peers that are followed now, and by how many."""
     states = {name: state_of(mate) for name, mate in fleet.mates.items()}
     return {name: state[1] for name, state in states.items() if state is not None and state[1]}
 
@@ -173,7 +173,7 @@ def test_two_leaders_with_followers_become_one(target: int, sizes: list[int]) ->
 
 
 def check_survivors(fleet: Fleet, ends: Mapping[str, Group | BaseException], victim: str) -> str:
-    """Whoever is left is in one group with all that are left, or was begun by the victim. Says which."""
+    """Each survivor is in one group with all the others, or was begun by the victim. Says which."""
     dead = fleet.mates[victim].peer
     led = {name for name, end in ends.items() if isinstance(end, Group) and end.peers[end.decider] == dead}
     others = {name: end for name, end in ends.items() if name not in led}

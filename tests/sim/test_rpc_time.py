@@ -144,7 +144,7 @@ def test_a_call_may_ask_for_no_time_or_for_no_number_of_it() -> None:
 
 
 def test_closing_while_others_wait_for_a_dial() -> None:
-    """Whoever waits for a connection is told that the endpoint was closed: it was not cancelled itself."""
+    """A caller that waits for a connection is told that the endpoint was closed: it was not cancelled itself."""
 
     async def scenario(net: SimNet) -> None:
         a, b = await net.peer("a"), await net.peer("b")
@@ -607,7 +607,7 @@ def test_no_stream_is_without_a_link() -> None:
 
 
 def test_what_was_dialed_for_a_stream_serves_the_next_one() -> None:
-    """Who opens a stream and is cancelled while it dials leaves the connection to whoever opens the next one."""
+    """A caller that is cancelled while it dials for a stream leaves the connection to the next stream."""
 
     async def scenario(net: SimNet) -> None:
         a, b, opening = await opening_slowly(net)

@@ -750,7 +750,7 @@ def test_a_dialer_that_gives_up_leaves_nothing_behind() -> None:
 
 
 def test_the_dead_can_neither_dial_nor_start_tasks() -> None:
-    """Whoever holds something of a host that is down finds it useless."""
+    """Objects of a host that is down are useless to their holders."""
 
     async def main() -> None:
         net = await make_net("a", "b")

@@ -119,7 +119,7 @@ def test_a_snapshot_that_takes_long_to_make_is_waited_for() -> None:
 
 
 def test_the_time_to_copy_is_not_the_silence_of_a_donor() -> None:
-    """Whoever leaves silent donors soon has the same patience while they copy and hash their states."""
+    """A receiver that leaves silent donors soon has the same patience while they copy and hash their states."""
 
     async def main() -> None:
         swarm = new_swarm()

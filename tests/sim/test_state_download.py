@@ -334,7 +334,7 @@ def test_a_state_that_went_wrong_is_not_shared(values: list[float], may_be_infin
 
 
 def test_shutting_down_ends_a_download() -> None:
-    """Whoever closes this peer's endpoint learns nothing new: the download ends with `ClosedError`, at once."""
+    """Closing this peer's endpoint ends the download with `ClosedError`, at once."""
 
     async def main() -> None:
         swarm = new_swarm()

@@ -100,7 +100,7 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
 
 @pytest.mark.parametrize(("role", "phase_s"), [("leader", 0.05), ("member", 0.6)])
 def test_a_frozen_peer_costs_the_others_two_seconds_at_most(role: str, phase_s: float) -> None:
-    """Whoever it is, and whenever in an epoch; it is back within two epochs and a half of when it wakes."""
+    """Any peer, at any time in an epoch; it is back within two epochs and a half of when it wakes."""
     freeze(0, role, phase_s)
 
 

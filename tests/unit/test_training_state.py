@@ -475,7 +475,7 @@ def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
 
 
 def test_a_parameter_without_a_gradient_stays_as_torch_leaves_it() -> None:
-    """Torch skips it; a gradient of zeros would be decayed. Who joins with none, and gets one meanwhile, is in."""
+    """Torch skips it; a gradient of zeros would be decayed. A member that joins with none and then gets one is in."""
     used, unused, late = (torch.nn.Parameter(torch.ones(2)) for _ in range(3))
     training = TrainingState(torch.optim.AdamW([used, unused, late], lr=0.1, weight_decay=0.5), unit=1)
     used.grad = torch.ones(2)

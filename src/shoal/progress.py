@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -46,15 +47,16 @@ class StateKey(NamedTuple):
     samples: int
     inverted_digest: bytes
 
-    @classmethod
-    def of(cls, epoch: int, samples: int, digest: bytes) -> StateKey:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(epoch: int, samples: int, digest: bytes) -> StateKey:
         """The key of a state."""
-        return cls(epoch, samples, digest.translate(_INVERTED))
+        return StateKey(epoch, samples, digest.translate(_INVERTED))
 
-    @classmethod
-    def of_peer(cls, progress: Progress) -> StateKey:
+    @staticmethod
+    def of_peer(progress: Progress) -> StateKey:
         """The key of the state that a peer is at."""
-        return cls.of(progress.epoch, progress.branch_samples, progress.digest)
+        return StateKey.of(progress.epoch, progress.branch_samples, progress.digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ class SwarmProgress:
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often it did so, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._now = float("-inf")
+        self._latest = 0  # no peer has named a later epoch
         self._seen: _Seen | None = None
         self.contributors: Collection[PeerID] = ()
         """The peers that contributed to the last steps, if there were any. A new key costs an attacker nothing. So a
@@ -162,6 +165,7 @@ class SwarmProgress:
         if direct:
             self._relayed.pop(peer, None)
         self._known[peer] = (progress, now)
+        self._latest = max(self._latest, progress.epoch)
         self._lost.pop(peer, None)
         if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
             self._seen = None
@@ -174,11 +178,11 @@ class SwarmProgress:
         nobody can silence a peer by speaking in its name.
         """
         news = False
+        at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
             known = self._known.get(other.peer)
             if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
                 continue
-            at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
             progress = replace(known[0], samples=other.samples, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now
             news = True
@@ -191,7 +195,9 @@ class SwarmProgress:
     def _said_last(self, peer: PeerID, now: float) -> Progress:
         """The last word of a known peer, said by itself or by others."""
         own = self._known[peer][0]
-        progress, at = self._relayed.get(peer, (own, now))
+        if (relayed := self._relayed.get(peer)) is None:
+            return own
+        progress, at = relayed
         return progress if progress.time > own.time and now - at <= _RELAYED_S else own
 
     def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
@@ -273,9 +279,11 @@ class SwarmProgress:
         A peer at the end takes no state beyond it. Before that only contributors are believed one: else one stranger
         with a state of a late epoch would end the run.
         """
-        stranger = bool(self.contributors) and progress.contact.peer not in self.contributors
-        beyond = end is not None and progress.epoch > end and (at_end or stranger)
-        return not beyond and self._withheld.get(progress.contact.peer, (0, now))[1] <= now
+        peer = progress.contact.peer
+        beyond = end is not None and progress.epoch > end
+        if beyond and (at_end or (self.contributors and peer not in self.contributors)):
+            return False
+        return self._withheld.get(peer, (0, now))[1] <= now
 
     def progress_of(self, peer: PeerID) -> Progress | None:
         """The last direct word of this peer."""
@@ -288,6 +296,8 @@ class SwarmProgress:
 
     def further(self, epoch: int) -> dict[PeerID, int]:
         """Peers that are known to live, can be dialed, and say that they are at a later epoch; with their epochs."""
+        if epoch >= self._latest:  # asked whenever something is heard: so not all are looked at
+            return {}
         said = {peer: self._known[peer][0] for peer in self._alive}
         return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
 
@@ -342,7 +352,8 @@ class SwarmProgress:
     def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
         for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self.ttl_s]:
             self.lost(peer)
-        others = {peer: self._said_last(peer, now) for peer in self._known if peer not in asked.silent}
+        others = {peer: own for peer, (own, _) in self._known.items() if peer not in asked.silent}
+        others.update((peer, self._said_last(peer, now)) for peer in self._relayed if peer in others)
         # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
         end, at_end = asked.end, asked.at_end
         offering = [mine, *(each for each in others.values() if self._offers(each, now, end, at_end=at_end))]
@@ -516,6 +527,8 @@ def _bound(remembered: dict[PeerID, Any]) -> None:
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:
     """A sentence that names the first setting that differs, None if all are equal."""
+    if mine == theirs:
+        return None
     for name in sorted({*mine, *theirs}, key=lambda name: (name != "optimizer", name)):  # its options follow from it
         if mine.get(name) != theirs.get(name):
             here, there = mine.get(name, "not set"), theirs.get(name, "not set")

@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from shoal import sim
 from shoal.dht import DhtNode
 from shoal.events import Event, RoundFinished
+from shoal.optim.agreement import Contributor
+from shoal.optim.committed import Committed
 from shoal.optim.gossip import ProgressGossip
-from shoal.peer import PeerID
+from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimNetwork
-from shoal.wire import Message
+from shoal.wire import Contact, Message
 from tests.sim.optimizer_kit import Run, backward
 
 EPOCHS, BATCHES, BATCH_S = 6, 5, 0.2
@@ -136,6 +141,64 @@ def test_there_is_no_cliff_above_thirty_two_peers(
     assert many.overhead_s <= 1.2 * few.overhead_s
     assert many.told_s <= 8.0
     assert many.words_s <= 1.0
+
+
+def steps_of(work: Callable[[], object]) -> int:
+    """Instructions of Python that this takes: the same on any machine, however busy."""
+    steps = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal steps
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        steps += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return steps
+
+
+def steps_of_a_word(peers: int) -> int:
+    """What a trainer does when one of so many contributors to the last step says that it has a further batch."""
+
+    async def main() -> int:
+        run = Run(target=100 * peers)
+        collaboration = (await run.add("p")).collaboration
+        collaboration.state = collaboration.state.after_step_alone(bytes(16), bytes(32), 4)
+        mine = collaboration.mine()
+        others = [PeerID(number.to_bytes(4, "big") * 8) for number in range(peers)]
+        contributors = [Contributor(peer, 4, 100 + number) for number, peer in enumerate(others)]
+        collaboration._committed = Committed([contributors])
+        collaboration._companions.share(others, collaboration.state.key, 0.1)
+
+        def say(peer: PeerID, samples: int) -> None:
+            contact = Contact(peer, (Address("10.9.9.9", 1, peer),))
+            word = replace(mine, contact=contact, samples=samples, time=mine.time + samples)
+            assert collaboration._known.heard(word, collaboration._now())
+
+        def look() -> None:
+            collaboration._judge(collaboration._look())
+
+        for peer in others:
+            say(peer, 1)
+        look()
+        look()  # the end of the run is known now
+        say(others[1], 2)
+        steps = steps_of(look)
+        await run.close()
+        return steps
+
+    return sim.run(main, seed=peers)
+
+
+def test_a_word_costs_no_more_in_a_larger_swarm() -> None:
+    """Each word had the ends, the epochs, and who is on its way gone through of all peers: with 1,000, milliseconds."""
+    few, many = steps_of_a_word(50), steps_of_a_word(500)
+    assert many <= 1.1 * few + 100, (few, many)
 
 
 def missed_after_a_start(seed: int) -> dict[str, list[int]]:

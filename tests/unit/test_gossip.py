@@ -17,12 +17,22 @@ from shoal.core import PeerCore
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import CollaborationSettings
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.tellers import Countdown, keepers, parts, silence_s
+from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import SwarmProgress
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
+
+
+def keepers(digest: bytes, peers: list[PeerID]) -> list[PeerID]:
+    """Of these peers, all of whom can be one; the first peer is among them."""
+    return Order(digest, peers).keepers(lambda peer: True)[0]
+
+
+def parts(digest: bytes, peers: list[PeerID]) -> list[list[PeerID]]:
+    """The first part is that of the first peer."""
+    return Order(digest, peers).parts
 
 
 def progress(peer: PeerID, time: float) -> Progress:

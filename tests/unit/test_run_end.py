@@ -30,7 +30,7 @@ def view(*, together: bool, behind: bool = False, alone: bool = False, coming: b
 def announce(end: RunEnd, epoch: int) -> None:
     """This peer says so, and nobody else is there."""
     end.say(epoch, 0)
-    end.settle(0, Committed(), {})
+    end.settle(0, Committed(), dict)
 
 
 ANN, BEN, CAT = (PeerID(bytes([number]) * 32) for number in (3, 4, 5))
@@ -51,7 +51,7 @@ def settled(epoch: int, committed: Committed, said: int | None = None, words: Wo
     """Where the run ends for a peer at this state, that says this and hears these words."""
     end = RunEnd(ME, 10.0)
     end.say(said, epoch)
-    end.settle(epoch, committed, words or {})
+    end.settle(epoch, committed, lambda: words or {})
     return end.epoch
 
 
@@ -103,15 +103,15 @@ def test_a_word_can_be_lifted() -> None:
     assert settled(6, steps(nine, {ME: None, ANN: 9, BEN: None, CAT: 20})) is None
     end = RunEnd(ME, 10.0)
     end.say(9, 5)
-    end.settle(9, steps(nine), {})
+    end.settle(9, steps(nine), dict)
     assert end.reached(9)
     end.say(20, 9)
-    end.settle(9, steps(nine), {})
+    end.settle(9, steps(nine), dict)
     assert end.epoch == 20
     end.say(None, 9)
-    end.settle(9, steps(nine), {})
+    end.settle(9, steps(nine), dict)
     assert end.epoch is None
-    end.settle(10, steps(nine, {ME: None}, first=8), {})
+    end.settle(10, steps(nine, {ME: None}, first=8), dict)
     assert end.reached(10), "the others went home"
 
 

@@ -66,9 +66,8 @@ class Attendance:
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """The peers among these that rounds no longer wait for."""
-        if not self._missed:
-            return frozenset()
-        return frozenset(peer for peer in peers if self._missed.get(self._name(peer), (0, now))[1] > now)
+        names = {name for name, (_, until) in self._missed.items() if until > now}
+        return frozenset(peer for peer in peers if self._name(peer) in names) if names else frozenset()
 
     def _name(self, peer: PeerID) -> PeerID | None:
         return peer if peer in self._came or not self._came else None

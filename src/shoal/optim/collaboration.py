@@ -271,7 +271,7 @@ class Collaboration:
         self.others_samples = view.samples - self.training.samples
         self._gossip.enough = view.samples >= self.settings.target_batch_size
         self._sought = self._sought and len(view.peers) == 1
-        self._end.settle(self.epoch, self._committed, self._known.ends)
+        self._end.settle(self.epoch, self._committed, lambda: self._known.ends)
         if self._end.look(self.epoch, claimed if claimed.vouched else view, now):
             self._move(self.phase)
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)

@@ -22,7 +22,7 @@ from shoal.optim.agreement import Contributor, Contributors
 from shoal.peer import PeerID
 from shoal.wire import decode, encode
 
-__all__ = ["Committed"]
+__all__ = ["Committed", "median_end"]
 
 _STEPS = 10
 """So many of the last steps count."""
@@ -52,6 +52,11 @@ class Committed:
     def ends(self) -> Mapping[PeerID, int | None]:
         """The end of the run that each contributor named last; None for no end."""
         return {each.peer: each.end for step in self.steps for each in step}
+
+    @cached_property
+    def end(self) -> int | None:
+        """The epoch at which the run ends by these words and weights; None if it does not."""
+        return median_end(self.ends, self.samples)
 
     def after(self, contributors: Sequence[Contributor], epoch: int) -> Committed:
         """These steps and one more, from the state of this epoch. An end already over when first said is ignored."""
@@ -83,3 +88,14 @@ class Committed:
         except msgspec.MsgspecError:
             steps = []
         return cls(tuple(steps))
+
+
+def median_end(ends: Mapping[PeerID, int | None], weights: Mapping[PeerID, int]) -> int | None:
+    """The earliest epoch of which more than half say that the run ends there, or before; None if there is none."""
+    said = sorted((end, weights.get(peer, 0)) for peer, end in ends.items() if end is not None)
+    ended, total = 0, sum(weights.values())
+    for end, weight in said:
+        ended += weight
+        if 2 * ended > total:
+            return end
+    return None

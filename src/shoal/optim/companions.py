@@ -43,6 +43,7 @@ class Companions:
         self._over = False
         self._rounds = 0
         self._late: dict[PeerID, tuple[int, int]] = {}
+        self._awaited: frozenset[PeerID] | None = None
 
     def share(
         self, members: Collection[PeerID], before: StateKey, round_s: float, *, gave: Collection[PeerID] = ()
@@ -56,6 +57,7 @@ class Companions:
             gave: the members whose samples are in its average: they are forgiven.
         """
         self._members, self._before, self._round_s = frozenset(members), before, round_s
+        self._awaited = None
         for peer in gave:
             self._late.pop(peer, None)
 
@@ -63,11 +65,13 @@ class Companions:
         """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
         self._enough_at, self._over = None, False
         self._rounds += 1
+        self._awaited = None
         self._stepped_at = now if step else None
 
     def forget(self) -> None:
         """The state that we have, or are about to take, is not that of the last round."""
         self._members, self._before = frozenset(), None
+        self._awaited = None
 
     @property
     def before(self) -> StateKey | None:
@@ -77,9 +81,10 @@ class Companions:
     @property
     def awaited(self) -> frozenset[PeerID]:
         """The members of the last round that we wait for, if they are not here."""
-        if self._over:
-            return frozenset()
-        return frozenset(peer for peer in self._members if self._late.get(peer, (0, 0))[1] < self._rounds)
+        if self._awaited is None:
+            waits = {peer for peer, (_, until) in self._late.items() if until >= self._rounds}
+            self._awaited = frozenset() if self._over else self._members - waits
+        return self._awaited
 
     def look(self, view: SwarmView, target: int, now: float) -> bool:
         """Take in a view of the swarm (`now`: local time, seconds). True if the wait for companions has just ended."""
@@ -99,7 +104,7 @@ class Companions:
             self._late[peer] = times, self._rounds + skipped
         while len(self._late) > _MAX_REMEMBERED:
             del self._late[next(iter(self._late))]
-        self._over = True
+        self._over, self._awaited = True, None
         return True
 
     @property

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,7 +24,7 @@ from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import CollaborationSettings
-from shoal.optim.tellers import FEW, KEEPERS, Countdown, keepers, look_s, parts, silence_s, write_s
+from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_s, write_s
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
@@ -66,15 +67,16 @@ _LOOKS_AT_STRANGERS = 5
 class _Duty(NamedTuple):
     """Who counts for whom: the keepers of our part, the part, and the keepers of the other parts.
 
-    It holds for this state, this swarm and these contributors until this time: then who can keep is looked at again.
+    It holds for this state, this swarm and these contributors until this time: then who can keep is looked at again, in
+    the same order.
     """
 
     digest: bytes
     together: frozenset[PeerID]
     contributors: Collection[PeerID]
     until: float
+    order: Order
     keepers: list[PeerID]
-    part: list[PeerID]
     colleagues: list[PeerID]
 
 
@@ -111,7 +113,7 @@ class ProgressGossip:
         self._renames = 0
         self._target = settings.target_batch_size
         self._countdown = Countdown(self._target)
-        self._duty = _Duty(b"", frozenset(), (), 0.0, [], [], [])
+        self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
         self._told_at = float("-inf")
         self._told_place: tuple[object, ...] = ()
         self._told_peers: tuple[PeerID, ...] = ()
@@ -413,7 +415,7 @@ class ProgressGossip:
         if self.enough:
             if said != mine.digest or now >= at + _SILENCE_S:
                 self._called = mine.digest, now
-                self._note([*duty.part, *duty.colleagues], mine, self._known.standings(mine, now))
+                self._note([*duty.order.parts[0], *duty.colleagues], mine, self._known.standings(mine, now))
         elif duty.colleagues and near and view.samples != self._passed_on:
             # The fewer samples are missing, the sooner.
             soon = self._passed_at + min(max(self._tell_period_s / 2, view.eta_s(self._target) / 4), _SILENCE_S)
@@ -442,25 +444,26 @@ class ProgressGossip:
     def _duties(self, view: SwarmView, digest: bytes, now: float) -> _Duty:
         """Who keeps the count of this state. Contributors, if there are: the others believe only these."""
         duty, contributors = self._duty, self._known.contributors
-        same = view.together is duty.together and contributors is duty.contributors and digest == duty.digest
-        if same and now < duty.until:
+        same = view.together is duty.together and digest == duty.digest
+        if same and contributors is duty.contributors and now < duty.until:
             return duty
-        able = {peer for peer in view.together if self._can_keep(peer, now)}
-        if len(known := able.intersection(contributors)) >= KEEPERS:
-            able = known
-        elif len(able) < KEEPERS:
-            able = {peer for peer in view.peers[1:] if self._can_keep(peer, now)} or set(view.peers[1:])
         me = self._core.peer_id
-        own, *rest = parts(digest, [me, *(peer for peer in view.together if peer != me)])
-        return _Duty(
-            digest,
-            view.together,
-            contributors,
-            now + _SILENCE_S,
-            keepers(digest, able.intersection(own) or able),
-            own,
-            [peer for part in rest for peer in keepers(digest, able.intersection(part))],
-        )
+        order = duty.order if same else Order(digest, [me, *(view.together - {me})])
+
+        def able(peer: PeerID) -> bool:
+            return self._can_keep(peer, now)
+
+        def known(peer: PeerID) -> bool:
+            return peer in contributors and able(peer)
+
+        fit = next((fit for fit in (known, able) if len(order.first(fit)) == KEEPERS), None)
+        if fit is not None:
+            own, *rest = order.keepers(fit)
+            own = own or order.first(fit)
+        else:
+            others = set(filter(able, view.peers[1:])) or set(view.peers[1:])
+            own, rest = Order(digest, others.intersection(order.parts[0]) or others).first(lambda peer: True), []
+        return _Duty(digest, view.together, contributors, now + _SILENCE_S, order, own, [*chain.from_iterable(rest)])
 
     def _note(self, peers: Iterable[PeerID], mine: Progress, others: list[Standing]) -> None:
         """Send these a note; a peer without a link is called."""

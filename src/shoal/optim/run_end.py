@@ -18,9 +18,9 @@ would then make a last step of its own, and end with other weights. So a peer at
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from shoal.optim.committed import Committed
+from shoal.optim.committed import Committed, median_end
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 
@@ -54,22 +54,23 @@ class RunEnd:
         self.said = end
         self._goes_on_at = epoch if was_over and (end is None or end > epoch) else None
 
-    def settle(self, epoch: int, committed: Committed, words: Mapping[PeerID, int | None]) -> None:
+    def settle(self, epoch: int, committed: Committed, words: Callable[[], Mapping[PeerID, int | None]]) -> None:
         """Compute the epoch at which the run ends.
 
         Args:
             epoch: of this peer.
             committed: the steps that led to its state.
-            words: the ends that other live peers name now.
+            words: returns the ends that other live peers name now. They matter where no steps are known.
         """
         if self._goes_on_at == epoch:
             self.epoch = self.said
         elif not committed.samples.keys() <= {self._me}:
-            self.epoch = _median(committed.ends, committed.samples)
+            self.epoch = committed.end
         elif self.said is not None or committed.samples or epoch == 0:
             self.epoch = self.said
         else:
-            self.epoch = _median(words, dict.fromkeys(words, 1))
+            ends = words()
+            self.epoch = median_end(ends, dict.fromkeys(ends, 1))
 
     def reached(self, epoch: int) -> bool:
         """Whether nothing is trained beyond this epoch."""
@@ -90,18 +91,7 @@ class RunEnd:
             self._since = None
         elif self._since is None:
             self._since = now
-        all_here = len(view.together - view.coming) == len(view.peers)
+        all_here = len(view.together) - len(view.coming) == len(view.peers)
         enough = before or all_here or (self._since is not None and now - self._since >= self._patience_s)
         self._over_at = epoch if self._since is not None and not view.behind and enough else None
         return self.over(epoch) and not before
-
-
-def _median(ends: Mapping[PeerID, int | None], weights: Mapping[PeerID, int]) -> int | None:
-    """The earliest epoch of which more than half say that the run ends there, or before; None if there is none."""
-    said = sorted((end, weights.get(peer, 0)) for peer, end in ends.items() if end is not None)
-    ended = 0
-    for end, weight in said:
-        ended += weight
-        if 2 * ended > sum(weights.values()):
-            return end
-    return None

@@ -16,14 +16,14 @@ now and then.
 from __future__ import annotations
 
 import hashlib
-import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.wire import Progress
 
-__all__ = ["FEW", "KEEPERS", "Countdown", "keepers", "look_s", "parts", "silence_s", "write_s"]
+__all__ = ["FEW", "KEEPERS", "Countdown", "Order", "look_s", "silence_s", "write_s"]
 
 FEW = 4
 """So many others are all told directly."""
@@ -44,24 +44,39 @@ _SILENCE_S, _PEERS_PER_S = 1.0, 16.0
 _WRITTEN_PER_S, _READ_PER_S, _LOOK_S = 16.0, 8.0, 5.0
 
 
-def keepers(digest: bytes, peers: Iterable[PeerID]) -> list[PeerID]:
-    """Those of these peers who count the samples of the state with this digest."""
-    return heapq.nsmallest(KEEPERS, peers, key=lambda peer: _rank(digest, peer))
+class Order:
+    """The peers of a state in the order in which they keep its count, divided into parts.
+
+    To make it takes a hash for each peer; to find the keepers only the first peers are looked at.
+
+    Args:
+        digest: of the state.
+        peers: all of it, the part of whose first one comes first.
+
+    Attributes:
+        parts: each in this order.
+    """
+
+    def __init__(self, digest: bytes, peers: Collection[PeerID]) -> None:
+        ranks = {peer: hashlib.sha256(digest + peer.raw).digest() for peer in peers}
+        self._peers = sorted(ranks, key=ranks.__getitem__)
+        number = 1 << max(0, (len(peers) // _PART).bit_length() - 1)
+        divided: dict[int, list[PeerID]] = {ranks[peer][-1] % number: [] for peer in islice(peers, 1)}
+        for peer in self._peers:
+            divided.setdefault(ranks[peer][-1] % number, []).append(peer)
+        self.parts = list(divided.values())
+
+    def first(self, able: Callable[[PeerID], bool]) -> list[PeerID]:
+        """The first peers that are able, of all parts: as many as keep the count of one, or as there are."""
+        return _first(self._peers, able)
+
+    def keepers(self, able: Callable[[PeerID], bool]) -> list[list[PeerID]]:
+        """The keepers of each part: its first peers that are able, if there are any."""
+        return [_first(part, able) for part in self.parts]
 
 
-def parts(digest: bytes, peers: Collection[PeerID]) -> list[list[PeerID]]:
-    """The peers of the state with this digest, divided: the first part is that of the first peer."""
-    number = 1 << max(0, (len(peers) // _PART).bit_length() - 1)
-    if number == 1:
-        return [list(peers)]
-    divided: dict[int, list[PeerID]] = {}
-    for peer in peers:
-        divided.setdefault(_rank(digest, peer)[-1] % number, []).append(peer)
-    return list(divided.values())
-
-
-def _rank(digest: bytes, peer: PeerID) -> bytes:
-    return hashlib.sha256(digest + peer.raw).digest()
+def _first(peers: Iterable[PeerID], able: Callable[[PeerID], bool]) -> list[PeerID]:
+    return list(islice(filter(able, peers), KEEPERS))
 
 
 def silence_s(peers: int) -> float:

@@ -2,19 +2,23 @@
 
 First, what messages cost: two processes, one link with TLS on loopback, messages a few milliseconds apart; processor
 time of both ends, less that of the same pauses without messages. Then, how many there are: swarms of simulated peers on
-virtual time with the code that tells (`ProgressGossip`, `SwarmProgress`), on a wire and a DHT that only count. Each
-peer takes batches of 0.2 s, and a step is taken by all at once when all know that there are enough samples: rounds cost
-nothing here. The processor time of the telling itself (who is told, what was heard) is measured in the simulation.
+virtual time with the code that tells (`ProgressGossip`, `SwarmProgress`), on a wire that only counts. All are linked.
+Each peer takes batches of 0.2 s, and a step is taken by all at once when all know that there are enough samples: rounds
+cost nothing here. The processor time of the telling itself (who is told, what was heard) is measured in the simulation.
+
+Reads and writes of the DHT cost `replicas` calls each, at both ends. How often they happen is computed, as a swarm of a
+thousand does so once a minute. `--check` counts in whole swarms with rounds, too (`tests/sim/test_many_peers.py`).
 
 Printed are, for each swarm and length of an epoch, what a peer sends and receives in a second, and both as a share of a
-core: of all peers together, of those that do not keep the count (`ordinary`), and of a keeper in the epoch in which it
-is one. Reads and writes of the DHT cost `replicas` calls each, at both ends.
+core: of all peers on average, of those that do not keep the count (`ordinary`), and of a keeper in the epoch in which
+it is one. These hold none of what is written in the DHT; a `holder` answers all reads and writes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import hashlib
 import itertools
 import math
@@ -29,6 +33,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import pytest
+
 from benchmarks.allreduce import write
 from benchmarks.truth.peers import Line, Peers
 from shoal import sim
@@ -40,6 +46,7 @@ from shoal.events import EventBus
 from shoal.identity import Identity, verify
 from shoal.optim import CollaborationSettings
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.tellers import look_s, write_s
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress
 from shoal.rpc import Endpoint, Limits
@@ -59,9 +66,11 @@ from shoal.wire import (
     decode,
     encode,
 )
+from tests.sim.test_many_peers import measure
 
 BATCH_S, BATCH, LATENCY_S, ROUND_S = 0.2, 16, 0.02, 0.08
-_PAUSE_S, _WARM_UP_S = 0.004, 8.0
+COSTS = ("note", "standing", "call", "write", "read", "verified")
+_PAUSE_S, _WARM_UP_EPOCHS = 0.004, 3
 _SETTINGS = dict.fromkeys(("target", "optimizer", "schedule", "options", "tensors", "codecs", "shoal"), "0123456789")
 
 
@@ -133,6 +142,16 @@ async def measured(times: int, address: str, peers: int) -> dict[str, tuple[floa
     word, record = progress(me), signed(1)
     others = [Standing(PeerID(hashlib.sha256(bytes([n % 256, n // 256])).digest()), 100, 1e9) for n in range(peers)]
 
+    def note(others: list[Standing]) -> TellProgress:
+        return TellProgress("run", word, others)
+
+    def encoded(message: TellProgress) -> float:
+        """To make the message: a keeper does that once for all whom it tells, and it is counted with the telling."""
+        began = time.process_time()
+        for _ in range(100):
+            encode(message)
+        return (time.process_time() - began) / 100
+
     async def cost(say: Callable[[], Any] | None) -> tuple[float, float]:
         before = (await endpoint.call(contact, Cpu(), timeout_s=10.0)).cpu_s, time.process_time()
         for _ in range(times):
@@ -142,15 +161,12 @@ async def measured(times: int, address: str, peers: int) -> dict[str, tuple[floa
         mine_s = time.process_time() - before[1]
         return mine_s / times, ((await endpoint.call(contact, Cpu(), timeout_s=10.0)).cpu_s - before[0]) / times
 
-    def note(others: list[Standing]) -> Callable[[], Any]:
-        return lambda: endpoint.tell([to.peer_id], TellProgress("run", word, others))
-
     def call(request: Request[Any]) -> Callable[[], Any]:
         return lambda: endpoint.call(to.peer_id, request, timeout_s=10.0)
 
     kinds = {
-        "note": note([]),
-        "note_of_all": note(others),
+        "note": lambda: endpoint.tell([to.peer_id], note([])),
+        "note_of_all": lambda: endpoint.tell([to.peer_id], note(others)),
         "call": call(TellProgress("run", word)),
         "write": call(DhtStore([record])),
         "read": call(ReadAll(peers)),
@@ -173,6 +189,9 @@ async def measured(times: int, address: str, peers: int) -> dict[str, tuple[floa
         verify(record.owner, RECORD_CONTEXT, encode(record), record.signature)
         decode(record.value, Progress)
     ends["verified"] = ((time.process_time() - began) / times, 0.0)
+    (sent, received), (all_sent, all_received) = ends["note"], ends.pop("note_of_all")
+    all_sent -= encoded(note(others)) - encoded(note([]))
+    ends["standing"] = (max(0.0, all_sent - sent) / peers, max(0.0, all_received - received) / peers)
     return ends  # type: ignore[return-value]
 
 
@@ -194,8 +213,8 @@ class Count:
     """What one peer did.
 
     Attributes:
-        sent, received: messages, by kind.
-        sent_bytes, received_bytes: of notes and calls.
+        sent, received: notes, and the standings of others in them.
+        sent_bytes, received_bytes: of these.
         cpu_s: processor time of the telling itself.
     """
 
@@ -262,27 +281,26 @@ class Member:
         return contact
 
     def tell(self, peers: Iterable[PeerID], message: TellProgress) -> list[PeerID]:
-        peers, kind = list(peers), "note_of_all" if len(message.others) > len(self.swarm.members) / 2 else "note"
+        peers = list(peers)
         nbytes = len(encode(message)) + 20
-        self.count.sent[kind] += len(peers)
+        self.count.sent += {"note": len(peers), "standing": len(peers) * len(message.others)}
         self.count.sent_bytes += nbytes * len(peers)
         for peer in peers:
-            self.swarm.loop.call_later(LATENCY_S, self.swarm.members[peer].take, self.peer_id, message, kind, nbytes)
+            self.swarm.loop.call_later(LATENCY_S, self.swarm.members[peer].take, self.peer_id, message, nbytes)
         return peers
 
-    def take(self, peer: PeerID, message: TellProgress, kind: str, nbytes: int) -> None:
-        self.count.received[kind] += 1
+    def take(self, peer: PeerID, message: TellProgress, nbytes: int) -> None:
+        self.count.received += {"note": 1, "standing": len(message.others)}
         self.count.received_bytes += nbytes
-        began = time.perf_counter()
+        began = time.process_time()
         self.noted(peer, message)
-        self.count.cpu_s += time.perf_counter() - began
+        self.count.cpu_s += time.process_time() - began
 
     async def store(self, key: str, value: bytes, expiration: float, subkey: bytes) -> None:
-        self.swarm.ask(self, "write", len(value) + 150)
+        pass
 
     async def get(self, key: str, **options: Any) -> None:
-        self.swarm.ask(self, "read", 450 * len(self.swarm.members))
-        self.count.sent["verified"] += len(self.swarm.members)  # of those that were renewed: all, at most
+        pass
 
     # as a trainer
 
@@ -305,12 +323,12 @@ class Member:
 
     def look(self) -> None:
         self.heard_of = False
-        began = time.perf_counter()
+        began = time.process_time()
         now, swarm = self.swarm.loop.time(), self.swarm
         view = self.known.view(self.mine(), now, awaited=swarm.all, before=swarm.before)
         self.gossip.enough = view.samples >= swarm.target
         self.gossip.tell(view)
-        self.count.cpu_s += time.perf_counter() - began
+        self.count.cpu_s += time.process_time() - began
         swarm.ready(self, enough=self.gossip.enough)
 
     async def train(self) -> None:
@@ -336,11 +354,11 @@ class SimulatedSwarm:
 
     def __init__(self, peers: int, epoch_s: float) -> None:
         self.loop, self.target = asyncio.get_running_loop(), int(peers * BATCH * epoch_s / BATCH_S)
-        self.times, self.replicas = itertools.count(1.0), min(DhtSettings().replicas, peers - 1)
+        self.times = itertools.count(1.0)
         self.epoch, self.digest, self.before = 0, bytes(32), StateKey.of(0, 0, bytes(32))
         made = [Member(self, number) for number in range(peers)]
         self.members = {member.peer_id: member for member in made}
-        self.all, self.holders = frozenset(self.members), made[: self.replicas]
+        self.all = frozenset(self.members)
         self.knowing, self.epochs, self.steps = set[PeerID](), list[Epoch](), 0
         self.began = self.enough_at = self.loop.time()
         self.over = asyncio.Event()
@@ -349,12 +367,6 @@ class SimulatedSwarm:
             for word in words:
                 member.known.heard(word, self.loop.time())
             member.known.contributors = self.all
-
-    def ask(self, member: Member, kind: str, nbytes: int) -> None:
-        """A read or write of the DHT: a call to each of those that hold the key."""
-        member.count.sent[kind] += self.replicas
-        for holder in self.holders:
-            holder.count.received[kind] += 1
 
     def ready(self, member: Member, *, enough: bool) -> None:
         """A peer has looked; when all know that there is enough they step together."""
@@ -367,13 +379,13 @@ class SimulatedSwarm:
     def step(self) -> None:
         """All take it."""
         now, members = self.loop.time(), list(self.members.values())
-        kept = [bool(member.count.sent["note_of_all"]) for member in members]
+        kept = [member.count.sent["standing"] > len(members) for member in members]
         counts = [Count(), Count()]
         for member, keeps in zip(members, kept, strict=True):
             counts[keeps] += member.count
             member.count = Count()
         self.steps += 1
-        if self.steps > 2 and self.began > _WARM_UP_S:
+        if self.steps > _WARM_UP_EPOCHS:
             self.epochs.append(Epoch(now - self.began, counts[0], counts[1], sum(kept)))
         self.knowing, self.began = set(), now
         self.before = StateKey.of(self.epoch, self.epoch, self.digest)
@@ -405,7 +417,12 @@ def simulated(peers: int, epoch_s: float, epochs: int) -> list[Epoch]:
     async def main() -> list[Epoch]:
         return await SimulatedSwarm(peers, epoch_s).run(epochs)
 
-    return sim.run(main, seed=peers)
+    gc.disable()  # it would look at what all of them know again and again
+    try:
+        return sim.run(main, seed=peers)
+    finally:
+        gc.enable()
+        gc.collect()
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -425,27 +442,45 @@ def summary(epochs: list[Epoch], peers: int, cost: dict[str, tuple[float, float]
         ordinary, keepers = ordinary + epoch.ordinary, keepers + epoch.keepers
     in_turn_s = sum(epoch.turns * epoch.duration_s for epoch in epochs)
 
+    period_s = CollaborationSettings(run_id="run", target_batch_size=1, averager=AveragerSettings()).publish_period_s
+    replicas = min(DhtSettings().replicas, peers - 1)
+    words = {"write": 1 / write_s(peers, period_s), "read": 1 / look_s(peers)}
+    asking, answering = (replicas * sum(words[kind] * cost[kind][end] for kind in words) for end in (0, 1))
+    asking += words["read"] * peers * cost["verified"][0]  # of those that were renewed: all, at most
+
     def per(count: Count, peer_seconds: float) -> dict[str, float]:
-        direct = ("note", "note_of_all")
         return {
-            "notes_sent": sum(count.sent[kind] for kind in direct) / peer_seconds,
-            "notes_received": sum(count.received[kind] for kind in direct) / peer_seconds,
+            "notes_sent": count.sent["note"] / peer_seconds,
+            "notes_received": count.received["note"] / peer_seconds,
             "sent_bytes": count.sent_bytes / peer_seconds,
             "received_bytes": count.received_bytes / peer_seconds,
-            "dht_calls": (count.sent["read"] + count.sent["write"]) / peer_seconds,
             "telling": count.cpu_s / peer_seconds,
-            "core": core(count, cost) / peer_seconds,
+            "dht": asking + answering,
+            "core": core(count, cost) / peer_seconds + asking + answering,
         }
 
     return {
         "peers": peers,
         "epoch_s": seconds / len(epochs),
         "keepers": turns / len(epochs),
+        "words": sum(words.values()),
         "all": per(ordinary + keepers, peers * seconds),
         "ordinary": per(ordinary, peers * seconds - in_turn_s),
         "keeper": per(keepers, in_turn_s),
+        "holder": answering * peers / replicas,
         "turn_s": core(keepers, cost) / turns,
     }
+
+
+def check(peers: int) -> None:
+    """Notes, and reads and writes of the DHT, that a peer has in a second: in a whole swarm with rounds, and here."""
+    found = summary(simulated(peers, 1.0, 6), peers, dict.fromkeys(COSTS, (0.0, 0.0)))
+    with pytest.MonkeyPatch.context() as patch:
+        whole = measure(patch, peers, LATENCY_S)
+    print(
+        f"{peers} peers: {found['all']['notes_sent']:.1f} notes and {found['words']:.2f} reads and writes; "
+        f"in a whole swarm {whole.told_s:.1f} and {whole.words_s:.2f}"
+    )
 
 
 def main() -> int:
@@ -454,8 +489,13 @@ def main() -> int:
     parser.add_argument("--epochs-s", default="1,10", help="lengths of an epoch, with commas")
     parser.add_argument("--epochs", type=int, default=6, help="that count, of each swarm")
     parser.add_argument("--times", type=int, default=400, help="messages of each kind whose cost is measured")
+    parser.add_argument("--check", action="store_true", help="compare with whole swarms, and nothing else")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args()
+    if args.check:
+        for peers in map(int, args.peers.split(",")):
+            check(peers)
+        return 0
     found = []
     for peers in map(int, args.peers.split(",")):
         cost = costs(args.times, peers)
@@ -468,11 +508,15 @@ def main() -> int:
                 print(
                     f"  epochs of {result['epoch_s']:4.1f} s, {who:8}: {each['notes_sent']:6.1f} notes sent, "
                     f"{each['notes_received']:6.1f} received, {each['sent_bytes'] / 1e3:6.1f} + "
-                    f"{each['received_bytes'] / 1e3:6.1f} kB, {each['dht_calls']:4.1f} calls to the DHT, itself "
+                    f"{each['received_bytes'] / 1e3:6.1f} kB; the DHT {each['dht']:.2%}, telling "
                     f"{each['telling']:.2%}: {each['core']:.2%} of a core",
                     flush=True,
                 )
-            print(f"  {result['keepers']:.0f} keepers; a turn costs {1e3 * result['turn_s']:.0f} ms", flush=True)
+            print(
+                f"  {result['keepers']:.0f} keepers, a turn costs each {1e3 * result['turn_s']:.0f} ms; "
+                f"a holder answers for {result['holder']:.2%} of a core",
+                flush=True,
+            )
     if args.json:
         write(args.json, {"progress": found})
     return 0 if all(each["all"]["core"] <= 0.02 for each in found) else 1

@@ -193,13 +193,11 @@ def test_many_tell_two_who_count_and_these_tell_all_when_there_is_enough() -> No
         assert sorted(swarm.called) == others  # once: they do not know that we are here
         assert await swarm.tell(samples=2) == count
         assert await swarm.tell(samples=2) == []
-        assert await swarm.tell(samples=3, enough=True) == count
+        assert await swarm.tell(samples=3) == count
         for peer in others:
             swarm.say(peer, digest=counted[0])
         assert len(await swarm.tell(samples=2, digest=counted[0], after_s=2.0)) == 1  # the other keeper
-        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == sorted(
-            others + [peer for peer in keepers(counted[0], swarm.peers) if peer != me]
-        )
+        assert await swarm.tell(samples=3, digest=counted[0], enough=True) == others
         assert [len(note.others) for _, note in swarm.notes[-19:]] == [19] * 19
         assert await swarm.tell(samples=3, digest=counted[0], enough=True) == []
         assert sorted(swarm.called) == others
@@ -218,6 +216,30 @@ def test_a_count_is_told_when_it_may_be_the_last_one() -> None:
         assert told == [0] * 9 + [2] * 2
 
     asyncio.run(main())
+
+
+def test_counts_beyond_enough_are_not_told() -> None:
+    """A keeper among 64 heard of each peer twice in an epoch of a second: also of batches while the round was made."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        assert len(await swarm.tell(samples=1)) == 2
+        assert await swarm.tell(samples=2, enough=True) == []
+        assert len(await swarm.tell(samples=2, enough=True, after_s=2.0)) == 2  # after a silence all is told
+        assert len(await swarm.tell(samples=3)) == 2  # somebody left, with the samples
+
+    asyncio.run(main())
+
+
+def test_a_long_epoch_has_a_few_counts_near_its_end() -> None:
+    """Of 1,000 batches the last hundred were told, and a keeper hears of all peers."""
+    known, countdown, told = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(10**6), list[int]()
+    for epoch, samples in [(1, 1024), *((2, samples) for samples in range(1, 1025))]:
+        mine = msgspec.structs.replace(progress(ME, 0.0), samples=samples, epoch=epoch, digest=bytes([epoch]) * 32)
+        if countdown.is_near(mine, known.view(mine, 0.0), 0.0) and countdown.matters:
+            countdown.told()
+            told += [samples] * (epoch == 2)
+    assert told == [922, 973, 999, 1012, 1018, 1021, 1023, 1024]
 
 
 def test_a_peer_without_a_link_is_called() -> None:

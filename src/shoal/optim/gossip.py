@@ -397,10 +397,12 @@ class ProgressGossip:
         duty = self._duty = self._duties(view, mine.digest, now)
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
-        if now >= self._told_at + silence_s(len(view.peers)) or (near and place != self._told_place and now >= soon):
+        matters = near and not self.enough and place != self._told_place and self._countdown.matters
+        if now >= self._told_at + silence_s(len(view.peers)) or (matters and now >= soon):
             self._told_at, self._told_place = now, place
+            self._countdown.told()
             self._note(duty.keepers, mine, [])
-        elif near and place != self._told_place:
+        elif matters:
             self.look_again(soon)
         if self._core.peer_id in duty.keepers:
             self._keep(view, mine, now, near=near)

@@ -34,7 +34,10 @@ _PART = 96
 """A state with twice as many peers is divided."""
 
 _NEAR = 0.1
-"""The end of an epoch is near when this share of it is left, or one and a half batches of this peer."""
+"""The end of an epoch is near when this share of it is left, or one and a half batches of this peer.
+
+Then a count is told, again when half as much is left, and so on, and after each of the last batches.
+"""
 
 _BATCHES = 1.5
 
@@ -107,12 +110,14 @@ class Countdown:
         self._target = target
         self._digest, self._began, self._over_since = b"", 0.0, float("inf")
         self._samples = self._batch = self._gave = 0
+        self._left = self._told_left = 1.0
 
     def is_near(self, mine: Progress, view: SwarmView, now: float) -> bool:
         """Whether a further batch may be the last one (`now`: local time, seconds)."""
         if mine.digest != self._digest:
             self._digest, self._began, self._gave = mine.digest, now, self._samples
             self._samples, self._batch, self._over_since = 0, 0, float("inf")
+            self._left = self._told_left = 1.0
         self._batch = max(self._batch, mine.samples - self._samples)
         self._samples = max(self._samples, mine.samples)
         if not self._gave:
@@ -121,7 +126,21 @@ class Countdown:
         done = max(done, mine.samples / self._gave)
         if done >= 1.0:
             self._over_since = min(now, self._over_since)
-        return done + max(_NEAR, _BATCHES * self._batch / self._gave) >= 1.0
+        self._left = 1.0 - done
+        return self._left <= max(_NEAR, self._last_batches)
+
+    @property
+    def _last_batches(self) -> float:
+        return _BATCHES * self._batch / self._gave if self._gave else 1.0
+
+    @property
+    def matters(self) -> bool:
+        """Near the end: whether our count has changed enough since it was told."""
+        return self._left <= max(self._told_left / 2, self._last_batches)
+
+    def told(self) -> None:
+        """Our count is told."""
+        self._told_left = self._left
 
     def is_late(self, now: float) -> bool:
         """Whether the epoch should be over since a while: those who count may have fallen silent."""

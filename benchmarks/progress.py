@@ -499,8 +499,8 @@ def main() -> int:
     found = []
     for peers in map(int, args.peers.split(",")):
         cost = costs(args.times, peers)
-        ends = (f"{kind} {1e3 * there:.2f} + {1e3 * here:.2f}" for kind, (there, here) in cost.items())
-        print(f"{peers} peers; ms of a core, sent + received: {', '.join(ends)}", flush=True)
+        ends = (f"{kind} {1e6 * there:.3g} + {1e6 * here:.3g}" for kind, (there, here) in cost.items())
+        print(f"{peers} peers; µs of a core, sent + received: {', '.join(ends)}", flush=True)
         for epoch_s in map(float, args.epochs_s.split(",")):
             found.append(result := summary(simulated(peers, epoch_s, args.epochs), peers, cost))
             for who in ("all", "ordinary", "keeper"):

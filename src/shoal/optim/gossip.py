@@ -419,8 +419,8 @@ class ProgressGossip:
                 self._called = mine.digest, now
                 self._note([*duty.order.parts[0], *duty.colleagues], mine, self._known.standings(mine, now))
         elif duty.colleagues and near and view.samples != self._passed_on:
-            # The fewer samples are missing, the sooner.
-            soon = self._passed_at + min(max(self._tell_period_s / 2, view.eta_s(self._target) / 4), _SILENCE_S)
+            # The nearer the end, the sooner.
+            soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s(view) / 2), _SILENCE_S)
             if now < soon:
                 self.look_again(soon)
                 return

@@ -120,18 +120,21 @@ class Countdown:
             self._left = self._told_left = 1.0
         self._batch = max(self._batch, mine.samples - self._samples)
         self._samples = max(self._samples, mine.samples)
-        if not self._gave:
-            return True
         done = max(view.samples, view.rate * (now - self._began)) / self._target
-        done = max(done, mine.samples / self._gave)
-        if done >= 1.0:
-            self._over_since = min(now, self._over_since)
+        if self._gave:
+            done = max(done, mine.samples / self._gave)
+            if done >= 1.0:
+                self._over_since = min(now, self._over_since)
         self._left = 1.0 - done
         return self._left <= max(_NEAR, self._last_batches)
 
     @property
     def _last_batches(self) -> float:
         return _BATCHES * self._batch / self._gave if self._gave else 1.0
+
+    def left_s(self, view: SwarmView) -> float:
+        """How long the epoch goes on, seconds; most samples are not known before its end."""
+        return max(0.0, self._left) * self._target / view.rate if view.rate > 0 else 0.0
 
     @property
     def matters(self) -> bool:

@@ -368,6 +368,32 @@ def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
 
 
 @everywhere
+def test_what_a_lost_peer_has_sent_before_uses_up_its_hosts_allowance(run: Run) -> None:
+    """A stranger's notes were taken one by one for 24 s after it was gone; peers of the same host waited for that."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=200.0))
+        taken, reading = list[Say](), asyncio.get_running_loop().create_future()
+
+        def take(peer: PeerID, note: Say) -> None:
+            taken.append(note)
+            if not reading.done():
+                link = b.endpoint._open.peers[peer].links[0]
+                asyncio.get_running_loop().call_soon(link._lose, PeerUnreachable("line cut", peer))
+                reading.set_result(asyncio.current_task())
+
+        b.endpoint.take_notes(Say, take)
+        hand = ByHand(net.transport("h"), b.contact)
+        link = await hand.link()
+        await link.write(note_frame("Say", encode(Say("x"))) * 3000)
+        await asyncio.wait([await reading])
+        assert len(taken) < 300
+        await hand.close()
+
+    run(scenario)
+
+
+@everywhere
 def test_a_message_that_is_too_long_is_refused_here(run: Run) -> None:
     """Requests, replies, openings and stream messages beyond the limit never leave: the other side would drop us."""
 

@@ -247,7 +247,7 @@ class CallLink:
     async def _read_loop(self) -> None:
         handled = 0
         try:
-            while True:
+            while not self._closed:  # what a lost peer has sent before counts no more, nor against its host
                 handled += 1
                 if handled % _HANDLED_AT_ONCE == 0:
                     await asyncio.sleep(0)  # what is there already is read without a wait: let others go on, too

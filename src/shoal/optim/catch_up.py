@@ -16,6 +16,7 @@ from functools import partial
 from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager
+from shoal.clock import to_the_end
 from shoal.core import PeerCore
 from shoal.optim.committed import Committed
 from shoal.optim.following import Following
@@ -177,7 +178,7 @@ class CatchUp:
         following, self._following = self._following, None
         self._vectors.clear()
         if following is not None:
-            await following.close()
+            await to_the_end(following.close())
 
     @staticmethod
     def _now() -> float:

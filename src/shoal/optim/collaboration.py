@@ -549,7 +549,7 @@ class Collaboration:
                     await self._moved.wait()
         if self.failure is not None:
             raise self.failure
-        if not self.view().behind:
+        if self.settings.require_state and not self.view().behind:
             self.check_beginning()
         return self.phase
 
@@ -600,7 +600,7 @@ class Collaboration:
         self._renewed(expected=self.state == update.name and update.peers > 1 and not self.at_end)
         self._move(Phase.COLLECTING)
         if update.is_step and self.state == update.name:
-            await to_the_end(self._catch_up.joined())  # last: an interrupted trainer cancels this
+            await self._catch_up.joined()  # last: an interrupted trainer cancels this
 
     def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
         """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).

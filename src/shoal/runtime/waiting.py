@@ -45,7 +45,9 @@ class RunningTime:
 
     def turn(self) -> None:
         """The loop goes on now."""
-        self._turn = time.monotonic(), self.now()
+        at, shown = self._turn
+        now = time.monotonic()
+        self._turn = now, shown + min(now - at, LONGEST_TURN_S)
         self.turns += 1
 
 

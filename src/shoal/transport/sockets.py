@@ -16,6 +16,7 @@ import struct
 import sys
 import weakref
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 __all__ = [
@@ -136,6 +137,7 @@ def all_interfaces(host: str) -> bool:
     return host in _ANY
 
 
+@lru_cache(maxsize=256)  # a peer that trains alone asks at each step
 def is_loopback(host: str) -> bool:
     """Whether nobody but this machine can dial `host`."""
     with contextlib.suppress(ValueError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-import threading
 from collections.abc import Coroutine
 from contextlib import suppress
 from numbers import Real
@@ -17,6 +16,7 @@ from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.allreduce.round import Outcome
 from shoal.clock import Clock, own_clock
 from shoal.errors import ConfigError, LocalError, RoundFailed
+from shoal.locks import SafeLock
 from shoal.matchmaking import Group
 from shoal.peer import PeerID
 from shoal.wire import encode_plain
@@ -75,7 +75,7 @@ class StepPlan:
     ) -> None:
         self.stage = AveragingStage.IDLE
         self.grouped = self.began = False
-        self._guard = threading.Lock()  # a value that is set either counts or is refused
+        self._guard = SafeLock()  # a value that is set either counts or is refused
         self.weight, self.scheduled_time = weight, scheduled_time
         self.gathered = _pack(gather)
         self._triggered = triggered

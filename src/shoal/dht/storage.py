@@ -43,7 +43,7 @@ __all__ = [
 
 K = TypeVar("K")
 
-RECORD_OVERHEAD_BYTES = 1024
+RECORD_OVERHEAD_BYTES = 1056
 """Memory of a held record beside its value and subkey: objects, index entries, signature."""
 
 PEER_ENTRY_BYTES = 8 << 10

@@ -23,6 +23,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 from shoal.clock import ThreadExecutor
 from shoal.errors import ClosedError, LocalError
+from shoal.locks import SafeLock
 from shoal.runtime.pool import DaemonPool, take_one_core
 from shoal.runtime.waiting import SLICE_S, Gate, RunningTime, SafeCondition, SlicingSelector
 
@@ -120,7 +121,7 @@ class LoopThread:
         # tensor work.
         self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
         self._loop = _Loop(self._lookups)
-        self._guard = threading.RLock()  # again in the same thread: by a finalizer, which may come at any point
+        self._guard = SafeLock()  # again in the same thread: by a finalizer, which may come at any point
         self._closing = self._ending = False
         self._ended = Gate()
         self._limit_s = 0.0

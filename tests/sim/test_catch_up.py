@@ -253,7 +253,7 @@ def test_a_newcomer_that_cannot_get_in_is_told_so_with_numbers(why: str) -> None
         scene.until = scene.loop.time() + 60.0
         await asyncio.wait(list(scene.tasks.values()))
         assert late.downloads >= 1
-        told = [message for message in warned if "one is missing" in message]
+        told = [message for message in warned if "steps that the others took meanwhile is missing" in message]
         assert len(told) == 1, warned
         expected = (
             r"took \d+\.\d s, .* A step takes them about 1\.\d s and has \d+ bytes; this line carried \d+ bytes/s"

@@ -36,6 +36,7 @@ def check_found(row: Row) -> None:
     assert row.found_after_second_crash >= 0.99
 
 
+@pytest.mark.long
 def test_hops_grow_like_a_logarithm() -> None:
     """From a hundred to three hundred nodes, with k = 8."""
     check_growth([measure(nodes, records=10, lookups=100, seed=1, repair=False) for nodes in (100, 300)])

@@ -41,6 +41,7 @@ def follows_the_law(rows: Sequence[Row]) -> None:
         assert abs(found - 1) < 3 * chance
 
 
+@pytest.mark.long
 def test_random_groups_follow_the_law() -> None:
     """64 peers in groups of 8: each round leaves (r - 1) / (N - 1) of the variance, all groups full."""
     rows = [row for seed in SEEDS for row in measure("random", 0.0, peers=64, target=8, rounds=3, seed=seed)]

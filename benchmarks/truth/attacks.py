@@ -105,7 +105,7 @@ def mended(reports: list[Report]) -> Verdict:
 def said_again(reports: list[Report]) -> Verdict:
     """What goes on differing is found by each check, and said with what to look for."""
     told = said_at(reports)
-    named = sum("the step itself differs here" in text for report in reports for text in report.warnings)
+    named = sum("the step itself differs on one side" in text for report in reports for text in report.warnings)
     held = bool(told) and told[0] <= SINCE + CHECK_EVERY and bool(named)
     return Verdict(held, f"said at {told}, {named} times with what to look for")
 

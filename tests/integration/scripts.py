@@ -186,11 +186,11 @@ def keep_training(*, initial_peers: Sequence[str], seed: int, clock_ahead_s: flo
         hearing, pace = threading.Thread(target=hear, daemon=True), threading.Event()
         hearing.start()
         generator = torch.Generator().manual_seed(seed)
-        announced = False
+        end = -1
         while not swarm.finished:
-            if not announced and not hearing.is_alive():
-                announced = True
-                swarm.announce_end(swarm.local_epoch + 30)
+            if not hearing.is_alive() and end < swarm.local_epoch:  # one that was stopped may have named a past epoch
+                end = swarm.local_epoch + 30
+                swarm.announce_end(end)
             inputs = torch.randn(8, 8, generator=generator)
             (model(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
             pace.wait(0.02)

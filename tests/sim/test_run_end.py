@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from shoal import sim
+from shoal.events import Warned
 from tests.sim.optimizer_kit import Run, Trainer
 
 NAMES = ["p0", "p1"]
@@ -93,6 +94,26 @@ def test_a_peer_at_its_end_follows_nobody_beyond() -> None:
         await train(run, ["p0"], to=6)
         assert second.finished
         assert run.swarm.peer("p1").downloads == 0
+        await run.close()
+
+    sim.run(main, seed=7)
+
+
+def test_a_run_that_goes_on_beyond_the_end_that_a_peer_announced_says_nothing() -> None:
+    """It does, once: an end that most peers do not share is passed, and a late peer may name one that is over."""
+
+    async def main() -> None:
+        run, said = Run(target=16), list[str]()
+        for name in NAMES:
+            await run.add(name)
+        second = run.swarm.peer("p1").collaboration
+        second.core.env.events.subscribe(
+            lambda event: said.append(event.message) if isinstance(event, Warned) else None
+        )
+        await sim.sleep(3.0)
+        second.announce_end(3)
+        await train(run, NAMES, to=6)
+        assert sum("goes on, though this peer announced its end for epoch 3" in each for each in said) == 1
         await run.close()
 
     sim.run(main, seed=7)

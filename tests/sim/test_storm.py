@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.events import EpochAdvanced, Event
+from shoal.peer import PeerID
+from shoal.rpc import Endpoint
 from shoal.sim import SimNetwork
 from shoal.sim.loop import world_time
 from tests.sim.optimizer_kit import Run
@@ -120,6 +123,30 @@ def test_a_peer_whose_line_was_cut_waits_until_tcp_tries_again() -> None:
         assert storm.gaps(began, loop.time())[-1] <= calm[-1] + 2.0
 
     play(2, scenario)
+
+
+def test_a_peer_that_missed_that_there_is_enough_keeps_the_others_for_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not: it is waited for, so it is told again soon. Notes get no answer, and may be lost with a link."""
+    tell, missed = Endpoint.tell, list[float]()
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        calm = storm.gaps(4.0, loop.time())
+        deaf = swarm.host("p2").peer_id
+
+        def lose(self: Endpoint, peers: Iterable[PeerID], message: Any) -> list[PeerID]:
+            peers, now = list(peers), loop.time()
+            if deaf in peers and message.others and (not missed or now < missed[0] + 0.1):
+                missed.append(now)
+                return [*tell(self, [peer for peer in peers if peer != deaf], message), deaf]
+            return tell(self, peers, message)
+
+        monkeypatch.setattr(Endpoint, "tell", lose)
+        await sim.sleep(5.0)
+        assert missed
+        assert storm.gaps(4.0, loop.time())[-1] <= calm[-1] + 0.5
+
+    play(3, scenario)
 
 
 @pytest.mark.long

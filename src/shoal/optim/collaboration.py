@@ -275,6 +275,8 @@ class Collaboration:
         if self._end.look(self.epoch, claimed if claimed.vouched else view, now):
             self._move(self.phase)
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
+        if not self.at_end:
+            self._notices.beyond(self.epoch, self._end.said)
         return view
 
     def _claimed(self) -> SwarmView:

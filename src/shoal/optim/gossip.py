@@ -122,7 +122,7 @@ class ProgressGossip:
         self._met: set[PeerID] = set()  # who was told directly, or told us, that we or they are here
         self._deaf: dict[PeerID, float] = {}  # who could not be told, and until when nobody tries
         self._why_deaf: dict[PeerID, str] = {}
-        self._called = (b"", float("-inf"))  # at which state all were told last that there is enough, and when
+        self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = float("-inf")  # when the DHT showed somebody new
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._twin_told = False
@@ -413,11 +413,16 @@ class ProgressGossip:
 
     def _keep(self, view: SwarmView, mine: Progress, now: float, *, near: bool) -> None:
         """As a keeper: say what we were told, to all of our part when there is enough, else to the other keepers."""
-        duty, (said, at) = self._duty, self._called
+        duty = self._duty
         if self.enough:
-            if said != mine.digest or now >= at + _SILENCE_S:
-                self._called = mine.digest, now
+            # Said again after a quarter of a second, and then each second: a note may be lost, and others wait for the
+            # peer that it was for.
+            first = self._called != mine.digest
+            if first or now >= self._tell_again_at:
+                self._called = mine.digest
+                self._tell_again_at = now + (LOOK_S if first else _SILENCE_S)
                 self._note([*duty.order.parts[0], *duty.colleagues], mine, self._known.standings(mine, now))
+            self.look_again(self._tell_again_at)
         elif duty.colleagues and near and view.samples != self._passed_on:
             # The nearer the end, the sooner.
             soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s(view) / 2), _SILENCE_S)

@@ -35,6 +35,7 @@ class Notices:
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
         self._end_told: int | None = None
+        self._beyond_told: int | None = None
 
     def warn(self, message: str) -> None:
         """Tell this."""
@@ -156,6 +157,17 @@ class Notices:
         self.warn(
             f"the run ends here, at epoch {epoch}: peers that made more than half of the samples of the last rounds "
             f"announced it ({own}). Nothing more is trained; `finished` is true when the others are there"
+        )
+
+    def beyond(self, epoch: int, said: int | None) -> None:
+        """The run goes on, and is beyond the end that this peer has announced. Once for each such end."""
+        if said is None or epoch <= said or said == self._beyond_told:
+            return
+        self._beyond_told = said
+        self.warn(
+            f"the run is at epoch {epoch} and goes on, though this peer announced its end for epoch {said}: the peers "
+            "that make most samples announced a later end or none, or that epoch was over already. This peer trains "
+            "on: announce a later end on most peers, or stop this one"
         )
 
     def interrupted(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import random
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any, cast
@@ -45,7 +46,7 @@ def gossip_at(known: SwarmProgress, bus: EventBus, **endpoint: Any) -> ProgressG
     endpoint.setdefault("dialable", lambda contact: contact)
     endpoint.setdefault("contact", progress(ME, 1.0).contact)
     settings = CollaborationSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
-    env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9))
+    env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
     return ProgressGossip(
         cast(PeerCore, core),
@@ -200,7 +201,25 @@ def test_many_tell_two_who_count_and_these_tell_all_when_there_is_enough() -> No
         assert await swarm.tell(samples=3, digest=counted[0], enough=True) == others
         assert [len(note.others) for _, note in swarm.notes[-19:]] == [19] * 19
         assert await swarm.tell(samples=3, digest=counted[0], enough=True) == []
+        await swarm.tell(samples=3, digest=counted[0])  # somebody left, with the samples
+        assert await swarm.tell(samples=4, digest=counted[0], enough=True) == others
         assert sorted(swarm.called) == others
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("peers", [3, 20])
+def test_a_peer_that_was_cut_off_counts_without_those_that_it_found_silent(peers: int) -> None:
+    """For a second or two after it had downloaded the state: nobody had a reason to say anything to it."""
+
+    async def main() -> None:
+        swarm = Swarm(peers)
+        await swarm.tell(samples=1)
+        swarm.called.clear()
+        mine, silent = swarm.gossip._mine(), frozenset(swarm.peers[1:3])
+        swarm.gossip.renamed(swarm.known.view(mine, swarm.now, silent=silent), expected=False)
+        await asyncio.gather(*swarm.gossip._telling.values())
+        assert silent <= set(swarm.called)
 
     asyncio.run(main())
 

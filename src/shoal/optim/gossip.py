@@ -240,6 +240,11 @@ class ProgressGossip:
         if few or not expected:
             self._renames += 1
             self._renamed.set()
+        if not expected:
+            # A peer that was cut off has found the others silent: they have no reason to say anything to it, and do not
+            # count here until they do.
+            for peer in [peer for peer in self._known.peers if peer not in view.peers][:_ASKED_ANEW]:
+                self._call(peer)
         if few:
             self.tell(view, now=True)
         elif not expected:
@@ -423,7 +428,9 @@ class ProgressGossip:
                 self._tell_again_at = now + (LOOK_S if first else _SILENCE_S)
                 self._note([*duty.order.parts[0], *duty.colleagues], mine, self._known.standings(mine, now))
             self.look_again(self._tell_again_at)
-        elif duty.colleagues and near and view.samples != self._passed_on:
+            return
+        self._called = b""  # somebody may have left, with the samples: when there are enough again, it is said at once
+        if duty.colleagues and near and view.samples != self._passed_on:
             # The nearer the end, the sooner.
             soon = self._passed_at + min(max(self._tell_period_s / 2, self._countdown.left_s(view) / 2), _SILENCE_S)
             if now < soon:

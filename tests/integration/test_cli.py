@@ -92,7 +92,8 @@ def test_second_ctrl_c_ends_the_bootstrap_peer_at_once() -> None:
     with bootstrap() as (talk, invite), shoal.DHT([invite], start=True):
         talk.signal(signal.SIGINT)
         talk.signal(signal.SIGINT)
-        assert talk.wait() in (0, 130)
+        # The second one may come when the interpreter ends, and has no handler any more: then it dies of the signal.
+        assert talk.wait() in (0, 130, -signal.SIGINT)
         assert "Traceback" not in talk.errors()
 
 

@@ -26,8 +26,7 @@ from shoal.clock import Env
 from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
-from shoal.rpc import Endpoint, Stream
-from shoal.rpc.rhythm import LOOK_S
+from shoal.rpc import LOOK_S, Endpoint, Stream
 from shoal.state.assembly import Assembly
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan

@@ -50,3 +50,15 @@ def test_a_file_that_cannot_be_kept_is_a_configuration_error(tmp_path: Path) -> 
         shoal.DHT(peers_file=tmp_path / "nowhere" / "peers")
     with pytest.raises(shoal.ConfigError, match=r"peers_file=.*cannot be read"):
         shoal.DHT(peers_file=tmp_path, start=True)
+
+
+def test_a_file_of_something_else_is_not_written_over(tmp_path: Path) -> None:
+    """A list of peers replaced whatever the file held, a minute later."""
+    for name, content in {"notes": b"buy milk\n", "picture": bytes(range(256))}.items():
+        file = tmp_path / name
+        file.write_bytes(content)
+        with pytest.raises(shoal.ConfigError, match=r"peers_file=.*something else.*name another file"):
+            shoal.DHT(peers_file=file)
+        assert file.read_bytes() == content
+    (tmp_path / "empty").touch()
+    shoal.DHT(peers_file=tmp_path / "empty")

@@ -25,6 +25,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.arguments import client_argument
 from shoal.runtime.dht import DHT
+from shoal.runtime.flags import flag
 from shoal.runtime.thread import GRACE_S
 
 __all__ = ["Optimizer"]
@@ -164,7 +165,7 @@ class Optimizer(torch.optim.Optimizer):
         ):
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
-        if verbose:
+        if flag("verbose", verbose):
             print_log()
         inner = make_optimizer(params, optimizer)
         super().__init__(inner.param_groups, dict(inner.defaults))
@@ -198,7 +199,7 @@ class Optimizer(torch.optim.Optimizer):
             averager=averager,
             average_state_every=average_state_every,
             state_patience_s=load_state_timeout,
-            require_state=require_state,
+            require_state=flag("require_state", require_state),
             catch_up_bytes=catch_up_bytes,
             check_every=check_parameters_every,
             fingerprint=run_settings(

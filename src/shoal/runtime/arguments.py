@@ -12,6 +12,7 @@ import torch
 from shoal import compression
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor, TensorRole
 from shoal.errors import ConfigError
+from shoal.runtime.flags import flag
 
 __all__ = ["check_tensors", "choose_codecs", "client_argument", "codec_argument", "first", "seconds"]
 
@@ -82,13 +83,13 @@ def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bo
         is_client: whether nobody can dial the peer now.
 
     Raises:
-        ConfigError: others must be able to dial it, and nobody can dial the peer.
+        ConfigError: it is neither True, False nor None; or others must be able to dial it, and nobody can.
     """
     if client_mode is None:
         return only_dials
-    if is_client and not client_mode:
+    if not (listens_never := flag("client_mode", client_mode)) and is_client:
         raise ConfigError("client_mode=False needs a dht that can be dialed, and this one is in client mode")
-    return client_mode
+    return listens_never
 
 
 def first(*values: T | None) -> T | None:

@@ -24,6 +24,7 @@ from shoal.peer import PeerID
 from shoal.runtime.arguments import check_tensors, choose_codecs, client_argument, codec_argument, first, seconds
 from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
+from shoal.runtime.flags import flag
 from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import HeldTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
@@ -119,6 +120,7 @@ class DecentralizedAverager(SharesState):
         if averaging_expiration is not None and min_matchmaking_time is not None:
             raise ConfigError("averaging_expiration and min_matchmaking_time are two names of one thing: give only one")
         check_tensors(averaged_tensors)
+        auxiliary = flag("auxiliary", auxiliary)
         self.dht, self.prefix = dht, prefix
         self._only_dials = client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode)
         other_name = {} if min_matchmaking_time is None else {"averaging_expiration": "min_matchmaking_time"}
@@ -150,7 +152,9 @@ class DecentralizedAverager(SharesState):
                 "allow_state_sharing=True needs a peer that can be dialed, and this one is in client mode: leave it out"
             )
         shares = not (self._only_dials or auxiliary)
-        self._shares_at_start = shares if allow_state_sharing is None else bool(allow_state_sharing)
+        self._shares_at_start = (
+            shares if allow_state_sharing is None else flag("allow_state_sharing", allow_state_sharing)
+        )
         self._priority_at_start = 0.0
         self._codecs = choose_codecs(averaged_tensors, codec_argument("compression", compression), tensor_infos)
         self._state_compression = codec_argument("state_compression", state_compression)
@@ -160,7 +164,7 @@ class DecentralizedAverager(SharesState):
         self._averager: Averager | None = None
         self._end: Callable[[], LoopFuture[None] | None] = lambda: None
         self._closed = False
-        if start:
+        if flag("start", start):
             self.run_in_background()
 
     # -------------------------------------------------------------------------------------------------- life and death

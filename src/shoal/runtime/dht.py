@@ -18,6 +18,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, Peer
 from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
+from shoal.runtime.flags import flag
 from shoal.runtime.hivemind import DhtOptions, check_options
 from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place
@@ -109,8 +110,8 @@ class DHT:
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
         self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
         self._peers_file = None if peers_file is None else PeersFile(Path(peers_file))
-        self._client_mode = None if client_mode is None else bool(client_mode)
-        self._encrypt = bool(encrypt)
+        self._client_mode = None if client_mode is None else flag("client_mode", client_mode)
+        self._encrypt = flag("encrypt", encrypt)
         self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
@@ -118,7 +119,7 @@ class DHT:
         self._joining_s = startup_timeout + GRACE_S
         self._running: RunningPeer | None = None
         self._shut_down = False
-        if start:
+        if flag("start", start):
             self.run_in_background(await_ready=await_ready)
 
     def _skip(self, argument: str, why: str) -> None:

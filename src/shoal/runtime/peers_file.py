@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.core import PeerCore
@@ -29,7 +30,7 @@ class PeersFile:
         path: where it is; it need not exist yet.
 
     Raises:
-        ConfigError: it is there and cannot be read, or there is no such folder.
+        ConfigError: it is there and cannot be read, or holds something else; or there is no such folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,25 +38,30 @@ class PeersFile:
         self._kept: tuple[Address, ...] | None = None
         if not path.parent.is_dir():
             raise ConfigError(f"peers_file={str(path)!r}: there is no folder {str(path.parent)!r}")
+        self._addresses()
 
     def read(self, without: PeerID) -> tuple[Address, ...]:
         """The addresses in it, but for those of this peer; none if there is no file yet."""
+        return tuple(address for address in self._addresses() if address.peer_id != without)
+
+    def _addresses(self) -> dict[Address, None]:
         try:
             with self._path.open("rb") as file:
                 text = file.read(_MAX_BYTES).decode("utf-8", "replace")
         except FileNotFoundError:
-            return ()
+            return {}
         except OSError as error:
             raise ConfigError(f"peers_file={str(self._path)!r} cannot be read: {error.strerror or error}") from error
         found: dict[Address, None] = {}
         for line in text.splitlines():
-            try:
-                address = Address.parse(line)
-            except ConfigError:
-                continue  # a line that was torn, or edited
-            if address.peer_id != without:
-                found[address] = None
-        return tuple(found)
+            with suppress(ConfigError):  # a line that was torn, or edited
+                found[Address.parse(line)] = None
+        if text.strip() and not found:
+            raise ConfigError(
+                f"peers_file={str(self._path)!r} holds something else than the addresses of peers, and would be "
+                "written over: name another file, or one that does not exist yet"
+            )
+        return found
 
     async def keep(self, core: PeerCore, warn: Callable[[str], None]) -> None:
         """Write down the known peers, every now and then, until cancelled."""

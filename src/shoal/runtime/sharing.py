@@ -14,6 +14,7 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.runtime.arguments import seconds
 from shoal.runtime.dht import DHT
+from shoal.runtime.flags import flag
 from shoal.runtime.tensors import HeldTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
 from shoal.state import SharedState
@@ -90,10 +91,10 @@ class SharesState:
 
     @allow_state_sharing.setter
     def allow_state_sharing(self, value: bool) -> None:
-        if value and self.client_mode:
+        if (value := flag("allow_state_sharing", value)) and self.client_mode:
             raise ConfigError("allow_state_sharing=True needs a peer that can be dialed: this one is in client mode")
         if self._averager is None:
-            self._shares_at_start = bool(value)
+            self._shares_at_start = value
             return
         averager = self._core()
 

@@ -648,7 +648,7 @@ class Collaboration:
         why = self.contribution.look(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
         )
-        if why is not None:
+        if why is not None and not self._gossip.has_twin:  # rounds take only one of the two: that was said
             self._notices.warn(why)
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)

@@ -92,6 +92,7 @@ class ProgressGossip:
 
     Attributes:
         enough: whether the swarm has the samples of the next step, as it was known here last.
+        has_twin: whether another peer trains the run under this peer's identity; it was said.
         looked: set when the run's progress has been read from the DHT, and who wrote it is alive or not.
     """
 
@@ -108,7 +109,7 @@ class ProgressGossip:
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
         self.looked = asyncio.Event()
-        self.enough = False
+        self.enough = self.has_twin = False
         self._renamed = asyncio.Event()
         self._renames = 0
         self._target = settings.target_batch_size
@@ -125,7 +126,6 @@ class ProgressGossip:
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = float("-inf")  # when the DHT showed somebody new
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
-        self._twin_told = False
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._passed_on, self._passed_at = 0, float("-inf")  # what the other keepers were told last, and when
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
@@ -320,8 +320,8 @@ class ProgressGossip:
         """
         if progress.left or not max(self._written, self._twin_wrote) < progress.time < math.inf:
             return
-        if self._twin_wrote > float("-inf") and not self._twin_told:
-            self._twin_told = True
+        if self._twin_wrote > float("-inf") and not self.has_twin:
+            self.has_twin = True
             message = (
                 f"another peer has the same identity ({self._core.peer_id.short()}) and trains this run too: only one "
                 "of them can take part. Give each peer an identity file of its own (identity_path), or none"

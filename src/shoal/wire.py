@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from datetime import datetime
 from functools import lru_cache
-from threading import Lock
 from typing import Annotated, Any, ClassVar, Generic, NoReturn, TypeVar, cast, get_args
 
 import msgspec
 
 from shoal.errors import ConfigError
+from shoal.locks import SafeLock
 from shoal.peer import Address, PeerID
 
 __all__ = [
@@ -111,7 +111,7 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_hook)
 
 
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-_one_at_a_time = Lock()
+_one_at_a_time = SafeLock()
 
 
 def _decoder(kind: type[Any]) -> msgspec.msgpack.Decoder[Any]:

@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from shoal import locks
+from shoal import locks, wire
 from shoal.clock import LONGEST_TURN_S
 from shoal.errors import LocalError
 from shoal.locks import SafeLock
+from shoal.runtime import promptness, waiting
 from shoal.runtime import thread as thread_module
-from shoal.runtime import waiting
+from shoal.runtime.leave import Leaving
 from shoal.runtime.thread import LoopFuture, LoopThread
 from shoal.runtime.waiting import Gate, RunningTime
 
@@ -169,6 +170,13 @@ def test_signals_keep_no_lock() -> None:
     other.start()
     other.join()
     assert all(free)
+
+
+def test_locks_that_any_thread_takes_had_a_window_on_python_3_14() -> None:
+    """One that an interrupt kept would stop all decoding, a forked child's rounds, or the way out of SIGTERM."""
+    assert isinstance(wire._one_at_a_time, SafeLock)
+    assert isinstance(promptness._holders.guard, SafeLock)
+    assert isinstance(Leaving((), 0.0, None)._guard, SafeLock)
 
 
 def test_a_state_is_taken_over_while_an_interrupted_trainer_computes() -> None:

@@ -23,8 +23,10 @@ from typing import Any, Self
 
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerError
+from shoal.locks import SafeLock
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S
+from shoal.runtime.waiting import Gate
 
 __all__ = ["Leaving", "leave_on_sigterm"]
 
@@ -46,8 +48,8 @@ class Leaving:
         self._thread: threading.Thread | None = None
         self._done = threading.Event()
         self._at_once = False  # the second signal came
-        self._woken = threading.Event()  # the main thread need not be woken any more
-        self._guard = threading.Lock()  # nobody wakes it once its handler is gone
+        self._woken = Gate()  # the main thread need not be woken any more
+        self._guard = SafeLock()  # nobody wakes it once its handler is gone
         self._before: Any = None
         self._ear: socket.socket | None = None
         self._listener: threading.Thread | None = None
@@ -73,7 +75,7 @@ class Leaving:
         if before is None:
             raise LocalError("SIGTERM has a handler that was not set from Python, and could not be put back: leave it")
         self._before = before
-        self._woken.clear()
+        self._woken = Gate()
         self._prick_up()
         signal.signal(signal.SIGTERM, self._handle)
         _inside.add(self)
@@ -81,7 +83,7 @@ class Leaving:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._guard:
-            self._woken.set()
+            self._woken.open()
         self.restore()
         if self._listener is not None:
             self._listener.join()  # it has heard all signals until now
@@ -135,7 +137,7 @@ class Leaving:
         main = threading.main_thread().ident
         while True:
             with self._guard:
-                if self._woken.is_set():
+                if self._woken.is_open:
                     return
                 if hasattr(signal, "pthread_kill") and main is not None:
                     signal.pthread_kill(main, signal.SIGTERM)
@@ -144,7 +146,7 @@ class Leaving:
             self._woken.wait(_POKE_S)
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self._woken.is_set():
+        if self._woken.is_open:
             return
         if self._listener is None:
             self._count()
@@ -153,7 +155,7 @@ class Leaving:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
         if self.done and self.exit_code is not None:
-            self._woken.set()
+            self._woken.open()
             raise SystemExit(self.exit_code)
 
     # ------------------------------------------------------------------------------------------------------- leaving

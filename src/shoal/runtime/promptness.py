@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from shoal.locks import SafeLock
 
 __all__ = ["SWITCH_INTERVAL_S", "prompt"]
 
@@ -26,7 +27,7 @@ class _Holders:
     """How many blocks of `prompt` are open in this process, and the interval to go back to."""
 
     def __init__(self) -> None:
-        self.guard = threading.Lock()
+        self.guard = SafeLock()
         self.count = 0
         self.before_s = 0.0
 
@@ -47,7 +48,7 @@ class _Holders:
 
     def forget(self) -> None:
         """In a forked child the holder does not exist, and its guard may be taken for ever."""
-        self.guard = threading.Lock()
+        self.guard = SafeLock()
         while self.count:
             self.leave()
 

@@ -3,8 +3,8 @@
 **Interrupts.** Python runs a signal's handler in the main thread between any two calls, and an exception of the handler
 is raised there. `threading.Condition` and all that is built on it (`Event`, `Thread.join`, `concurrent.futures.wait`)
 is Python code that may be left with its lock taken, or with a living thread marked as dead (cpython issue 90882). All
-waits of this module are in `queue.SimpleQueue.get`, which is one call of C. The locks of futures,
-of calls into the loop and of step plans are `SafeLock`s.
+waits of this module are in `queue.SimpleQueue.get`, which is one call of C. The locks of futures, of decoders,
+of calls into the loop, of step plans and of the way out of SIGTERM are `SafeLock`s.
 
 **Stops.** A process that is stopped (SIGSTOP, a laptop's lid) must not find all its deadlines passed when it goes on.
 So threads wait in slices, of which each counts once, however long it took; and the loop's clock (`RunningTime`) counts

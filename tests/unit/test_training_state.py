@@ -14,8 +14,10 @@ import torch
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.events import EventBus, Warned
 from shoal.optim.committed import Committed
 from shoal.optim.inner import make_optimizer, make_scheduler
+from shoal.optim.notices import Notices
 from shoal.optim.options import options_of
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
@@ -147,6 +149,51 @@ def test_a_batch_that_cannot_be_summed_is_left_out(first: bool, bad: float) -> N
     training.use_own_mean()
     training.step()
     assert [parameter.tolist() for parameter in parameters] == [[-2.0] * 3, [-2.0] * 2]
+
+
+def told_of_left_out(training: TrainingState, batches: int = 1) -> list[str]:
+    """What a user is warned of when so many more batches come with gradients that are not finite."""
+    bus, said = EventBus(), list[str]()
+    bus.subscribe(lambda event: said.append(event.message) if isinstance(event, Warned) else None)
+    notices = Notices(bus, "run")
+    for _ in range(batches):
+        training.trained[-1].grad = torch.full_like(training.trained[-1], math.nan)
+        assert not training.accumulate(1)
+        notices.accumulated(training)
+    return said
+
+
+def test_adamw_made_nan_weights_in_float16_and_the_warning_blamed_the_gradients() -> None:
+    """It said that batches are left out because of their gradients; but the weights are gone, and no batch counts."""
+    parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.float16)) for _ in range(2)]
+    training = TrainingState(torch.optim.AdamW(parameters), unit=1)
+    parameters[0].grad, parameters[1].grad = torch.ones(3).half(), torch.zeros(3).half()
+    assert training.accumulate(1)
+    training.use_own_mean()
+    training.step()
+    assert parameters[0].isfinite().all()
+    assert parameters[1].isnan().all()
+    (said,) = told_of_left_out(training, 20)
+    assert "trained parameter 1 (float16) is not finite" in said
+    assert "The optimizer's own step made it so" in said
+    assert "eps of 1e-08 is 0 in float16, so AdamW divides by 0. Give eps=1e-4" in said
+    assert "or keep the parameters in float32" in said
+
+
+def test_advice_for_weights_that_are_not_finite_fits_their_cause() -> None:
+    """Weights of float32, and weights that were broken from the beginning, need other remedies."""
+    training, parameters = state((3,))
+    parameters[0].data[1] = math.inf
+    (said,) = told_of_left_out(training)
+    assert said.endswith("No step was taken yet: look at how the model was made or loaded")
+    training.epoch = 1
+    (said,) = told_of_left_out(training)
+    assert said.endswith(
+        "(it is taken from finite gradients only). Lower the learning rate, and begin from a finite state"
+    )
+    parameters[0].data[1] = 0.0
+    (said,) = told_of_left_out(training)
+    assert "left out, because gradients are not finite" in said
 
 
 @pytest.mark.parametrize("value", [1e35, 9e35, 1.1e36, 1e38, math.nan])

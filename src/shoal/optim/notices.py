@@ -31,6 +31,7 @@ class Notices:
     def __init__(self, events: EventBus, run_id: str) -> None:
         self._events, self._run_id = events, run_id
         self._left_out = self._downloads_in_a_row = 0
+        self._broken_told = False
         self._stance_told, self._without_told = Stance.FREE, False
         self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
@@ -54,13 +55,20 @@ class Notices:
         self._events.emit(LocalValuesRejected(prefix=self._run_id, tensor=tensor, reason=reason))
 
     def accumulated(self, training: TrainingState) -> None:
-        """Look whether batches were left out: an event each time, a warning for the first, the tenth, ..."""
+        """Look whether batches were left out: an event each time, a warning for the first, the tenth, ...
+
+        Where the parameters themselves are the reason, that is told instead, once.
+        """
         before, self._left_out = self._left_out, training.left_out
         if self._left_out == before:
             return
         reason = "gradients that are not finite, or too large to be summed: their batch is left out"
         self.rejected(training.left_out_for, reason)
-        if not before or len(str(before)) < len(str(self._left_out)):
+        told, self._broken_told = self._broken_told, training.broken is not None
+        if training.broken is not None:
+            if not told:
+                self.warn(training.broken)
+        elif not before or len(str(before)) < len(str(self._left_out)):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
             self.warn(f"{what} left out, because gradients are not finite, or too large to be summed")
 

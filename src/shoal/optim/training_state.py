@@ -62,6 +62,7 @@ class TrainingState:
         samples: accumulated since the last step.
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
+        broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
         whole: whether the last one that was begun here was taken to its end.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
@@ -105,6 +106,7 @@ class TrainingState:
             if tensor.dtype.is_floating_point and index not in fixed
         )
         self.samples = self.left_out = self.left_out_for = self._steps_here = 0
+        self.broken: str | None = None
         self.kept_back: str | None = None
         self.epoch, self.whole = 0, True
         self._steps_of_schedule = 0
@@ -181,7 +183,7 @@ class TrainingState:
         with torch.no_grad():
             gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
             if (bad := _not_summable(gradients, batch_size)) is not None:
-                self.left_out, self.left_out_for = self.left_out + 1, given[bad]
+                self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
                 return False
             if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self.trained):
                 self._clear()
@@ -196,6 +198,27 @@ class TrainingState:
             self._given[index] = True
         self.samples += batch_size
         return True
+
+    def _why_broken(self) -> str | None:
+        values = [parameter.detach() for parameter in self.trained]
+        if (index := _beyond(values, [torch.finfo(each.dtype).max for each in values])) is None:
+            return None
+        parameter, dtype = self.trained[index], str(values[index].dtype).removeprefix("torch.")
+        what = (
+            f"trained parameter {index} ({dtype}) is not finite, so its gradients are not either, and no batch counts"
+        )
+        if self.epoch == 0:
+            return f"{what}. No step was taken yet: look at how the model was made or loaded"
+        made = "The optimizer's own step made it so (it is taken from finite gradients only)"
+        do = "Lower the learning rate"
+        groups = self.optimizer.param_groups
+        eps: Any = next(group.get("eps") for group in groups if any(each is parameter for each in group["params"]))
+        if is_number(eps) and float(eps) > 0 and not torch.tensor(float(eps), dtype=parameter.dtype):
+            made += f": its eps of {float(eps):g} is 0 in {dtype}, so {type(self.optimizer).__name__} divides by 0"
+            do = "Give eps=1e-4"
+        if parameter.itemsize < torch.float32.itemsize:
+            do += ", or keep the parameters in float32 (torch.autocast computes in 16 bits)"
+        return f"{what}. {made}. {do}, and begin from a finite state"
 
     def _check_parameters(self) -> None:
         if self.evaluates:

@@ -482,21 +482,17 @@ class _Seen:
             if is_ours != (key == own_key) or not StateKey.of_peer(said) < key == own_key <= self.best:
                 return False
         self.others[peer] = progress
+        here, coming = peer in self.here, peer in self.coming
+        if is_ours or coming:
+            self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if here or coming else 0.0)
         if is_ours:
-            if peer not in self.here:
-                counted = peer in self.coming
-                self.here.add(peer)
-                self.coming.discard(peer)
-                self._coming = None
-                if not counted:
-                    self._together = None
-                self._count(peer, progress.samples)
-                self._rate += max(0.0, progress.rate) - (max(0.0, said.rate) if counted else 0.0)
-            else:
-                self._count(peer, progress.samples - said.samples)
-                self._rate += max(0.0, progress.rate) - max(0.0, said.rate)
-        elif peer in self.coming:
-            self._rate += max(0.0, progress.rate) - max(0.0, said.rate)
+            self._count(peer, progress.samples - (said.samples if here else 0))
+        if is_ours and not here:
+            self.here.add(peer)
+            self.coming.discard(peer)
+            self._coming = None
+            if not coming:
+                self._together = None
         return True
 
     def view(self, mine: Progress) -> SwarmView:

@@ -387,6 +387,39 @@ def test_one_that_joins_waits_three_seconds_for_a_silent_node() -> None:
     run(main)
 
 
+@pytest.mark.parametrize(("live", "vanished"), [(1, 1), (3, 2), (8, 3)])
+def test_joining_among_vanished_nodes_takes_three_seconds(live: int, vanished: int) -> None:
+    """It takes one: who has not answered then is waited for no longer, where others have answered at once."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        nodes = await grow(swarm, live + vanished)
+        for each in nodes[1 : 1 + vanished]:
+            swarm.vanish(each.name)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        new = await swarm.start_peer("new", node([swarm.host(FIRST).address]))
+        assert loop.time() - began < 1.3
+        assert new.dht.neighbours == live
+        began = loop.time()
+        assert await new.dht.get("key", latest=True) is None
+        assert loop.time() - began < 0.5
+
+    run(main)
+
+
+def test_far_nodes_are_not_taken_for_vanished() -> None:
+    """An answer over a new connection takes 1.2 s here, over a link half of that: the one that joins waits for all."""
+
+    async def main() -> None:
+        swarm = new_swarm(latency_s=0.3)
+        await grow(swarm, 4)
+        new = await swarm.start_peer("new", node([swarm.host(FIRST).address]))
+        assert new.dht.neighbours == 4
+
+    run(main)
+
+
 # ------------------------------------------------------------------------------------------------- nodes that fail
 
 

@@ -27,6 +27,10 @@ R = TypeVar("R")
 KEYS_PER_CALL = 64
 _CHECKED_AT_ONCE = 32
 
+_LATE = 6.0
+"""An answer that takes so many times as long as the slowest of the others is late, after twice `slow_s`. One over a new
+connection takes five times as long as one over a link."""
+
 
 def report(where: str, error: BaseException) -> None:
     """Tell the loop's exception handler of a fault of ours that ended work in the background."""
@@ -206,6 +210,7 @@ class _Run:
         self.ready: dict[bytes, Search] = dict(self.open)
         self.queues: dict[PeerID, _Queue] = {}
         self.over = False
+        self.slowest_s = 0.0
         self.wake = asyncio.Event()
 
     def touch(self, searches: Sequence[Search]) -> None:
@@ -217,6 +222,16 @@ class _Run:
         """The node keeps these waiting."""
         for search in searches:
             search.lookup.slow(peer)
+        self.touch(searches)
+
+    def late(self, queue: _Queue, searches: Sequence[Search], asked_at: float) -> None:
+        """The node may be keeping these waiting for much longer than others have."""
+        loop, due = asyncio.get_running_loop(), asked_at + _LATE * self.slowest_s
+        if loop.time() < due:
+            queue.timers.append(loop.call_at(due, self.late, queue, searches, asked_at))
+            return
+        for search in searches:
+            search.lookup.late(queue.contact.peer)
         self.touch(searches)
 
 
@@ -282,8 +297,9 @@ class Crawler:
                 self._caller.spawn(self._work(queue, run))
             queue.waiting += group
             queue.members += group
-            timer = asyncio.get_running_loop().call_later(self._caller.patience_s(peer), run.slow, peer, group)
-            queue.timers.append(timer)
+            loop, patience_s = asyncio.get_running_loop(), self._caller.patience_s(peer)
+            queue.timers.append(loop.call_later(patience_s, run.slow, peer, group))
+            queue.timers.append(loop.call_later(2 * patience_s, run.late, queue, group, loop.time()))
         if run.ready:
             self._ask_on(run)
 
@@ -320,7 +336,9 @@ class Crawler:
 
     async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> list[Search]:
         """Ask one node for the keys of these searches; those to ask again, whose records did not fit in the reply."""
+        loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
+        run.slowest_s = max(run.slowest_s, loop.time() - began)
         rest = self._check_shape(contact.peer, group, reply)
         for search, found in zip(group, reply.found, strict=True):
             if not found.more:

@@ -9,7 +9,8 @@ Invariants, held by the tests:
   the nearest `count` are asked at once. Queries that were called slow do not count: a silent node takes one place for a
   moment, and does not hold up the lookup;
 - it ends when the nearest `count` nodes of those that did not fail have answered; a slow one among them is waited for
-  only while fewer than `count` others have, and fewer than four for each that is slow;
+  only while fewer than `count` others have, and fewer than four for each that is slow. A late one is waited for only
+  while nobody has answered;
 - one reply adds at most 32 candidates, and there are never more than `max_queries` queries, so liars can lengthen a
   lookup by a bounded amount only. A reply's word about another node counts as hearsay until that node answers itself.
 """
@@ -35,6 +36,7 @@ class _State(Enum):
     NEW = auto()
     ASKED = auto()
     SLOW = auto()
+    LATE = auto()
     REPLIED = auto()
     FAILED = auto()
 
@@ -90,7 +92,7 @@ class Lookup:
     @property
     def done(self) -> bool:
         """Whether no further query can help, or none may be made."""
-        replied = slow = 0
+        replied = slow = late = 0
         for candidate in self._ordered:
             if replied >= self.count:
                 return True
@@ -98,7 +100,8 @@ class Lookup:
                 return False
             replied += candidate.state is _State.REPLIED
             slow += candidate.state is _State.SLOW
-        return slow == 0 or replied >= min(self.count, _ANSWERS_PER_SLOW * slow)
+            late += candidate.state is _State.LATE
+        return replied >= min(self.count, _ANSWERS_PER_SLOW * slow + min(late, 1))
 
     @property
     def nearest(self) -> list[Contact]:
@@ -187,9 +190,15 @@ class Lookup:
             candidate.state = _State.SLOW
             self._waiting -= 1
 
+    def late(self, peer: PeerID) -> None:
+        """A slow node keeps us waiting for much longer than the others: if any has answered, go on without it."""
+        candidate = self._known.get(peer)
+        if candidate is not None and candidate.state is _State.SLOW:
+            candidate.state = _State.LATE
+
     def _settle(self, peer: PeerID, state: _State) -> _Candidate | None:
         candidate = self._known.get(peer)
-        if candidate is None or candidate.state not in (_State.ASKED, _State.SLOW):
+        if candidate is None or candidate.state not in (_State.ASKED, _State.SLOW, _State.LATE):
             return None
         self._waiting -= candidate.state is _State.ASKED
         candidate.state = state

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import pytest
 
 from shoal.optim.patience import Patience
@@ -12,13 +14,47 @@ from shoal.transport.tcp import TcpLimits
 def test_who_asks_too_much_is_not_read_for_a_while() -> None:
     """2,000 calls at once are free; after that 500 a second, however many links ask."""
     host, now, served = Allowance(500.0, 0.0), 0.0, 0
-    while now < 10.0:
+    for link in range(10):
+        host.add(link, 0.0)
+    waiting = [(0.0, link) for link in range(10)]
+    while (first := heapq.heappop(waiting))[0] < 10.0:
+        now, link = first
         served += 1
-        now += host.spend(1.0, 500.0, now)
+        heapq.heappush(waiting, (now + host.spend(link, 1.0, 500.0, now), link))
     assert 2000 + 10 * 500 <= served <= 2000 + 11 * 500
-    assert host.spend(100.0, 500.0, now) == pytest.approx(0.2, abs=0.1)
-    assert host.spend(10**9, 500.0, now) == 1.0
-    assert host.spend(1.0, 500.0, now + 3e6) == 0.0
+    assert host.spend(0, 100.0, 500.0, now) == pytest.approx(0.2, abs=0.1)
+    assert host.spend(0, 10**9, 500.0, now) == 1.0
+    assert host.spend(0, 1.0, 500.0, now + 3e6) == 0.0
+
+
+def test_an_honest_link_keeps_its_share_beside_a_flood() -> None:
+    """40 calls a second of one link, while four others of its host call as often as they are read."""
+    host, honest, now = Allowance(500.0, 0.0), "honest", 0.0
+    for link in (honest, *range(4)):
+        host.add(link, 0.0)
+    waiting = [(0.0, link) for link in range(4)]
+    paused = served = 0
+    for call in range(400):
+        now = call / 40.0
+        while waiting[0][0] <= now:
+            at, link = heapq.heappop(waiting)
+            served += 1
+            heapq.heappush(waiting, (at + max(1e-4, host.spend(link, 1.0, 500.0, at)), link))
+        paused += host.spend(honest, 1.0, 500.0, now) > 0.0
+    assert paused == 0
+    assert served <= 2000 + 11 * 500
+
+
+def test_ever_new_links_bring_a_host_no_more() -> None:
+    """A link that is closed when it is no longer read, and made anew, begins with nothing."""
+    host, now, served = Allowance(500.0, 0.0), 0.0, 0
+    for number in range(2000):
+        host.add(number, now)
+        while now < 10.0 and host.spend(number, 1.0, 500.0, now) == 0.0:
+            served += 1
+        host.remove(number)
+        now += 0.005
+    assert served <= 2000 + 11 * 500
 
 
 def test_a_long_message_costs_more() -> None:
@@ -30,10 +66,10 @@ def test_a_long_message_costs_more() -> None:
 def test_a_host_is_forgotten_when_a_new_one_would_be_no_better_off() -> None:
     """Not before: whoever comes again at once has spent what it has spent."""
     host = Allowance(500.0, 0.0)
-    host.links = 1
+    host.add("link", 0.0)
     assert not host.is_over(100.0)
-    host.links = 0
-    host.spend(1.0, 500.0, 100.0)
+    host.spend("link", 1.0, 500.0, 100.0)
+    host.remove("link")
     assert not host.is_over(101.0)
     assert host.is_over(109.0)
 

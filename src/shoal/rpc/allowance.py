@@ -2,9 +2,15 @@
 
 Keys are free, so the host counts, with all its peers and links together. Honest peers stay far below the limit: the
 messages of 1,000 others take 2% of a core, some 200 calls a second. TCP holds back data that is not read.
+
+An honest peer may share a host with one that floods: behind one router, or on one machine. So each link has an equal
+share of the host's rate, and while the host is over its limit, only links that are over their own share are not read. A
+new link begins with nothing: with ever new links a host gets no more than its rate.
 """
 
 from __future__ import annotations
+
+from collections.abc import Hashable
 
 __all__ = ["Allowance", "call_cost"]
 
@@ -24,6 +30,18 @@ def call_cost(nbytes: int) -> float:
     return 1.0 + nbytes / _BYTES_PER_CALL
 
 
+class _Account:
+    """Of small calls: what is left, and since when."""
+
+    def __init__(self, left: float, now: float) -> None:
+        self.left, self.at = left, now
+
+    def spend(self, cost: float, rate: float, now: float) -> None:
+        # A debt is bounded as a pause is: when the flood has ended, those that took part in it go on soon.
+        self.left = max(min(rate * _BURST_S, self.left + (now - self.at) * rate) - cost, -rate * _LONGEST_PAUSE_S)
+        self.at = now
+
+
 class Allowance:
     """Of one host.
 
@@ -33,25 +51,34 @@ class Allowance:
     """
 
     def __init__(self, rate: float, now: float) -> None:
-        self._left, self._at = rate * _BURST_S, now
-        self.links = 0
-        """That share it now."""
+        self._all = _Account(rate * _BURST_S, now)
+        self._links: dict[Hashable, _Account] = {}
+
+    def add(self, link: Hashable, now: float) -> None:
+        """A link shares it from now on."""
+        self._links[link] = _Account(0.0, now)
+
+    def remove(self, link: Hashable) -> None:
+        """A link is gone."""
+        self._links.pop(link, None)
 
     def is_over(self, now: float) -> bool:
         """Whether nobody needs it, and a new one would be no better."""
-        return not self.links and now - self._at > 2 * _BURST_S
+        return not self._links and now - self._all.at > 2 * _BURST_S
 
-    def spend(self, cost: float, rate: float, now: float) -> float:
-        """Count this; how long nothing more is to be read, seconds.
+    def spend(self, link: Hashable, cost: float, rate: float, now: float) -> float:
+        """Count this; how long nothing more is to be read from the link, seconds.
 
         Args:
+            link: that it came on.
             cost: in small calls.
             rate: that this host has now, calls a second.
             now: local time, seconds.
         """
-        # A debt is bounded as a pause is: honest peers of the same host go on when the others have stopped.
-        self._left = max(min(rate * _BURST_S, self._left + (now - self._at) * rate) - cost, -rate * _LONGEST_PAUSE_S)
-        self._at = now
-        if self._left >= 0.0:
+        own = self._links.get(link)
+        self._all.spend(cost, rate, now)
+        if own is not None:
+            own.spend(cost, rate / len(self._links), now)
+        if self._all.left >= 0.0 or (own is not None and own.left >= 0.0):
             return 0.0
-        return min(max(-self._left / rate, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)
+        return min(max(-self._all.left / rate, _LEAST_PAUSE_S), _LONGEST_PAUSE_S)

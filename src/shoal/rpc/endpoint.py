@@ -502,7 +502,7 @@ class Endpoint:
         share = max(self.limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S)
         rate, now = min(share, self.limits.calls_per_host_s), asyncio.get_running_loop().time()
         allowance = self._allowances.get(link.connection.remote_host)
-        return allowance.spend(call_cost(nbytes), rate, now) if allowance is not None else 0.0
+        return allowance.spend(link, call_cost(nbytes), rate, now) if allowance is not None else 0.0
 
     def _allowance(self, host: str) -> Allowance:
         """The allowance of a host, kept for a while after its last link, else a new link would bring a new one."""
@@ -548,8 +548,8 @@ class Endpoint:
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
-        self._allowance(connection.remote_host).links += 1
         link = CallLink(connection, self, self.limits, self._spawn)
+        self._allowance(connection.remote_host).add(link, asyncio.get_running_loop().time())
         state.links.append(link)
         link.start()
         if len(state.links) > _MAX_LINKS:
@@ -561,7 +561,7 @@ class Endpoint:
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
         """A call link is gone (for `CallLink`)."""
         peer = link.peer_id
-        self._allowances[link.connection.remote_host].links -= 1
+        self._allowances[link.connection.remote_host].remove(link)
         self._open.count(link.connection)
         state = self._open.of(peer)
         with suppress(ValueError):

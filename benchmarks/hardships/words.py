@@ -83,7 +83,7 @@ def claims() -> Verdict:
                 await asyncio.sleep(0.2)
 
     calm, lied, reports = _attacked(attack, 60.0)
-    return _judged(calm, lied, 60.0, 20.0, reports)
+    return _judged(calm, lied, 60.0, 10.0, reports)
 
 
 async def _steal(stranger: Stranger, peer: Peer) -> DownloadedState:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from shoal import sim
@@ -45,13 +45,15 @@ async def liar(run: Run, name: str) -> Liar:
     return found
 
 
-async def lied_to(run: Run, lie: Callable[[], Awaitable[None]], for_s: float = 60.0) -> tuple[float, float]:
+async def lied_to(
+    run: Run, lie: Callable[[], Awaitable[None]], for_s: float = 60.0, names: Sequence[str] = NAMES
+) -> tuple[float, float]:
     """Three train while somebody lies: epochs a second before, and while it does."""
-    for name in NAMES:
+    for name in names:
         await run.add(name)
     await sim.sleep(3.0)
     end = asyncio.Event()
-    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=end.is_set)) for name in NAMES]
+    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=end.is_set)) for name in names]
     first = run.swarm.peer("p0").collaboration
     await sim.sleep(5.0)
     before = first.epoch
@@ -88,6 +90,38 @@ def test_free_keys_reset_the_patience() -> None:
         samples = [count for at, _, count, _ in run.swarm.peer("p0").epochs if at > 25.0]
         assert lied > 0.75 * calm, (calm, lied)
         assert sum(samples) / len(samples) > 20, samples
+
+    sim.run(main, seed=3)
+
+
+async def claims_and_takes_back(run: Run, name: str, names: Sequence[str]) -> None:
+    """For 10 s a stranger has 10^12 samples at our state, and takes that back every two seconds."""
+    stranger = await liar(run, name)
+    for _ in range(5):
+        for claims in ({"samples": 10**12}, {"left": True}):
+            for other in names:
+                await stranger.say(run.swarm.peer(other).collaboration, **claims)
+            await sim.sleep(1.6 if "samples" in claims else 0.4)
+
+
+def test_claims_that_are_taken_back_cost_no_more() -> None:
+    """Each ends before it is a missed round; rounds wait for all of them together for 4 s, and 2% of the time."""
+
+    async def main() -> None:
+        run, keys = Run(target=24), iter(range(1000))
+        calm, lied = await lied_to(run, lambda: claims_and_takes_back(run, f"liar{next(keys)}", NAMES), 80.0)
+        assert 80.0 * (1 - lied / calm) < 10.0, (calm, lied)
+
+    sim.run(main, seed=3)
+
+
+def test_claims_do_not_stop_a_peer_that_trains_alone() -> None:
+    """It has nobody to make a group with: it goes on alone."""
+
+    async def main() -> None:
+        run, keys = Run(target=8), iter(range(1000))
+        calm, lied = await lied_to(run, lambda: claims_and_takes_back(run, f"liar{next(keys)}", ["p0"]), 80.0, ["p0"])
+        assert 80.0 * (1 - lied / calm) < 10.0, (calm, lied)
 
     sim.run(main, seed=3)
 

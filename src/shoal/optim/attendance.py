@@ -5,17 +5,20 @@ Each round would wait a whole window for it. So once a peer has missed two round
 for four windows. Then one round waits for it again. After each further miss the pause is twice as long. The peer is in
 a round again as soon as it comes to one.
 
-Keys are free. So all peers that have been in none of our rounds count as one here, with one count of missed rounds. A
-liar that says under ever new keys that it is coming is waited for as rarely as one that keeps its name. One search
-waits for such strangers for a third of a window at most, counted from the first of them.
-
 A peer missed a round only if the round waited for it, for at least half of the time that it may take. A group may form
 at once without an expected peer, because its leader has not heard yet that the peer is here. The peer comes to the next
 round, if that waits for it.
+
+Keys are free, so the time that is spent in vain is bounded for all peers together, by two accounts. One is for peers
+that contributed to the last steps: two windows, and a tenth of the time after that. The other one is for *strangers*,
+that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. The time itself counts. A liar that says that
+it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
+round trips, as it was told of the round when it began, and so costs nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from shoal.peer import PeerID
@@ -23,10 +26,55 @@ from shoal.peer import PeerID
 __all__ = ["Attendance"]
 
 _FORGIVEN = 1
-_STRANGERS_PART = 3
-"""A window is for slow peers. A newcomer that lives needs a few round trips: it was told of the round as it began."""
 _LONGEST_WINDOWS = 64
 _MAX_REMEMBERED = 1024
+
+_STRANGERS_S = 4.0
+_STRANGERS_PART, _KNOWN_PART = 0.02, 0.1
+_WORTH_S = 1.0
+"""Shorter waits are of little use: newcomers on slow lines would not come. Contributors are waited for at least so
+long."""
+
+
+class _Account:
+    """Of the time that rounds may wait in vain for some peers, seconds."""
+
+    def __init__(self, most_s: float, part: float) -> None:
+        self._most_s, self._part = most_s, part
+        self._left_s, self._at = most_s, -math.inf
+        self.begin()
+
+    def begin(self) -> None:
+        """A search begins."""
+        self._awaited: set[PeerID] = set()
+        self._since = math.inf
+
+    def wait(self, peers: Collection[PeerID], now: float) -> None:
+        """The search waits for these, among others."""
+        if peers:
+            self._awaited.update(peers)
+            self._since = min(self._since, now)
+
+    def left_s(self, now: float) -> float:
+        """How long a search that begins now may wait."""
+        return min(self._most_s, self._left_s + max(0.0, now - self._at) * self._part)
+
+    @property
+    def patience_s(self) -> float:
+        """How long this search may wait."""
+        return self.left_s(self._since)
+
+    def over(self, now: float, least_s: float = 0.0) -> bool:
+        """Whether this search has waited for that, and for so long at least."""
+        return now > self._since + max(least_s, self.patience_s)
+
+    def formed(self, members: Collection[PeerID], now: float) -> set[PeerID]:
+        """Pay for the time until now, if it was in vain; returns the peers that were waited for and did not come."""
+        if vain := self._awaited.difference(members):
+            self._left_s = max(0.0, self.patience_s - max(0.0, now - self._since))
+            self._at = max(now, self._since)
+        self.begin()
+        return vain
 
 
 class Attendance:
@@ -34,61 +82,77 @@ class Attendance:
 
     Args:
         window_s: how long a group waits for expected peers, seconds.
+
+    Attributes:
+        contributors: the peers that contributed to the last steps. All others are strangers, unless there are none.
     """
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._awaited: Collection[PeerID] = ()
-        self._since: dict[PeerID | None, float] = {}
-        self._missed: dict[PeerID | None, tuple[int, float]] = {}  # None: all peers that have been in no round
-        self._came: dict[PeerID, None] = {}  # peers that have been in a round, the last ones at the end
+        self.contributors: Collection[PeerID] = ()
+        self._since: dict[PeerID, float] = {}
+        self._missed: dict[PeerID, tuple[int, float]] = {}
+        self._known = _Account(2 * window_s, _KNOWN_PART)
+        self._strange = _Account(_STRANGERS_S, _STRANGERS_PART)
+        self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
 
     def search(self) -> None:
         """A search for a group begins."""
-        self._awaited, self._since = (), {}
+        self._since = {}
+        self._known.begin()
+        self._strange.begin()
 
     def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
-        """The peers among these that the group is to wait for (`now`: local time, seconds). Called often."""
-        self._awaited = expected - self.absent(expected, now)
-        names = {None, *map(self._name, self._awaited)}
-        self._since = {name: since for name, since in self._since.items() if name in names}
-        return frozenset(
-            peer
-            for peer in self._awaited
-            if now <= self._since.setdefault(name := self._name(peer), now) + self._patience_s(name)
-        )
-
-    def _patience_s(self, name: PeerID | None) -> float:
-        return self._window_s / (_STRANGERS_PART if name is None else 1)
-
-    def _waited_for(self, name: PeerID | None, now: float) -> bool:
-        return now >= self._since[name] + self._patience_s(name) / 2
+        """The peers among these others that the group is to wait for (`now`: local time, seconds). Called often."""
+        present = expected - self.absent(expected, now)
+        strangers = self._strangers_among(present)
+        known = present - strangers
+        self._strange.wait(strangers, now)
+        self._known.wait(known, now)
+        self._since = {peer: self._since.get(peer, now) for peer in known}
+        if self._strange.over(now):
+            strangers = frozenset()
+        if self._known.over(now, _WORTH_S):
+            return strangers
+        return strangers.union(peer for peer in known if now <= self._since[peer] + self._window_s)
 
     def absent(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
         """The peers among these that rounds no longer wait for."""
-        names = {name for name, (_, until) in self._missed.items() if until > now}
-        return frozenset(peer for peer in peers if self._name(peer) in names) if names else frozenset()
+        gone = {peer for peer, (_, until) in self._missed.items() if until > now}
+        late = frozenset(peer for peer in peers if peer in gone) if gone else frozenset[PeerID]()
+        return late | self._strangers_among(peers) if self._strange.left_s(now) < _WORTH_S else late
 
-    def _name(self, peer: PeerID) -> PeerID | None:
-        return peer if peer in self._came or not self._came else None
+    def given_up(self, peers: Collection[PeerID], now: float) -> frozenset[PeerID]:
+        """The strangers among these that this search does not wait for."""
+        spent = self._strange.over(now) or self._strange.left_s(now) < _WORTH_S
+        return self._strangers_among(peers) if spent else frozenset()
+
+    def _strangers_among(self, peers: Collection[PeerID]) -> frozenset[PeerID]:
+        return frozenset(peer for peer in peers if peer not in self.contributors) if self.contributors else frozenset()
 
     def formed(self, members: Collection[PeerID], now: float) -> list[tuple[PeerID, int]]:
-        """These peers made a round. Returns the peers that rounds no longer wait for, with their misses in a row."""
-        late = [peer for peer in sorted(set(self._awaited) - set(members)) if self._waited_for(self._name(peer), now)]
+        """These peers made a round. Returns the peers that rounds no longer wait for, with the rounds they missed.
+
+        For strangers it is one of them, and the rounds are those that any of them missed.
+        """
+        patience_s = min(self._window_s, max(_WORTH_S, self._known.patience_s))
+        late = [peer for peer, since in self._since.items() if peer not in members and now >= since + patience_s / 2]
         for peer in members:
             self._missed.pop(peer, None)
-            self._came.pop(peer, None)
-            self._came[peer] = None
         given_up = []
-        for name, peer in {self._name(peer): peer for peer in late}.items():
-            missed = self._missed.pop(name, (0, now))[0] + 1
+        for peer in sorted(late):
+            missed = self._missed.pop(peer, (0, now))[0] + 1
             windows = min(2**missed, _LONGEST_WINDOWS) if missed > _FORGIVEN else 0
-            self._missed[name] = missed, now + windows * self._window_s
+            self._missed[peer] = missed, now + windows * self._window_s
             if windows:
                 given_up.append((peer, missed))
         while len(self._missed) > _MAX_REMEMBERED:
             del self._missed[next(iter(self._missed))]
-        while len(self._came) > _MAX_REMEMBERED:
-            del self._came[next(iter(self._came))]
+        self._known.formed(members, now)
+        if vain := self._strange.formed(members, now):
+            self._vain += 1
+            if self._strange.left_s(now) < _WORTH_S and self._vain >= self._next_told:
+                self._next_told = 2 * self._vain  # it is told ever more rarely
+                given_up.append((min(vain), self._vain))
         self.search()
         return given_up

@@ -281,7 +281,8 @@ class Collaboration:
 
     def _claimed(self) -> SwarmView:
         """As the others say, also where we go on with a state that is not the best one."""
-        now, self._known.contributors = self._now(), self._committed.samples
+        now, contributors = self._now(), self._committed.samples
+        self._known.contributors = self._attendance.contributors = contributors
         return self._known.view(
             self.mine(),
             now,
@@ -378,26 +379,28 @@ class Collaboration:
         if view.samples < self.settings.target_batch_size:
             self._move(Phase.COLLECTING)  # somebody left, with the samples
             return
-        if view.together == {self.core.peer_id}:
+        if self._alone(view):
             if len(view.peers) == 1 and not self._sought:
                 self._sought = True
                 await self._gossip.seek()
             else:
                 await self._step_alone()
             return
-        alone, name = {self.core.peer_id}, self.state
+        name, me = self.state, self.core.peer_id
         said = self._said(await self._check(name))
         self._attendance.search()
         result = await self._rounds.run(
             self._gradients,
             tag=name.group_tag,
             gather=said,
-            hopeless=lambda view: view.behind or view.together == alone,
-            expected=lambda: self._attendance.awaited(self.view().together, self._now()),
+            hopeless=lambda view: view.behind or self._alone(view),
+            expected=lambda: self._attendance.awaited(self.view().together - {me}, self._now()),
             prepare=lambda: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
+            if self._alone(self.view()):
+                self._notices.absent(self._attendance.formed({me}, self._now()))
             async with self.lock.held():
                 self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
@@ -407,6 +410,11 @@ class Collaboration:
         if self.state == name:
             self._shared = True
             await self._take_step_of(result, said)
+
+    def _alone(self, view: SwarmView) -> bool:
+        """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
+        others = view.together - {self.core.peer_id}
+        return others == self._attendance.given_up(others, self._now())
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training

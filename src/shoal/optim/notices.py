@@ -46,8 +46,9 @@ class Notices:
         """Rounds no longer wait for these peers, after so many rounds that they have missed."""
         for peer, missed in given_up:
             self.warn(
-                f"{peer.short()} says that it is at our state, but it came to none of the last {missed} rounds: rounds "
-                "no longer wait for it. Check whether others can reach it, and check its clock"
+                f"{peer.short()} says that it is at our state, but it does not come ({missed} rounds have waited for "
+                "it, or others like it, in vain): rounds no longer wait. Check whether others can reach it, and its "
+                "clock"
             )
 
     def rejected(self, tensor: int, reason: str) -> None:

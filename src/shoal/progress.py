@@ -2,7 +2,8 @@
 
 This is pure bookkeeping. A peer's word about itself (`wire.Progress`) is kept until the peer says something newer, is
 lost, has left, or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, or of an earlier
-run of the same name. So two things are believed only of live peers, that is of peers that say them directly or have
+run of the same name. So a record that a peer wrote before it was lost does not bring it back, and two things are
+believed only of live peers, that is of peers that say them directly or have
 renewed their record: where the run ends for them, and that their settings differ.
 
 **The fork rule.** Every state has a key: (epoch, samples that went into it, digest), and of two keys the one with the
@@ -36,6 +37,9 @@ _TRIES = 2
 _ASIDE_S, _LONGEST_ASIDE_S = 60.0, 960.0
 _RELAYED_S = 3.0
 """A peer's word about other peers holds for so long: by then they have written it to the DHT themselves."""
+
+_ON_ITS_WAY_S = 0.5
+"""A word travels for less than this, so we know how late it is at the peer that says it."""
 
 _INVERTED = bytes(range(255, -1, -1))
 
@@ -101,6 +105,25 @@ class SwarmView:
         return 0.0 if not missing else missing / self.rate if self.rate > 0 else float("inf")
 
 
+class _Word(NamedTuple):
+    """What a peer said last, when it was heard (local time), and by how much at least its clock is ahead of ours."""
+
+    said: Progress
+    at: float
+    ahead: float
+
+
+class _Loss(NamedTuple):
+    """When a peer was lost here (local time).
+
+    By its own clock: the time of its last word, and the time until which it can have written to the DHT.
+    """
+
+    said: float
+    wrote: float
+    at: float
+
+
 class SwarmProgress:
     """Remembers what the other peers of a run say of themselves.
 
@@ -112,10 +135,10 @@ class SwarmProgress:
 
     def __init__(self, me: PeerID, settings: Mapping[str, str], *, ttl_s: float) -> None:
         self._me, self._settings, self.ttl_s = me, dict(settings), ttl_s
-        self._known: dict[PeerID, tuple[Progress, float]] = {}
+        self._known: dict[PeerID, _Word] = {}
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
-        self._lost: dict[PeerID, tuple[float, float]] = {}  # its last word's own time, and when it was lost here
+        self._lost: dict[PeerID, _Loss] = {}
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often it did so, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._now = float("-inf")
@@ -142,8 +165,9 @@ class SwarmProgress:
             now: local time, seconds.
             direct: False if it was read from the DHT: then the peer may be gone.
 
-        The word of a lost peer from before it was lost is no news: it may still lie in the DHT. But `ttl_s` later
-        nothing of it is left there, and a peer whose clock was set back counts again.
+        A lost peer counts again when it says something new, or writes something after it was lost. What it wrote
+        before may still lie in the DHT. But `ttl_s` later nothing of it is left there, and a peer whose clock was set
+        back counts again.
         """
         self._now = max(self._now, now)
         peer = progress.contact.peer
@@ -158,13 +182,15 @@ class SwarmProgress:
             self._strangers.setdefault(peer, progress.time)
             _bound(self._strangers)
             return False
-        if progress.time <= self._last_time(peer, now):
+        if progress.time <= self._last_time(peer, now, direct=direct):
             return False
         if direct or peer in self._known:
             self._alive.add(peer)
         if direct:
             self._relayed.pop(peer, None)
-        self._known[peer] = (progress, now)
+        before = self._known.get(peer)
+        ahead = progress.time - now
+        self._known[peer] = _Word(progress, now, ahead if before is None else max(ahead, before.ahead))
         self._latest = max(self._latest, progress.epoch)
         self._lost.pop(peer, None)
         if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
@@ -183,7 +209,7 @@ class SwarmProgress:
             known = self._known.get(other.peer)
             if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
                 continue
-            progress = replace(known[0], samples=other.samples, time=other.time, **at_state)
+            progress = replace(known.said, samples=other.samples, time=other.time, **at_state)
             self._relayed[other.peer] = progress, now
             news = True
             if self._seen is not None:
@@ -194,7 +220,7 @@ class SwarmProgress:
 
     def _said_last(self, peer: PeerID, now: float) -> Progress:
         """The last word of a known peer, said by itself or by others."""
-        own = self._known[peer][0]
+        own = self._known[peer].said
         if (relayed := self._relayed.get(peer)) is None:
             return own
         progress, at = relayed
@@ -202,7 +228,7 @@ class SwarmProgress:
 
     def standings(self, mine: Progress, now: float, *, told: bool = True) -> list[Standing]:
         """The known samples of the peers at the same state as this peer; unless `told`, only by their own words."""
-        said = [self._said_last(peer, now) if told else own for peer, (own, _) in self._known.items()]
+        said = [self._said_last(peer, now) if told else own for peer, (own, *_) in self._known.items()]
         return [Standing(p.contact.peer, p.samples, p.time) for p in said if p.digest == mine.digest]
 
     def _left(self, progress: Progress) -> bool:
@@ -213,18 +239,25 @@ class SwarmProgress:
         self._lose(peer, progress.time)
         return True
 
-    def _last_time(self, peer: PeerID, now: float) -> float:
+    def _last_time(self, peer: PeerID, now: float, *, direct: bool = True) -> float:
         """A peer's word must be newer than this, by the peer's own clock, to count."""
         if (known := self._known.get(peer)) is not None:
-            return known[0].time
-        said, lost_at = self._lost.get(peer, (float("-inf"), now))
-        return said if now - lost_at <= self.ttl_s else float("-inf")
+            return known.said.time
+        loss = self._lost.get(peer)
+        if loss is None or now - loss.at > self.ttl_s:
+            return float("-inf")
+        return loss.said if direct else loss.wrote
 
-    def lost(self, peer: PeerID) -> bool:
-        """A peer is gone: its earlier words do not count any more. True if it was known."""
+    def lost(self, peer: PeerID, now: float) -> bool:
+        """A peer is gone (`now`: local time, seconds): nothing that it said before counts any more.
+
+        Returns:
+            Whether it was known.
+        """
+        self._now = max(self._now, now)
         known = self._known.get(peer)
         if known is not None:
-            self._lose(peer, known[0].time)
+            self._lose(peer, known.said.time, known.ahead + self._now + _ON_ITS_WAY_S)
         return known is not None
 
     def silent(self, peer: PeerID, *, said_before: float) -> None:
@@ -236,22 +269,22 @@ class SwarmProgress:
         """
         if self._strangers.get(peer, math.inf) < said_before:
             del self._strangers[peer]
-        if peer in self._known and peer not in self._alive and self._known[peer][0].time < said_before:
-            self._lose(peer, self._known[peer][0].time)
+        if peer in self._known and peer not in self._alive and self._known[peer].said.time < said_before:
+            self._lose(peer, self._known[peer].said.time)
 
-    def _lose(self, peer: PeerID, said: float) -> None:
+    def _lose(self, peer: PeerID, said: float, wrote: float = -math.inf) -> None:
         self._seen = None
         self._known.pop(peer, None)
         self._relayed.pop(peer, None)
         self._alive.discard(peer)
         self._lost.pop(peer, None)
-        self._lost[peer] = (said, self._now)
+        self._lost[peer] = _Loss(said, max(said, wrote), self._now)
         _bound(self._lost)
 
     @property
     def ends(self) -> dict[PeerID, int | None]:
         """For each peer that is known to live, the epoch at which it says the run ends; None if it has said none."""
-        return {peer: self._known[peer][0].end_epoch for peer in self._alive}
+        return {peer: self._known[peer].said.end_epoch for peer in self._alive}
 
     @property
     def peers(self) -> tuple[PeerID, ...]:
@@ -288,7 +321,7 @@ class SwarmProgress:
     def progress_of(self, peer: PeerID) -> Progress | None:
         """The last direct word of this peer."""
         known = self._known.get(peer)
-        return known[0] if known else None
+        return known.said if known else None
 
     def refusing(self, now: float) -> frozenset[PeerID]:
         """The peers that were asked for their state too often without success: their states do not count now."""
@@ -298,7 +331,7 @@ class SwarmProgress:
         """Peers that are known to live, can be dialed, and say that they are at a later epoch; with their epochs."""
         if epoch >= self._latest:  # asked whenever something is heard: so not all are looked at
             return {}
-        said = {peer: self._known[peer][0] for peer in self._alive}
+        said = {peer: self._known[peer].said for peer in self._alive}
         return {peer: each.epoch for peer, each in said.items() if each.epoch > epoch and each.contact.addresses}
 
     def better(self, mine: Progress, now: float) -> dict[PeerID, int]:
@@ -314,7 +347,7 @@ class SwarmProgress:
 
     def next_expiry(self) -> float | None:
         """When the next peer would have been silent for too long."""
-        return min((heard + self.ttl_s for _, heard in self._known.values()), default=None)
+        return min((word.at + self.ttl_s for word in self._known.values()), default=None)
 
     def view(
         self,
@@ -350,9 +383,9 @@ class SwarmProgress:
         return seen.view(mine)
 
     def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
-        for peer in [peer for peer, (_, heard) in self._known.items() if now - heard > self.ttl_s]:
-            self.lost(peer)
-        others = {peer: own for peer, (own, _) in self._known.items() if peer not in asked.silent}
+        for peer in [peer for peer, word in self._known.items() if now - word.at > self.ttl_s]:
+            self._lose(peer, self._known[peer].said.time)
+        others = {peer: own for peer, (own, *_) in self._known.items() if peer not in asked.silent}
         others.update((peer, self._said_last(peer, now)) for peer in self._relayed if peer in others)
         # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
         end, at_end = asked.end, asked.at_end
@@ -392,7 +425,7 @@ class SwarmProgress:
 
     def _changes_at(self, now: float) -> float:
         """When the swarm looks different though nobody has said anything: local time, seconds."""
-        until = [heard + self.ttl_s for _, heard in self._known.values()]
+        until = [word.at + self.ttl_s for word in self._known.values()]
         until += [at + _RELAYED_S for _, at in self._relayed.values() if now - at <= _RELAYED_S]
         until += [aside for _, aside in self._withheld.values() if aside > now]
         return min(until, default=math.inf)

@@ -149,6 +149,43 @@ def test_a_peer_that_missed_that_there_is_enough_keeps_the_others_for_a_second(m
     play(3, scenario)
 
 
+def test_two_that_fall_silent_at_once_are_waited_for_one_after_the_other() -> None:
+    """They are not: while the others wait for their leader, they look at each other, too."""
+
+    async def scenario(storm: Storm) -> None:
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        leads = {
+            name: swarm.peer(name).collaboration._gradients._finder._matchmaker._memory.led for name in storm.names
+        }
+        leader = next(name for name, led in leads.items() if led)
+        member = next(name for name, led in leads.items() if not led)
+        calm = storm.gaps(4.0, loop.time())
+        last = max(at for at, _ in storm.epochs.values())
+        await sim.sleep(last + statistics.median(calm) + 1.0 - loop.time())
+        began = loop.time()
+        swarm.stall(leader, 10.0)
+        swarm.stall(member, 10.0)
+        await sim.sleep(8.0)
+        assert storm.gaps(began, loop.time())[-1] <= calm[-1] + 1.5
+
+    play(5, scenario)
+
+
+def test_a_killed_peer_counts_again_by_what_it_wrote_to_the_dht_before() -> None:
+    """It does not: each of the others read its record, and then waited for it until it was found to be silent."""
+
+    async def scenario(storm: Storm) -> None:
+        swarm, rest = storm.run.swarm, [name for name in storm.names if name != "p2"]
+        killed = swarm.host("p2").peer_id
+        swarm.crash("p2")
+        await sim.sleep(0.1)
+        for _ in range(50):
+            await sim.sleep(0.1)
+            assert not [name for name in rest if killed in swarm.peer(name).collaboration._known.peers]
+
+    play(4, scenario)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_a_peer_that_freezes_at_any_moment_costs_the_others_two_seconds_at_most(

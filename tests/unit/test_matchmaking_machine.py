@@ -66,6 +66,7 @@ class Play:
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         memory: Memory | None = None,
         rules: Rules | None = None,
+        silent: Callable[[PeerID, bool], bool] | None = None,
     ) -> None:
         self.silent: set[PeerID] = set()
         self.now = 0.0
@@ -80,7 +81,7 @@ class Play:
             now=0.0,
             wall_offset_s=WALL_S,
             expected=expected,
-            silent=lambda peer, soon: peer in self.silent,
+            silent=silent or (lambda peer, soon: peer in self.silent),
         )
         self.first = self._note(self.machine.start(0.0))
 
@@ -146,9 +147,9 @@ def join(
     return JoinAsked(contact, expiration, reduces and not client, contributes)
 
 
-def following(number: int = 1) -> Play:
+def following(number: int = 1, **options: Any) -> Play:
     """A machine that follows this peer."""
-    play = Play()
+    play = Play(**options)
     play.settle(declared(number))
     play.hear(AskAccepted(peer_id(number)))
     assert play.machine.phase is Phase.FOLLOWING
@@ -522,6 +523,24 @@ def test_a_leader_that_is_silent_is_left_at_the_next_look() -> None:
     assert play.hear(Tick(), at=2 * looks_at)[0] == StopAsking(peer_id(1))
     assert play.machine.phase is Phase.LOOKING
     assert play.machine.leader is None
+
+
+@pytest.mark.parametrize(("peers", "looked_at"), [(32, 30), (33, 0)])
+def test_followers_look_at_each_other_while_they_wait_for_the_leader(peers: int, looked_at: int) -> None:
+    """Their leader and another peer may fall silent at once: the next leader would wait for the one after the other."""
+    looks: list[tuple[PeerID, bool]] = []
+    expected = frozenset({peer_id(1), peer_id(ME), *map(peer_id, range(100, 98 + peers))})
+
+    def silent(peer: PeerID, soon: bool) -> bool:
+        looks.append((peer, soon))
+        return False
+
+    play = following(1, expected=lambda: expected, silent=silent)
+    looks.clear()
+    play.hear(Tick(), at=play.machine.deadline())
+    assert looks.pop() == (peer_id(1), False)
+    assert len(looks) == looked_at
+    assert {*looks} <= {(peer, True) for peer in expected - {peer_id(1), peer_id(ME)}}
 
 
 def test_an_expected_peer_that_is_silent_is_not_waited_for() -> None:

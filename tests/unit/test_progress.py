@@ -177,8 +177,8 @@ def test_leaders_are_those_at_the_best_state_only() -> None:
     known.heard(said(ANN, epoch=6), 0.0)
     known.heard(said(BEN, epoch=7), 0.0)
     assert view(known).leaders == (BEN, CAT)
-    known.lost(CAT)
-    known.lost(BEN)
+    known.lost(CAT, 0.0)
+    known.lost(BEN, 0.0)
     assert view(known).leaders == (ANN,)
     assert view(known, epoch=6).leaders == (ANN,)  # at our own state now
     assert not view(known, epoch=6).behind
@@ -258,7 +258,7 @@ def test_the_end_of_a_run_that_was_killed_is_not_the_end_of_the_next_one() -> No
     assert known.ends == {}
     assert known.heard(said(BEN, end_epoch=9, time=102.0), 2.0, direct=False)
     assert known.ends == {BEN: 9}
-    known.lost(BEN)
+    known.lost(BEN, 0.0)
     assert known.ends == {}
     assert known.heard(said(ANN, end_epoch=8, time=103.0), 3.0)
     assert known.heard(said(CAT, time=103.0), 3.0)
@@ -348,9 +348,9 @@ def test_a_lost_peer_is_gone_at_once() -> None:
     """With its samples and its better state."""
     known = swarm()
     known.heard(said(ANN, epoch=6, samples=50), 0.0)
-    assert known.lost(ANN)
-    assert not known.lost(ANN)
-    assert not known.lost(BEN)
+    assert known.lost(ANN, 0.0)
+    assert not known.lost(ANN, 0.0)
+    assert not known.lost(BEN, 0.0)
     seen = view(known)
     assert (seen.peers, seen.behind, seen.samples) == ((ME,), False, 10)
 
@@ -359,11 +359,33 @@ def test_a_lost_peer_returns_with_news_only() -> None:
     """What it said before it was lost may still lie in the DHT."""
     known = swarm()
     known.heard(said(ANN, time=100.0), 0.0)
-    known.lost(ANN)
+    known.lost(ANN, 0.0)
     assert not known.heard(said(ANN, time=100.0), 1.0)
     assert not known.heard(said(ANN, time=99.0), 1.0)
     assert known.heard(said(ANN, time=100.1), 1.0)
     assert view(known, now=1.0).peers == (ME, ANN)
+
+
+def test_a_killed_peer_does_not_return_by_what_it_wrote_before() -> None:
+    """It told the keepers of the count and wrote to the DHT later than it told us, and died then."""
+    known = swarm()
+    known.heard(said(ANN, time=100.0), 0.0)
+    assert known.lost(ANN, 2.0)
+    assert not known.heard(said(ANN, time=101.9), 2.1, direct=False)
+    assert not known.heard(said(ANN, time=102.4), 2.5, direct=False)  # what was heard at 0.0 was said a little earlier
+    assert view(known, now=3.0).peers == (ME,)
+    assert known.heard(said(ANN, time=103.0), 3.1, direct=False)  # it lost only its links
+    assert view(known, now=4.0).peers == (ME, ANN)
+
+
+def test_a_peer_that_was_lost_is_back_with_its_first_word() -> None:
+    """A link was lost, with a word on its way; what comes over the next link counts at once."""
+    known = swarm()
+    known.heard(said(ANN, time=100.0), 0.0)
+    known.heard(said(ANN, time=95.0), 1.0)  # an old record
+    assert known.lost(ANN, 2.0)
+    assert known.heard(said(ANN, time=101.9), 2.1)
+    assert view(known, now=2.1).peers == (ME, ANN)
 
 
 def test_an_expired_peer_returns_with_news_only() -> None:
@@ -392,7 +414,7 @@ def test_the_memory_of_the_lost_is_bounded() -> None:
     for number in range(5000):
         peer = PeerID(number.to_bytes(32, "big"))
         known.heard(said(peer), 0.0)
-        known.lost(peer)
+        known.lost(peer, 0.0)
     assert len(known._lost) == 4096
 
 
@@ -492,7 +514,7 @@ def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:
             )
             match rng.randrange(12):
                 case 0:
-                    known.lost(peer)
+                    known.lost(peer, now)
                 case 1:
                     known.withheld([peer], now)
                 case 2:

@@ -78,7 +78,10 @@ from shoal.matchmaking.signals import (
 from shoal.peer import PeerID
 from shoal.wire import Contact
 
-__all__ = ["GroupMachine", "Phase"]
+__all__ = ["LOOKED_AT", "GroupMachine", "Phase"]
+
+LOOKED_AT = 32
+"""Of more peers than this only a leader looks at all."""
 
 MISMATCH_CODES = frozenset({"schema", "settings"})
 """Refusals that mean: we can never be in one group."""
@@ -382,8 +385,17 @@ class GroupMachine:
             self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (self._leader.peer,))
         elif self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
             self._abandon(self._leader.peer, "it did not begin in time")
-        elif self._leader is not None and self._silent(self._leader.peer, False):
-            self._abandon(self._leader.peer, "it is silent")
+        elif self._leader is not None:
+            self._look_at_expected()
+            if self._silent(self._leader.peer, False):
+                self._abandon(self._leader.peer, "it is silent")
+
+    def _look_at_expected(self) -> None:
+        """Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well."""
+        expected = (self._expected() if self._expected is not None else None) or frozenset()
+        if len(expected) <= LOOKED_AT:
+            for peer in expected - {self._me, self.leader}:
+                self._silent(peer, True)
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
         """Leave the one that we ask or follow."""

@@ -23,7 +23,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerError, ShoalE
 from shoal.events import GroupFormed, Warned
 from shoal.matchmaking.group import MAX_GATHERED_BYTES, WHERE, ControlStream, Group, GroupDirectory
 from shoal.matchmaking.inbound import Inbound
-from shoal.matchmaking.machine import GroupMachine
+from shoal.matchmaking.machine import LOOKED_AT, GroupMachine
 from shoal.matchmaking.search import Search
 from shoal.matchmaking.signals import MAX_GROUP_SIZE, Memory, PeerGone, Rules
 from shoal.matchmaking.terms import Plan, Terms
@@ -34,9 +34,6 @@ from shoal.wire import Contact, Join, JoinRefused, Leave, Member
 __all__ = ["Matchmaker"]
 
 _FAREWELL_S = 3.0
-
-_LOOKED_AT = 32
-"""Members of a larger group are not looked at between searches: a silent one is noticed in the search."""
 
 _HELD_S = 0.5
 """If the leader of the last group does not search yet, it waits so long before it answers a peer that asks it."""
@@ -188,12 +185,13 @@ class Matchmaker:
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
         self._memory.leader = None if group is None or group.leads else group.members[group.decider].contact
-        if group is not None and self._looking is None and len(group.members) <= _LOOKED_AT:
+        if group is not None and self._looking is None and len(group.members) <= LOOKED_AT:
             self._looking = self.spawn(self._look_loop())
 
     async def _look_loop(self) -> None:
         """Between searches: look at the peers that the next one would wait for, so that it knows which are silent.
 
+        Members of a large group are not looked at: a silent one is noticed in the search.
         A follower will ask the leader of the last group first; the leader will wait for its members.
         """
         while (awaited := self._awaited()) and not self._closed:
@@ -207,7 +205,7 @@ class Matchmaker:
 
     def _awaited(self) -> frozenset[PeerID]:
         if self._memory.led:
-            return self._companions[1] if len(self._companions[1]) <= _LOOKED_AT else frozenset()
+            return self._companions[1] if len(self._companions[1]) <= LOOKED_AT else frozenset()
         return frozenset() if self._memory.leader is None else frozenset({self._memory.leader.peer})
 
     def forget_leader(self) -> None:

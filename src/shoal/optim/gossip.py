@@ -218,7 +218,7 @@ class ProgressGossip:
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._met.discard(peer)
         self._corrected.pop(peer, None)
-        if self._known.lost(peer):
+        if self._known.lost(peer, asyncio.get_running_loop().time()):
             self._on_news()
 
     # ------------------------------------------------------------------------------------------------ through the DHT

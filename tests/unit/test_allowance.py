@@ -6,6 +6,7 @@ import heapq
 
 import pytest
 
+from shoal.errors import ConfigError
 from shoal.optim.patience import Patience
 from shoal.rpc.allowance import Allowance, call_cost
 from shoal.transport.tcp import TcpLimits
@@ -82,6 +83,12 @@ def test_connections_leave_files_for_the_program(files: int, most: int, stranger
     limits = TcpLimits().within(files)
     assert (limits.max_connections, limits.max_unauthenticated) == (most, strangers)
     assert limits.max_connections + limits.max_unauthenticated <= files * 3 // 4
+
+
+def test_a_peer_with_17_files_slows_the_others_in_silence() -> None:
+    """It is refused when it starts, and told how many it needs."""
+    with pytest.raises(ConfigError, match=r"may open only 17 files .* needs 64 at least.*ulimit -n 4096"):
+        TcpLimits().within(17)
 
 
 def test_a_withheld_state_costs_twenty_seconds() -> None:

@@ -56,6 +56,7 @@ _logger = logging.getLogger(__name__)
 
 _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
+_LEAST_FILES = 64
 _STAGGER_S = 0.5
 """The next address of a peer is tried this long after the one before it, and beside it (as in RFC 8305)."""
 
@@ -81,8 +82,17 @@ class TcpLimits:
     max_connections: int = 2048
 
     def within(self, files: int) -> TcpLimits:
-        """The limits that fit into so many open files."""
-        most = max(8, min(self.max_connections, files * 3 // 5))
+        """The limits that fit into so many open files.
+
+        Raises:
+            ConfigError: they are too few: in a small swarm already others would wait for this peer in vain.
+        """
+        if files < _LEAST_FILES:
+            raise ConfigError(
+                f"this process may open only {files} files (`ulimit -n`), and needs {_LEAST_FILES} at least: 8 for "
+                "each peer that it trains with. Raise the limit first, say by `ulimit -n 4096`"
+            )
+        most = min(self.max_connections, files * 3 // 5)
         return replace(self, max_connections=most, max_unauthenticated=min(self.max_unauthenticated, max(4, most // 4)))
 
     def __post_init__(self) -> None:
@@ -109,7 +119,7 @@ class TcpTransport:
             or meddle. Identities are proved all the same.
 
     Raises:
-        ConfigError: an argument is wrong.
+        ConfigError: an argument is wrong, or this process may open too few files.
     """
 
     def __init__(  # noqa: PLR0913 (keyword-only, and each of its own)
@@ -151,7 +161,7 @@ class TcpTransport:
         self._listeners: list[socket.socket] = []
         self._addresses: tuple[Address, ...] = ()
         self._guessed = announce_host is None and all_interfaces(host)
-        self._closed = False
+        self._closed = self._crowded = False
 
     @property
     def peer_id(self) -> PeerID:
@@ -351,6 +361,13 @@ class TcpTransport:
             (each for each in proved if each.remote_host == crowded),
             key=lambda each: (each.bytes_received + each.bytes_sent, each.opened_at),
         )
+        if not self._crowded:
+            self._crowded = True
+            _logger.warning(
+                "%d connections are open, the most that this peer allows: the host with most loses those that carry "
+                "least. If it trains with many peers, raise `ulimit -n` to 8 for each of them",
+                len(proved),
+            )
         least.abort("too many connections: this one has carried least")
 
     # Dialing

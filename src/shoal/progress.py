@@ -95,7 +95,7 @@ class SwarmView:
 
     @property
     def leaders(self) -> tuple[PeerID, ...]:
-        """Who has the best state, this peer left out; those that can be dialed first."""
+        """The peers that have the best state, this peer left out; those that can be dialed come first."""
         at_best = [progress.contact for progress in self.others.values() if StateKey.of_peer(progress) == self.best]
         return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer.raw)))
 
@@ -106,7 +106,7 @@ class SwarmView:
 
 
 class _Word(NamedTuple):
-    """What a peer said last, when it was heard (local time), and by how much at least its clock is ahead of ours."""
+    """The last word of a peer, the local time at which it was heard, and the least that its clock is ahead of ours."""
 
     said: Progress
     at: float
@@ -114,9 +114,9 @@ class _Word(NamedTuple):
 
 
 class _Loss(NamedTuple):
-    """When a peer was lost here (local time).
+    """The loss of a peer: the local time at which it was lost.
 
-    By its own clock: the time of its last word, and the time until which it can have written to the DHT.
+    By the peer's own clock: the time of its last word, and the time until which it can have written to the DHT.
     """
 
     said: float
@@ -139,7 +139,7 @@ class SwarmProgress:
         self._alive: set[PeerID] = set()  # of those known
         self._strangers: dict[PeerID, float] = {}  # peers with other settings: the time of their last word
         self._lost: dict[PeerID, _Loss] = {}
-        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how often it did so, and until when it does not count
+        self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self._now = float("-inf")
         self._latest = 0  # no peer has named a later epoch
@@ -150,11 +150,11 @@ class SwarmProgress:
         peers together count for no more than those of this peer and the contributors. Only contributors are believed
         about others."""
         self.mismatch: str | None = None
-        """How the last live peer with other settings differs; None if there was none."""
+        """A sentence that says how the last live peer with other settings differs; None if there was none."""
 
     @property
     def strangers(self) -> int:
-        """How many peers with other settings there are, alive or not."""
+        """Return how many peers with other settings there are, alive or not."""
         return len(self._strangers)
 
     def heard(self, progress: Progress, now: float, *, direct: bool = True) -> bool:
@@ -307,7 +307,7 @@ class SwarmProgress:
             self._withheld.pop(peer, None)
 
     def _offers(self, progress: Progress, now: float, end: int | None, *, at_end: bool) -> bool:
-        """Whether a peer's state may be taken by one for which the run ends there, and that may be at that end.
+        """Return whether a peer's state may be taken by one for which the run ends there, and that may be at that end.
 
         A peer at the end takes no state beyond it. Before that only contributors are believed one: else one stranger
         with a state of a late epoch would end the run.
@@ -346,7 +346,7 @@ class SwarmProgress:
         }
 
     def next_expiry(self) -> float | None:
-        """When the next peer would have been silent for too long."""
+        """Return when the next peer would have been silent for too long."""
         return min((word.at + self.ttl_s for word in self._known.values()), default=None)
 
     def view(
@@ -424,7 +424,7 @@ class SwarmProgress:
         )
 
     def _changes_at(self, now: float) -> float:
-        """When the swarm looks different though nobody has said anything: local time, seconds."""
+        """Return when the swarm looks different though nobody has said anything: local time, seconds."""
         until = [word.at + self.ttl_s for word in self._known.values()]
         until += [at + _RELAYED_S for _, at in self._relayed.values() if now - at <= _RELAYED_S]
         until += [aside for _, aside in self._withheld.values() if aside > now]
@@ -432,7 +432,7 @@ class SwarmProgress:
 
 
 def _at_end(progress: Progress) -> bool:
-    """Whether the run is over for this peer: it takes part in no more rounds."""
+    """Return whether the run is over for this peer: it takes part in no more rounds."""
     return progress.end_epoch is not None and progress.end_epoch <= progress.epoch
 
 
@@ -441,7 +441,7 @@ def _same_state(one: Progress, other: Progress) -> bool:
 
 
 class _Asked(NamedTuple):
-    """What `view` is asked, but for this peer's own samples and rate."""
+    """The question that `view` is asked, but for this peer's own samples and rate."""
 
     digest: bytes
     key: StateKey
@@ -457,18 +457,18 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Seen:
-    """The swarm as it looked last: what `view` has found, kept up to date while peers count.
+    """The swarm as it looked last: the findings of `view`, kept up to date while peers count.
 
     To look at a thousand peers takes milliseconds, and a peer looks whenever it hears something.
 
     Attributes:
-        asked: what `view` was asked, but for this peer's own samples and rate.
+        asked: the question that `view` was asked.
         until: from then on it looks different though nobody has said anything (local time, seconds).
         contributors: of `SwarmProgress`, as they were.
         peers: all.
-        others: what all but this peer said last.
-        here: who of them is at this peer's state.
-        coming: who is on its way to it.
+        others: the last words of all but this peer.
+        here: those of them that are at this peer's state.
+        coming: those that are on their way to it.
         best: the best state.
         vouched: see `SwarmView`.
     """
@@ -502,7 +502,7 @@ class _Seen:
             self._strange += samples
 
     def takes(self, progress: Progress) -> bool:
-        """Whether what a peer says can be added to what was seen: else all has to be looked at again."""
+        """Add the words of a peer to what was seen; False if all has to be looked at again instead."""
         peer, own_key = progress.contact.peer, self.asked.key
         said = self.others.get(peer)
         if said is None or bool(said.contact.addresses) != bool(progress.contact.addresses):
@@ -529,7 +529,7 @@ class _Seen:
         return True
 
     def view(self, mine: Progress) -> SwarmView:
-        """It, for a peer that has so many samples itself."""
+        """The view of a peer that has so many samples itself."""
         if self._together is None:
             self._together = frozenset({self.peers[0], *self.here, *self.coming})
         if self._coming is None:

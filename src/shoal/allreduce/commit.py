@@ -98,7 +98,7 @@ class MemberRules:
         return [part for part, held in enumerate(self.held) if held is None]
 
     def wants(self, part: int, attempt: int) -> bool:
-        """Whether an average of this attempt would be news."""
+        """Return whether an average of this attempt would be news."""
         if self.failed is not None or not 0 <= part < len(self.held):
             return False
         held = self.held[part]
@@ -209,7 +209,7 @@ class DeciderRules:
         self._auxiliary = {member for member, values in enumerate(contributes) if not values}
         self.verdict: Commit | Abort | None = None
         self._held: list[dict[int, Held]] = [{} for _ in reduces]
-        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: whom it cannot get parts from
+        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: those it gets no parts from
         self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
         self._given_at: dict[int, float] = {}  # part -> since when a member other than its owner holds it
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
@@ -295,7 +295,7 @@ class DeciderRules:
         return [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.live)]
 
     def deadline(self) -> float | None:
-        """When `tick` should be called next."""
+        """Return when `tick` should be called next."""
         if self.verdict is not None:
             return None
         return min((self._progress[member] + self.stall_s for member in self._owing()), default=None)
@@ -339,7 +339,7 @@ class DeciderRules:
         return sends
 
     def _cannot_hear(self, now: float) -> bool:
-        """Whether the decider's own line is slow: for half of the limit most others' reports are missing.
+        """Return whether the decider's own line is slow: for half of the limit most others' reports are missing.
 
         Everybody reports once a second. On a slow line the values to and from the decider delay the reports.
         """
@@ -348,7 +348,7 @@ class DeciderRules:
         return self._may_step_aside() and 2 * missing > len(others)
 
     def _may_step_aside(self) -> bool:
-        """Whether the others can go on without the decider's values: at least two of them have values.
+        """Return whether the others can go on without the decider's values: at least two of them have values.
 
         With only one, nobody could tell which of the two is slow.
         """
@@ -356,7 +356,7 @@ class DeciderRules:
         return self.me in self.live and len(others) >= 2 and len(self.live) > self.min_group_size
 
     def _may_leave_out(self, member: int) -> bool:
-        """Whether silence is the member's fault; the decider's own, if only its parts are missing, or nobody's."""
+        """Return whether silence is the member's fault: it may be the decider's own, or nobody's."""
         others = self._takers() - {member}
         complete = all(len(self._held[other]) == len(self.owner) for other in others)
         return member != self.me or complete or (self._kept() == {member} and self._may_step_aside())

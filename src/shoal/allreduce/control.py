@@ -61,7 +61,7 @@ class ControlledRound(Protocol):
 
     @property
     def decided(self) -> bool:
-        """Whether a verdict is known, or was given up."""
+        """Return whether a verdict is known, or was given up."""
         ...
 
 
@@ -69,7 +69,7 @@ class Control(Protocol):
     """One member's side of the control."""
 
     may_learn: bool
-    """Whether the verdict can still come from the decider."""
+    """The verdict can still come from the decider."""
 
     def start(self) -> None:
         """Begin to listen."""

@@ -23,7 +23,7 @@ from shoal.wire import Commit, Held, PartData, PartRequest
 __all__ = ["Exchange"]
 
 _FAREWELL_S = 1.0
-"""How long a round waits at its end for the others to end their streams."""
+"""A round waits so long at its end for the others to end their streams."""
 
 
 class Exchange:

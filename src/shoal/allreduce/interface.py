@@ -117,12 +117,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def is_weight(weight: float) -> bool:
-    """Whether values can be counted with this weight."""
+    """Return whether values can be counted with this weight."""
     return weight == 0 or MIN_WEIGHT <= weight <= MAX_WEIGHT
 
 
 def is_sound(held: Held, members: int) -> bool:
-    """Whether these contributors and this weight of an average are possible in a group of so many members.
+    """Return whether these contributors and this weight of an average are possible in a group of so many members.
 
     The peer that names them may be lying; weights become part of the names of states, which others read.
     """
@@ -133,5 +133,5 @@ def is_sound(held: Held, members: int) -> bool:
 
 
 def has_member(mask: bytes, index: int) -> bool:
-    """Whether a mask of contributors names this member."""
+    """Return whether a mask of contributors names this member."""
     return bool(mask[index // 8] >> index % 8 & 1) if index // 8 < len(mask) else False

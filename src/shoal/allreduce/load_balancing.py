@@ -1,4 +1,4 @@
-"""How much of the vector each member reduces, so that the slowest link is done as early as possible.
+"""The shares of the vector that the members reduce: the slowest link is to be done as early as possible.
 
 In a butterfly all-reduce with c *contributors* (members that send values and receive averages), a contributor that owns
 the fraction x of the vector sends its values for the others' slices, 1 - x, and its averages to the c - 1 others,
@@ -101,7 +101,7 @@ class _Load:
         return cls(bandwidth, 1.0, c - 2) if c > 2 else cls(bandwidth, 0.0, c - 1)
 
     def time(self, x: float) -> float:
-        """When the fraction `x` is done."""
+        """Return when the fraction `x` is done."""
         return (self.offset + self.slope * x) / self.bandwidth
 
     def within(self, t: float) -> float:

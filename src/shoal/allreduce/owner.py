@@ -56,7 +56,7 @@ class PartOwner:
         self._finish(ready)  # after `_begin`: the lock is given in order
 
     def averaged(self, part: int, attempt: int) -> bool:
-        """Whether the average of this part and attempt was made here: each attempt has one owner."""
+        """Return whether the average of this part and attempt was made here: each attempt has one owner."""
         return (part, attempt) in self._weights
 
     async def _begin(self, part: Part, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""How a list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
+"""A list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
 
 The averaged tensors of one dtype and codec form a *run*, in their order. The runs, in the order of their first tensors,
 form the *flat vector*. Within a run the vector is contiguous in memory and on the wire, so a part may hold pieces of
@@ -164,7 +164,7 @@ class Layout:
             )
 
     def _sizes(self, start: int, stop: int) -> tuple[int, ...]:
-        """How many of these elements each tensor has, without those that have none."""
+        """Return how many of these elements each tensor has, without those that have none."""
         inside = self._borders[bisect_right(self._borders, start) : bisect_left(self._borders, stop)]
         return tuple(after - before for before, after in pairwise((start, *inside, stop)))
 
@@ -178,7 +178,7 @@ class Layout:
             yield owner, number, start, stop, -(-(stop - start) // step)
 
     def _elements_within(self, nbytes: int, run: Run) -> int:
-        """How many elements of this run can be encoded in so many bytes; one at least."""
+        """Return how many elements of this run can be encoded in so many bytes; one at least."""
         # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, at most two
         # elements count for a byte: a part is also the unit of work.
         counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)

@@ -61,7 +61,7 @@ class ReducerRules:
         return self._ready([work])
 
     def expects(self, part: int, attempt: int, sender: int) -> bool:
-        """Whether a contribution of this sender to this part would still count."""
+        """Return whether a contribution of this sender to this part would still count."""
         return sender in self._waiting.get((part, attempt), ())
 
     def heard(self, sender: int, now: float) -> None:
@@ -91,11 +91,11 @@ class ReducerRules:
         return self._ready(list(self._waiting))
 
     def cut_off(self, part: int, attempt: int) -> bool:
-        """Whether a member that should contribute to this part, even with weight 0, is missing in it."""
+        """Return whether a member that should contribute to this part, even with weight 0, is missing in it."""
         return self._others[part, attempt] < len(self.senders - {self.me})
 
     def deadline(self) -> float | None:
-        """When `stalled` should be asked next."""
+        """Return when `stalled` should be asked next."""
         return min(self._limits().values(), default=None)
 
     def stalled(self, now: float) -> list[int]:
@@ -114,7 +114,7 @@ class ReducerRules:
         return limits
 
     def _passed(self, place: int) -> float | None:
-        """When the median of the other senders passed this place; None if it has not."""
+        """Return when the median of the other senders passed this place; None if it has not."""
         senders = self.senders - self.excluded - {self.me}
         others = len(senders) - 1
         needed = others - (others - 1) // 2

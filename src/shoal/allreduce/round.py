@@ -197,7 +197,7 @@ class Round:
 
     @property
     def decided(self) -> bool:
-        """Whether a verdict is known, or was given up."""
+        """Return whether a verdict is known, or was given up."""
         return self.rules.commit is not None or self.rules.failed is not None
 
     @property
@@ -229,7 +229,7 @@ class Round:
         self._check()
 
     def _fits(self, commit: Commit) -> bool:
-        """Whether this can be the verdict of this round."""
+        """Return whether this can be the verdict of this round."""
         return (
             commit.round_id == self.round_id
             and [held.part for held in commit.parts] == list(range(len(self.parts)))
@@ -260,7 +260,7 @@ class Round:
             self.env.events.emit(PeerDropped(peer=peer, where="all-reduce", reason=reason))
 
     def _failure(self) -> RoundFailed:
-        """Why there is no average here, and which members are to blame for it."""
+        """Return why there is no average here, and which members are to blame for it."""
         peers = dict.fromkeys(peer for peer, _ in self._blamed)
         return RoundFailed(self.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
 

@@ -229,7 +229,7 @@ class Inbound:
         return self.stream.bytes_sent + self.stream.bytes_received
 
     def grew(self) -> bool:
-        """Whether bytes came since the last call."""
+        """Return whether bytes came since the last call."""
         before, self._seen = self._seen, self.stream.bytes_received
         return self._seen > before
 

@@ -68,7 +68,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
 
 
 def _repeats_itself(tensor: torch.Tensor) -> bool:
-    """Whether two of the tensor's elements may share memory."""
+    """Return whether two of the tensor's elements may share memory."""
     reach = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < reach:
@@ -191,7 +191,7 @@ class Vector:
         return run.codec.pieces_bytes(part.sizes, run.dtype)
 
     def is_light(self, part: Part) -> bool:
-        """Whether to decode, to add and to encode this part takes little more than to copy it."""
+        """Return whether to decode, to add and to encode this part takes little more than to copy it."""
         return self._runs[part.run].codec.name in ("none", "float16", "bfloat16")
 
     def contribution(self, part: Part) -> Buffer:
@@ -220,7 +220,7 @@ class Vector:
         self.layout.check_part_bytes(part_bytes, members, codecs)
 
     def remembers(self, part: Part) -> bool:
-        """Whether `settle` has something to do for this part."""
+        """Return whether `settle` has something to do for this part."""
         run = self._runs[part.run]
         return run.residual is not None or run.reference is not None
 
@@ -318,7 +318,7 @@ class Vector:
     # --------------------------------------------------------------------------------------------- averages of others
 
     def landing(self, part: Part) -> memoryview | None:
-        """Where the encoded average of a part may be received without a copy; None if it must be decoded."""
+        """Return where the encoded average of a part may be received without a copy; None if it must be decoded."""
         run = self._runs[part.run]
         return view_bytes(run.piece(run.result, part)) if run.codec.name == "none" else None
 
@@ -385,7 +385,7 @@ def _finite(values: torch.Tensor) -> bool:
 
 
 def _summable(values: torch.Tensor, weight: float, dtype: torch.dtype | None = None) -> bool:
-    """Whether all are finite, and small enough for sums (of tensors of `dtype`, by default the values' own)."""
+    """Return whether all are finite, and small enough for sums (of tensors of `dtype`, by default the values' own)."""
     limit = LARGEST[sum_dtype(dtype or values.dtype)] / max(weight, 1.0)
     if limit >= _SMALL and _surely_small(values):
         return True

@@ -111,22 +111,22 @@ class Declarers:
         ]
 
     def seen_at(self, peer: PeerID) -> float:
-        """When the declaration of this peer was first read (loop time); it must stand in the directory."""
+        """Return when the declaration of this peer was first read (loop time); it must stand in the directory."""
         return self._seen[peer][1]
 
     def is_lost(self, peer: PeerID) -> bool:
-        """Whether the link to this peer was lost and it has not been heard of since."""
+        """Return whether the link to this peer was lost and it has not been heard of since."""
         expiration = self.expiration_of(peer)
         return peer in self._memory.lost and (expiration is None or expiration <= self._memory.lost[peer])
 
     def set_aside(self, peer: PeerID, now: float) -> bool:
-        """Whether not to ask this peer now, even if another peer names it: it is lost, of no use, or paused."""
+        """Return whether this peer is lost, of no use, or paused: then it is not asked, whoever names it."""
         expiration, spent = self.expiration_of(peer), self._spent.get(peer, -math.inf)
         useless = spent > -math.inf and (expiration is None or expiration <= spent)
         return useless or self.is_lost(peer) or self._paused.get(peer, -math.inf) > now
 
     def next_change(self, now: float) -> float:
-        """When the next pause ends; infinity if nobody is paused."""
+        """Return when the next pause ends; infinity if nobody is paused."""
         return min((until for until in self._paused.values() if until > now), default=math.inf)
 
     def _useful(self, each: Declaration, joined: Container[PeerID], now: float) -> bool:

@@ -37,7 +37,7 @@ class Followers:
         return 1 + len(self.members)
 
     def has_room(self, peer: PeerID, *, contributes: bool) -> bool:
-        """Whether this peer may join; if nobody has values yet, one with values may also replace an auxiliary one."""
+        """Return whether this peer may join. If nobody has values yet, one with values may replace an auxiliary one."""
         there_is_a_place = peer in self.members or self.size < self._rules.full_size
         return there_is_a_place or (contributes and not self.contributes)
 
@@ -49,27 +49,27 @@ class Followers:
 
     @property
     def full(self) -> bool:
-        """Whether nobody else may join."""
+        """Return whether nobody else may join."""
         return self._rules.leads and self.size >= self._rules.full_size and self.contributes
 
     @property
     def enough(self) -> bool:
-        """Whether there are enough members for a group."""
+        """Return whether there are enough members for a group."""
         return self._rules.leads and self.size >= self._rules.min_size
 
     @property
     def reduces(self) -> bool:
-        """Whether anybody can reduce a slice."""
+        """Return whether anybody can reduce a slice."""
         return self._rules.reduces or any(member.reduces for member in self.members.values())
 
     @property
     def contributes(self) -> bool:
-        """Whether anybody has values."""
+        """Return whether anybody has values."""
         return self._rules.contributes or any(member.contributes for member in self.members.values())
 
     @property
     def can_start(self) -> bool:
-        """Whether these are a group. One without values fails at once, on each of its members (decision 0007)."""
+        """Return whether these are a group. One without values fails at once on each of its members (decision 0007)."""
         return self.enough and self.reduces
 
     def why_not(self) -> str:

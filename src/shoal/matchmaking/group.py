@@ -96,7 +96,7 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Whether we are the decider."""
+        """Return whether we are the decider."""
         return self.my_index == self.decider
 
     def release(self) -> None:

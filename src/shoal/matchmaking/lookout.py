@@ -1,4 +1,4 @@
-"""When a searching peer declares, reads and nudges, and how long it waits for more peers to join. Sans-IO.
+"""The pace of a search: a peer declares, reads and nudges, and waits for more peers to join. Sans-IO.
 
 - A peer that declares sees at once which peers are there already: each holder of the group key takes the declaration
   and then lists its entries. So if two peers declare at the same time and share a holder, the one that the holder hears
@@ -135,17 +135,17 @@ class Lookout:
         self._poll_s = self._rules.settle_s
 
     def outdated(self, now: float) -> bool:
-        """Whether to read again before asking anybody else."""
+        """Return whether to read again before asking anybody else."""
         return self._disappointed and now - self._last_read > 2 * self._rules.settle_s
 
     def all_joined(self, followers: Followers, now: float, silent: Callable[[PeerID], bool]) -> bool:
-        """Whether a read begun after the quiet time shows no live peer that may still join."""
+        """Return whether a read begun after the quiet time shows no live peer that may still join."""
         if self._declaring or self._last_read < self._settled(followers):
             return False
         return all(silent(each.peer) for each in self._declarers.unjoined(followers, now))
 
     def awaits_followers(self, now: float) -> bool:
-        """Whether so little time has passed that others may still be on their way to us."""
+        """Return whether so little time has passed that others may still be on their way to us."""
         wait_s = 4 * max(self._rules.settle_s, self._read_s)
         return now < max(self._last_join, self._declared_at) + wait_s
 
@@ -211,7 +211,7 @@ class Lookout:
     # ------------------------------------------------------------------------------------------------------ time
 
     def due(self, key: Key, followers: Followers, now: float) -> float:
-        """When `declare`, `read` or `nudge` will have something to do, if nothing happens before."""
+        """Return when `declare`, `read` or `nudge` will have something to do, if nothing happens before."""
         due = [self._declare_again_at]
         if not self._reading:
             due.append(self._next_read(followers, now))

@@ -1,4 +1,4 @@
-"""How a group forms, as a state machine. Sans-IO: events in, actions out, time and knowledge handed in.
+"""The forming of a group, as a state machine. Sans-IO: events in, actions out, time and knowledge handed in.
 
 Every peer that can lead declares itself in a directory with an expiration and then reads it. Peers are ordered by their
 *key* (expiration, peer id). A peer asks the earliest declared peer before itself to lead. A peer that finds none before
@@ -224,7 +224,7 @@ class GroupMachine:
         return self._done(now)
 
     def deadline(self) -> float | None:
-        """When to call with `Tick` if nothing happens before (loop time, seconds); None: not needed."""
+        """Return when to call with `Tick` if nothing happens before (loop time, seconds); None: not needed."""
         look_at = self._decided_at + self._rules.look_s
         if self._phase is Phase.FOLLOWING:
             return min(self._follow_end, self.over_at, look_at)
@@ -475,7 +475,7 @@ class GroupMachine:
         return frozenset(p for p in expected - {self._me} if p in self._followers or not self._gone(p)) or None
 
     def _gone(self, peer: PeerID) -> bool:
-        """Whether not to wait for an expected peer. A peer that was lost before this search may be here again."""
+        """Return whether an expected peer is not waited for. One that was lost before this search may be here again."""
         return peer in self._lost_now or self._silent(peer, True)
 
     def _start(self) -> None:

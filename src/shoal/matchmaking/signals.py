@@ -59,7 +59,7 @@ Key = tuple[float, PeerID]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """How one peer forms groups.
+    """The rules by which one peer forms groups.
 
     Attributes:
         target_size: a group of this many starts at once; None: no size is full (but for `MAX_GROUP_SIZE`).

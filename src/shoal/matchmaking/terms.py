@@ -64,7 +64,7 @@ class Terms:
         return None if text is None else JoinRefused("schema", text[:_TEXT_CHARACTERS])
 
     def has_room(self, others: Iterable[Member], limit_bytes: int) -> bool:
-        """Whether a `Begin` that names us and these fits into one message."""
+        """Return whether a `Begin` that names us and these fits into one message."""
         nbytes = sum(len(encode(each)) + _SLICE_BYTES for each in (self.member, *others))
         return nbytes + _BEGIN_OVERHEAD_BYTES <= limit_bytes
 

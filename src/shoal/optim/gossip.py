@@ -1,8 +1,8 @@
-"""How the peers of a run tell each other where they stand: through the DHT, and directly.
+"""The peers of a run tell each other where they stand: through the DHT, and directly.
 
 The DHT reaches everybody, also newcomers, and is slow; the direct way is for the end of an epoch, when every
-millisecond counts (`docs/decisions/0027-counts-that-matter.md`). In a swarm of more than a few a
-peer that meets another one calls it, which makes a link; after that they send each other notes, which get no answer.
+millisecond counts (`docs/decisions/0027-counts-that-matter.md`). In a swarm of more than a few a peer that meets
+another one calls it, which makes a link; after that they send each other notes, which get no answer.
 `SwarmProgress` remembers everything that is heard.
 """
 
@@ -36,7 +36,7 @@ _ALL = 256
 """So many peers are told directly that we are here, and that we leave; a link to them shows at once when they die."""
 
 _DEAF_S = 30.0
-"""Who could not be told is no keeper for so long."""
+"""A peer that could not be told is no keeper for so long."""
 
 _CALL_TIMEOUT_S = 3.0
 _LEAVE_S = 1.0
@@ -55,20 +55,20 @@ _ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
 """Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long."""
 
 _FOUND_S = 5.0
-"""When the DHT has shown nobody new for so long it is read rarely."""
+"""The DHT is read rarely once it has shown nobody new for so long."""
 
 _LIVES = 1.5
-"""What is written lives for so many periods of writing and reading."""
+"""A record lives for so many periods of writing and reading."""
 
 _LOOKS_AT_STRANGERS = 5
 """Records of peers with other settings are renewed within 4 of them if the peers live."""
 
 
 class _Duty(NamedTuple):
-    """Who counts for whom: the keepers of our part, the part, and the keepers of the other parts.
+    """The duties of the peers at a state: the keepers of our part, the part, and the keepers of the other parts.
 
-    It holds for this state, this swarm and these contributors until this time: then who can keep is looked at again, in
-    the same order.
+    They hold for this state, this swarm and these contributors until this time. Then the peers that can keep are chosen
+    again, in the same order.
     """
 
     digest: bytes
@@ -93,7 +93,8 @@ class ProgressGossip:
     Attributes:
         enough: whether the swarm has the samples of the next step, as it was known here last.
         has_twin: whether another peer trains the run under this peer's identity; it was said.
-        looked: set when the run's progress has been read from the DHT, and who wrote it is alive or not.
+        looked: set when the run's progress has been read from the DHT, and this peer knows which of its
+            writers live.
     """
 
     def __init__(
@@ -120,18 +121,18 @@ class ProgressGossip:
         self._told_peers: tuple[PeerID, ...] = ()
         self._waking: asyncio.TimerHandle | None = None
         self._telling: dict[PeerID, asyncio.Task[None]] = {}
-        self._met: set[PeerID] = set()  # who was told directly, or told us, that we or they are here
-        self._deaf: dict[PeerID, float] = {}  # who could not be told, and until when nobody tries
+        self._met: set[PeerID] = set()  # peers that were told directly that we are here, or told us so
+        self._deaf: dict[PeerID, float] = {}  # peers that could not be told, and until when nobody tries
         self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
-        self._found_at = float("-inf")  # when the DHT showed somebody new
+        self._found_at = float("-inf")  # the last time that the DHT showed somebody new
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
-        self._passed_on, self._passed_at = 0, float("-inf")  # what the other keepers were told last, and when
+        self._passed_on, self._passed_at = 0, float("-inf")  # samples, and when the other keepers were told
         self._at = self._before = StateKey(0, 0, b"")  # our state, and the one before
         self._renamed_at = float("-inf")
-        self._corrected: dict[PeerID, StateKey] = {}  # who stood at a worse state, and which one of ours it was told of
-        self._outdated: set[PeerID] = set()  # who is being told what is not true any more
+        self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
+        self._outdated: set[PeerID] = set()  # peers that are being told something that is over
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> list[Coroutine[Any, Any, None]]:
@@ -164,12 +165,12 @@ class ProgressGossip:
         await asyncio.gather(*telling, return_exceptions=True)
 
     def contact(self, peer: PeerID) -> Contact:
-        """How a peer of the run is reached."""
+        """Return the contact of a peer of the run."""
         progress = self._known.progress_of(peer)
         return progress.contact if progress is not None else self._core.endpoint.contact_of(peer)
 
     def unreached(self) -> dict[PeerID, str]:
-        """Who is known of the run and not connected with this peer, and why."""
+        """The known peers of the run that are not connected with this peer, and the reason for each."""
         missing = [peer for peer in self._known.peers if not self._core.endpoint.connected(peer)]
         silent = "no answer yet"
         return {
@@ -294,7 +295,7 @@ class ProgressGossip:
         return period_s * (0.75 + 0.5 * self._core.env.rng.random())
 
     async def _look(self) -> dict[PeerID, float]:
-        """Read what the peers of the run have written; when, by their own clocks, those did who have not left."""
+        """Read the records of the run; returns when each peer that has not left wrote its own, by its own clock."""
         written = {}
         with suppress(ShoalError):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
@@ -330,10 +331,10 @@ class ProgressGossip:
         self._twin_wrote = progress.time
 
     async def _ask_who_lives(self, written: Mapping[PeerID, float]) -> None:
-        """Tell those who have written that we are here, as their run may be over.
+        """Tell the peers that have written that we are here, as their run may be over.
 
-        Who gives no answer does not count until it renews what it has written. Nor do those that cannot be dialed,
-        where nobody at all is there: live ones dial us as soon as they read that we are here.
+        A peer that gives no answer does not count until it renews its record. If nobody at all is there, peers that
+        cannot be dialed do not count either: live ones dial us as soon as they read that we are here.
         """
         loop, endpoint = asyncio.get_running_loop(), self._core.endpoint
         until = loop.time() + _FIRST_ANSWER_S
@@ -366,7 +367,7 @@ class ProgressGossip:
                 until = min(until, began + max(LOOK_S, 2 * (loop.time() - began)))
 
     async def seek(self) -> None:
-        """Look for the others now, whom nobody knows here: after a start, a sleep, or the loss of all links."""
+        """Look for the others now, as none is known here: after a start, a sleep, or the loss of all links."""
         with suppress(TimeoutError, ShoalError):
             async with asyncio.timeout(_SEEK_S):
                 await self._core.node.find_lost()
@@ -456,7 +457,7 @@ class ProgressGossip:
                     self._begin_telling(peer)
 
     def _duties(self, view: SwarmView, digest: bytes, now: float) -> _Duty:
-        """Who keeps the count of this state. Contributors, if there are: the others believe only these."""
+        """Return the keepers of this state's count: contributors, if there are, as the others believe only these."""
         duty, contributors = self._duty, self._known.contributors
         same = view.together is duty.together and digest == duty.digest
         if same and contributors is duty.contributors and now < duty.until:
@@ -536,5 +537,5 @@ class ProgressGossip:
 
 
 def _place(progress: Progress) -> tuple[object, ...]:
-    """What others act on: all but the time, and the rate, which changes all the time and is for looking at."""
+    """The part that others act on: all but the time, and the rate, which changes all the time and is for looking at."""
     return progress.digest, progress.branch_samples, progress.samples, progress.end_epoch, progress.left

@@ -1,4 +1,4 @@
-"""Who tells whom of progress, and when: few messages, however large the swarm. No I/O.
+"""The rules by which peers tell each other of progress: few messages, however large the swarm. No I/O.
 
 In a swarm of a few, everybody tells everybody. In a larger one, each state has `KEEPERS` *keepers*: the peers whose
 hash with the state's digest is lowest. Everybody at that state tells the keepers, so a keeper knows all samples, and
@@ -83,22 +83,22 @@ def _first(peers: Iterable[PeerID], able: Callable[[PeerID], bool]) -> list[Peer
 
 
 def silence_s(peers: int) -> float:
-    """How long a peer says nothing of itself to the keepers in a swarm of so many, if nothing else makes it speak."""
+    """Return how long a peer of a swarm of so many says nothing to the keepers, if nothing else makes it speak."""
     return max(_SILENCE_S, peers / _PEERS_PER_S)
 
 
 def write_s(peers: int, shortest_s: float) -> float:
-    """How often a peer writes to the DHT in a swarm of so many."""
+    """Return how often a peer writes to the DHT in a swarm of so many."""
     return max(shortest_s, peers / _WRITTEN_PER_S)
 
 
 def look_s(peers: int) -> float:
-    """How often a peer reads the DHT in a swarm of so many, once it knows them all."""
+    """Return how often a peer reads the DHT in a swarm of so many, once it knows them all."""
     return max(_LOOK_S, peers / _READ_PER_S)
 
 
 class Countdown:
-    """How near the end of the epoch is, as far as one peer can tell.
+    """An estimate of how near the end of the epoch is, as far as one peer can tell.
 
     It goes by what it gave to the last step, by what it knows of the others' samples, and by how fast they all are.
 
@@ -113,7 +113,7 @@ class Countdown:
         self._left = self._told_left = 1.0
 
     def is_near(self, mine: Progress, view: SwarmView, now: float) -> bool:
-        """Whether a further batch may be the last one (`now`: local time, seconds)."""
+        """Return whether a further batch may be the last one (`now`: local time, seconds)."""
         if mine.digest != self._digest:
             self._digest, self._began, self._gave = mine.digest, now, self._samples
             self._samples, self._batch, self._over_since = 0, 0, float("inf")
@@ -133,7 +133,7 @@ class Countdown:
         return _BATCHES * self._batch / self._gave if self._gave else 1.0
 
     def left_s(self, view: SwarmView) -> float:
-        """How long the epoch goes on, seconds; most samples are not known before its end."""
+        """Return how long the epoch goes on, seconds; most samples are not known before its end."""
         return max(0.0, self._left) * self._target / view.rate if view.rate > 0 else 0.0
 
     @property
@@ -146,5 +146,5 @@ class Countdown:
         self._told_left = self._left
 
     def is_late(self, now: float) -> bool:
-        """Whether the epoch should be over since a while: those who count may have fallen silent."""
+        """Return whether the epoch should have ended a while ago: its keepers may have fallen silent."""
         return now >= self._over_since + _LATE_S

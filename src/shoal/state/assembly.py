@@ -91,7 +91,7 @@ class Assembly:
 
 
 def _is_final(spec: TensorSpec) -> bool:
-    """Whether the arriving bytes are the tensor. A bool must be checked first: its bytes need not be 0 or 1."""
+    """Return whether the arriving bytes are the tensor. A bool must be checked first: its bytes need not be 0 or 1."""
     return spec.raw and spec.dtype is not torch.bool
 
 

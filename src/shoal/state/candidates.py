@@ -107,7 +107,7 @@ class Candidates:
         return each.failures, self._vain[each.donor.host], -each.donor.priority
 
     def ready_at(self, level: float | None) -> float | None:
-        """When `next` will return a donor; None if no waiting donor could come next."""
+        """Return when `next` will return a donor; None if no waiting donor could come next."""
         return min((each.ready_at for each in self._eligible(level)), default=None)
 
     def _eligible(self, level: float | None) -> list[_Standing]:

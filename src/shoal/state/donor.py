@@ -124,7 +124,7 @@ class StateDonor:
 
     @property
     def receivers(self) -> int:
-        """How many streams are being served."""
+        """Return how many streams are being served."""
         return self._serving.total()
 
     @property

@@ -177,7 +177,7 @@ class _Download:
         self._bytes_before = 0  # received for states that were given up
         self._started = self._now()
         self._deadline = math.inf
-        self._asked_at = self._started  # when donors were asked of which none has described a state
+        self._asked_at = self._started  # since then donors are asked, and none has described a state
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
 
     def describe(self, what: str) -> str:

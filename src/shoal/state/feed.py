@@ -188,11 +188,11 @@ class Feed:
 
     @property
     def idle(self) -> bool:
-        """Whether all chunks that were asked for have come."""
+        """Return whether all chunks that were asked for have come."""
         return not self._queue
 
     def due_s(self, chunk: int, now: float) -> float:
-        """How long until this chunk, which was asked for, is here."""
+        """Return how long until this chunk, which was asked for, is here."""
         place = self._queue.index(chunk) if chunk in self._queue else 0
         return self._tempo.due_s(place, now)
 

@@ -96,7 +96,7 @@ class TensorSpec:
 
     @property
     def raw(self) -> bool:
-        """Whether the encoding is the tensor's memory itself."""
+        """Return whether the encoding is the tensor's memory itself."""
         return self.codec == NoCompression()
 
     def slices(self) -> Iterator[tuple[int, int, int, int]]:
@@ -143,7 +143,7 @@ class Manifest:
     hashes: tuple[bytes, ...]
     infinite: tuple[int, ...] = ()
     offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Where each tensor's encoding begins, and where the last one ends."""
+    """The places at which the tensors' encodings begin, and at which the last one ends."""
 
     def __post_init__(self) -> None:
         sizes = (spec.encoded_bytes for spec in self.tensors)
@@ -155,11 +155,11 @@ class Manifest:
         return self.offsets[-1]
 
     def same_layout(self, other: Manifest) -> bool:
-        """Whether chunk `i` covers the same elements in both."""
+        """Return whether chunk `i` covers the same elements in both."""
         return self.tensors == other.tensors and self.chunk_bytes == other.chunk_bytes
 
     def same_content(self, other: Manifest) -> bool:
-        """Whether both describe the same tensors, bit for bit. Metadata and epoch are each donor's own."""
+        """Return whether both describe the same tensors, bit for bit. Metadata and epoch are each donor's own."""
         return self.same_layout(other) and self.hashes == other.hashes and self.infinite == other.infinite
 
     def chunk_range(self, chunk: int) -> tuple[int, int]:

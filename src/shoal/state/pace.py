@@ -1,4 +1,4 @@
-"""How fast a donor sends, as arithmetic: when may the next bytes go. Pure logic: no loop, no clock.
+"""The pace at which a donor sends: arithmetic that says when the next bytes may go. Pure logic: no loop, no clock.
 
 `Pacer` is a fixed limit. Each sender reserves one piece at a time and waits for as long as it is told, so senders take
 turns and share the rate evenly. After a pause at most `burst_s` worth of bytes goes at once.
@@ -43,7 +43,7 @@ class Pacer:
         self._free_at = float("-inf")
 
     def piece_bytes(self, nbytes: int) -> int:
-        """How many of `nbytes` to reserve at once."""
+        """Return how many of `nbytes` to reserve at once."""
         if self._bytes_per_s is None:
             return nbytes
         return max(1, min(nbytes, int(self._bytes_per_s * _PIECE_S)))
@@ -95,7 +95,7 @@ class Courtesy:
         return HELD_PIECE_BYTES if self.busy else self._free_bytes
 
     def held(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
-        """Whether states have used up their share, or this is not known yet: then look again after `LOOK_AGAIN_S`.
+        """Return whether states have used up their share, or may have: then look again after `LOOK_AGAIN_S`.
 
         Args:
             fraction: the fraction of the other traffic that states may have.

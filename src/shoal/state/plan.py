@@ -113,7 +113,7 @@ class ChunkPlan(Generic[D]):
         return self._in_flight.get(chunk)
 
     def is_verified(self, chunk: int) -> bool:
-        """Whether a chunk is there."""
+        """Return whether a chunk is there."""
         return chunk in self._verified
 
     def verify(self, chunk: int, donor: D) -> None:

@@ -95,7 +95,7 @@ class Snapshot:
     over: bool = False
 
     def in_use(self, now: float) -> bool:
-        """Whether a receiver downloads it, or is about to."""
+        """Return whether a receiver downloads it, or is about to."""
         return self.streams > 0 or any(now - at < _ABOUT_TO_OPEN_S for at in self.told.values())
 
 

@@ -36,17 +36,17 @@ class Tempo:
         self._since = now
 
     def ahead(self) -> int:
-        """How many chunks should be under way."""
+        """Return how many chunks should be under way."""
         if self._mean_s is None:
             return MIN_AHEAD
         return min(MAX_AHEAD, MIN_AHEAD + int(_AHEAD_S / self._mean_s))
 
     def takes_s(self, chunks: int) -> float:
-        """How long so many chunks take in general; 0 if none has come yet."""
+        """Return how long so many chunks take in general; 0 if none has come yet."""
         return chunks * (self._mean_s or 0.0)
 
     def due_s(self, place: int, now: float) -> float:
-        """How long until the chunk at this place of the queue is here: 0 is the one that comes now.
+        """Return how long until the chunk at this place of the queue is here: 0 is the one that comes now.
 
         A donor that is late is taken to be later still, by as long as it has been late.
         """

@@ -53,7 +53,7 @@ class Upload:
         self._courtesy.held(0.0, asyncio.get_running_loop().time(), self._other_bytes)
 
     def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
-        """How many of `nbytes` to send at once."""
+        """Return how many of `nbytes` to send at once."""
         size = pacer.piece_bytes(nbytes)
         return size if fraction is None else min(size, self._courtesy.piece_bytes)
 

@@ -71,6 +71,45 @@ def test_a_loop_that_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.stop(nothing, LONG_S)
 
 
+def test_a_thread_waits_for_all_that_its_work_has_set_off() -> None:
+    """Writes to the DHT, the next look at the swarm: each step of the optimizer was told of its end after these."""
+    thread, answered = LoopThread("test"), list[bool]()
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(lambda: answered.append(future.done()))
+
+    future = LoopFuture[None](thread)
+    thread.answer(future, work())
+    future.result(LONG_S)
+    thread.run(nothing(), LONG_S)
+    assert answered == [True]
+    thread.stop(nothing, LONG_S)
+
+
+def test_work_that_is_cancelled_before_it_begins_is_closed() -> None:
+    """Else Python warns of a coroutine that nobody has awaited."""
+    thread, begun = LoopThread("test"), list[bool]()
+
+    async def work() -> None:
+        begun.append(True)
+
+    coroutine, future = work(), LoopFuture[None](thread)
+
+    def cancel_all() -> None:
+        for task in asyncio.all_tasks():
+            task.cancel()
+
+    def begin() -> None:  # so both run in one turn of the loop
+        thread.answer(future, coroutine)
+        thread.call_soon(cancel_all)
+
+    thread.call_soon(begin)
+    assert future.ended.wait(LONG_S)
+    assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+    assert not begun
+    thread.stop(nothing, LONG_S)
+
+
 def test_a_gate_lets_all_through() -> None:
     """Callers that wait, and callers that come later."""
     gate, passed = Gate(), []

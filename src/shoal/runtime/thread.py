@@ -188,16 +188,19 @@ class LoopThread:
     def answer(self, future: LoopFuture[T], work: Coroutine[Any, Any, T]) -> None:
         """As `submit`, for a future that is there already."""
 
+        async def work_and_answer() -> None:
+            # At its very end: as a callback it would come after all that the work has set off in the loop.
+            self._settle(future, partial(future.set_result, await work))
+
         def start() -> None:
             if future.cancelled():
                 future.set_running_or_notify_cancel()
                 work.close()
                 future.ended.open()
                 return
-            task = self._loop.create_task(work)
+            task = self._loop.create_task(work_and_answer())
             self._open.add(future)
-            task.add_done_callback(lambda _: future.ended.open())
-            task.add_done_callback(lambda done: self._done(done, future))
+            task.add_done_callback(lambda done: self._done(done, future, work))
             future.add_done_callback(lambda done: self.call_soon(task.cancel) if done.cancelled() else None)
 
         try:
@@ -220,13 +223,16 @@ class LoopThread:
             self.check_alive()
             self._loop.call_soon_threadsafe(function)
 
-    def _done(self, task: asyncio.Task[T], future: LoopFuture[T]) -> None:
-        self._open.discard(future)
+    def _done(self, task: asyncio.Task[None], future: LoopFuture[Any], work: Coroutine[Any, Any, Any]) -> None:
+        work.close()  # it has not begun if it was cancelled at once
+        future.ended.open()
         error = _shut_down() if task.cancelled() else task.exception()
+        if error is not None:
+            self._settle(future, partial(future.set_exception, error))
+
+    def _settle(self, future: LoopFuture[Any], answer: Callable[[], None]) -> None:
+        self._open.discard(future)
         if self._answering:
-            answer = (
-                partial(future.set_result, task.result()) if error is None else partial(future.set_exception, error)
-            )
             _settle(future, answer)
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -181,8 +181,9 @@ class TrainingState:
     def _add(self, given: Sequence[int], batch_size: int) -> bool:
         accumulators = [self.accumulators[index] for index in given]
         with torch.no_grad():
-            gradients = [gradient.detach() for parameter in self.trained if (gradient := parameter.grad) is not None]
-            if (bad := _not_summable(gradients, batch_size)) is not None:
+            gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
+            values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
+            if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size))) is not None:
                 self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
                 return False
             if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self.trained):
@@ -201,7 +202,7 @@ class TrainingState:
 
     def _why_broken(self) -> str | None:
         values = [parameter.detach() for parameter in self.trained]
-        if (index := _beyond(values, [torch.finfo(each.dtype).max for each in values])) is None:
+        if (index := _beyond(values, lambda dtype: torch.finfo(dtype).max)) is None:
             return None
         parameter, dtype = self.trained[index], str(values[index].dtype).removeprefix("torch.")
         what = (
@@ -267,9 +268,7 @@ class TrainingState:
 
     def unfit(self) -> int | None:
         """Which trained parameter's accumulator cannot be averaged; None if all can. Stricter than a round is."""
-        if self._stale:
-            return None
-        return _beyond(self.accumulators, [LARGEST[each.dtype] / (2 * self._unit) for each in self.accumulators])
+        return None if self._stale else _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit))
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
@@ -562,24 +561,23 @@ def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return average.clamp(-largest, largest).to(dtype)
 
 
-def _not_summable(gradients: Sequence[torch.Tensor], batch_size: int) -> int | None:
-    values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
-    return _beyond(values, [LARGEST[sum_dtype(each.dtype)] / (2 * batch_size) for each in values])
-
-
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
     """Of all their values: `torch.nn.utils.get_total_norm` without what it does besides."""
     norms = torch._foreach_norm(list(tensors))  # noqa: SLF001 (as torch itself does)
-    return float(torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms])))
+    if len({each.device for each in norms}) > 1:
+        norms = tuple(each.cpu() for each in norms)
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def _beyond(tensors: Sequence[torch.Tensor], limits: Sequence[float]) -> int | None:
-    """The first tensor with a value that is NaN, or larger than its limit; None if there is none."""
-    if not tensors or _norm(tensors) <= min(limits):  # takes half as long, and one wait for the device
+def _beyond(tensors: Sequence[torch.Tensor], limit: Callable[[torch.dtype], float]) -> int | None:
+    """The first tensor with a value that is NaN, or larger than the limit of its dtype; None if there is none."""
+    limits = {dtype: limit(dtype) for dtype in {each.dtype for each in tensors}}
+    if _norm(tensors) <= min(limits.values()):  # takes half as long, and one wait for the device
         return None
-    for index, (tensor, limit) in enumerate(zip(tensors, limits, strict=True)):
+    for index, tensor in enumerate(tensors):
         if tensor.numel():
             low, high = torch.aminmax(tensor)  # NaN goes through
-            if not (-limit <= float(low) and float(high) <= limit):
+            largest = limits[tensor.dtype]
+            if not (-largest <= float(low) and float(high) <= largest):
                 return index
     return None

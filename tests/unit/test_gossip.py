@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.core import PeerCore
 from shoal.events import EventBus, PeerDropped, Warned
@@ -21,7 +22,7 @@ from shoal.optim.gossip import ProgressGossip
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import SwarmProgress
-from shoal.wire import Contact, Progress, ProgressTold, TellProgress, encode
+from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
 
@@ -222,6 +223,31 @@ def test_a_peer_that_was_cut_off_counts_without_those_that_it_found_silent(peers
         assert silent <= set(swarm.called)
 
     asyncio.run(main())
+
+
+def test_a_small_swarm_writes_to_the_dht_at_each_of_its_short_epochs() -> None:
+    """A signature and a call to each node, 300 times a second. The last state is written all the same."""
+
+    async def main() -> None:
+        epoch, written = 0, list[int]()
+
+        async def store(key: str, value: bytes, expiration: float, subkey: bytes) -> None:
+            written.append(decode(value, Progress).epoch)
+
+        known = SwarmProgress(ME, {}, ttl_s=20.0)
+        gossip = gossip_at(known, EventBus(), tell=lambda peers, message: [])
+        gossip._core.node = cast(Any, SimpleNamespace(store=store))
+        gossip._mine = lambda: msgspec.structs.replace(progress(ME, 1.0), epoch=epoch)
+        writing = asyncio.get_running_loop().create_task(gossip._publish_loop())
+        for epoch in range(1, 301):  # noqa: B007 (read by `_mine`)
+            gossip.renamed(known.view(gossip._mine(), 0.0), expected=True)
+            await sim.sleep(1 / 300)
+        await sim.sleep(0.1)
+        writing.cancel()
+        assert len(written) <= 25
+        assert written[-1] == 300
+
+    sim.run(main, seed=0)
 
 
 def test_a_count_is_told_when_it_may_be_the_last_one() -> None:

@@ -256,11 +256,13 @@ class ProgressGossip:
             self._note(others[_ASKED_ANEW:_ALL], self._mine(), [])
 
     async def _publish_loop(self) -> None:
-        """Write our progress to the DHT: at once when it was renamed, else from time to time, not all at one time."""
+        """Write our progress to the DHT: soon when it was renamed, else from time to time, not all at one time."""
         loop = asyncio.get_running_loop()
         while True:
             renames = self._renames
             await self._publish()
+            if len(self._known.peers) <= FEW:  # they write at each step, and short epochs are not worth a write each
+                await asyncio.sleep(self._tell_period_s)
             until = loop.time() + self._about(write_s(len(self._known.peers), self._publish_period_s))
             while (left_s := until - loop.time()) > 0 and renames == self._renames:
                 self._renamed.clear()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +66,15 @@ def test_layers_in_another_order_are_refused_by_name() -> None:
     found = settings_difference(settings(model()), settings(model(), (3, 2)))
     assert found is not None
     assert found.startswith("parameter names is 4 from 2.weight to 3.bias")
+
+
+@pytest.mark.parametrize("wrap", [partial(torch.compile, backend="eager"), torch.nn.DataParallel])
+def test_a_model_that_is_compiled_on_one_peer_has_the_same_names(wrap: Callable[[torch.nn.Module], Any]) -> None:
+    """The peer was refused for its "parameter names": '_orig_mod.' stood before each."""
+    plain, wrapped = model(), wrap(model())
+    trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    expected = TrainedModel(plain, [each for each in plain.parameters() if each.requires_grad], []).settings()
+    assert TrainedModel(wrapped, trained, []).settings() == expected
 
 
 def test_a_parameter_that_was_replaced_is_told() -> None:

@@ -12,7 +12,7 @@ Runs whose codec is for differences have a `Reference`; values are coded against
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
@@ -32,10 +32,29 @@ from shoal.compression import (
 from shoal.errors import ConfigError, PeerProtocolError
 from shoal.transport.base import Buffer
 
-__all__ = ["Vector", "describe"]
+__all__ = ["Vector", "check_tensors", "describe"]
 
 _SMALL = 2e19
 """The square of a larger float32 is infinite."""
+
+
+def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ConfigError` for a tensor that cannot be averaged; `tensors` are by the names that the user knows."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"{name} is {type(tensor).__name__}, not a torch.Tensor")
+        if not tensor.dtype.is_floating_point or tensor.dtype not in DTYPES.values():
+            raise ConfigError(
+                f"{name} has dtype {tensor.dtype}: only float64, float32, float16 and bfloat16 can be averaged"
+            )
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            raise ConfigError(f"{name} is sparse or on the meta device: give a dense tensor")
+        if _repeats_itself(tensor):
+            raise ConfigError(
+                f"{name} has elements that share memory (as by expand): they cannot be set one by one; give the "
+                "tensor that it was made of"
+            )
+    _check_apart(tensors)
 
 
 def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase]) -> Layout:
@@ -44,22 +63,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase])
     Raises:
         ConfigError: a tensor cannot be averaged; names it.
     """
-    for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"averaged_tensors[{index}] is {type(tensor).__name__}, not a torch.Tensor")
-        if not tensor.dtype.is_floating_point or tensor.dtype not in DTYPES.values():
-            raise ConfigError(
-                f"averaged_tensors[{index}] has dtype {tensor.dtype}: only float64, float32, float16 and bfloat16 can "
-                "be averaged"
-            )
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            raise ConfigError(f"averaged_tensors[{index}] is sparse or on the meta device: give a dense tensor")
-        if _repeats_itself(tensor):
-            raise ConfigError(
-                f"averaged_tensors[{index}] has elements that share memory (as by expand): they cannot be set one by "
-                "one; give the tensor that it was made of"
-            )
-    _check_apart(tensors)
+    check_tensors({f"averaged_tensors[{index}]": tensor for index, tensor in enumerate(tensors)})
     specs = [
         TensorSpec(tuple(tensor.shape), dtype_name(tensor.dtype), codec.name)
         for tensor, codec in zip(tensors, codecs, strict=True)
@@ -77,22 +81,21 @@ def _repeats_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _check_apart(tensors: Sequence[torch.Tensor]) -> None:
+def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise `ConfigError` for memory that is given twice: the average would be applied to it twice.
 
     Views that share memory with gaps in it (columns of a matrix) may be disjoint.
     """
+    names = list(tensors)
     whole = sorted(
         (str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.itemsize, index)
-        for index, tensor in enumerate(tensors)
+        for index, tensor in enumerate(tensors.values())
         if tensor.numel() and tensor.is_contiguous()
     )
     for (device, _, stop, one), (next_device, start, _, other) in pairwise(whole):
         if device == next_device and start < stop:
             first, second = sorted((one, other))
-            raise ConfigError(
-                f"averaged_tensors[{first}] and averaged_tensors[{second}] share memory (tied weights?): give it once"
-            )
+            raise ConfigError(f"{names[first]} and {names[second]} share memory (tied weights?): give it once")
 
 
 def encoded_bytes(dtype: str, codec: str, count: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from shoal.errors import ConfigError
 from shoal.optim.optimizer_state import OptimizerState
@@ -52,6 +53,13 @@ def make_optimizer(
 
 
 def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    listed = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, parameter in enumerate(listed):
+        if is_lazy(parameter) or parameter.is_meta:
+            raise ConfigError(
+                f"parameter {index} of the optimizer has no values yet (it is lazy, or on the meta device): give the "
+                "model one batch, or load its weights, and make the optimizer then"
+            )
     if isinstance(optimizer, torch.optim.LBFGS) or OptimizerState(optimizer).needs_closure:
         raise ConfigError(
             f"optimizer is of type {type(optimizer).__name__}, which computes the loss within its step (it needs a "
@@ -63,7 +71,6 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "optimizer is a SparseAdam, which takes sparse gradients only, but the swarm's average is dense: use Adam, "
             "with or without sparse=True in the embedding"
         )
-    listed = [each for group in optimizer.param_groups for each in group["params"]]
     for module, name in _SHARDED:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and any(isinstance(each, kind) for each in (optimizer, *listed)):
@@ -80,12 +87,15 @@ def make_scheduler(
     """The scheduler that is meant: a given one, or one made for `optimizer`.
 
     Raises:
-        ConfigError: it has no `step`, or needs more than that.
+        ConfigError: it has no `step`, needs more than that, or is over another optimizer.
     """
     if isinstance(scheduler, type) or (callable(scheduler) and not hasattr(scheduler, "step")):
         scheduler = scheduler(optimizer)
     if scheduler is not None and not hasattr(scheduler, "step"):
         raise ConfigError("scheduler must be a torch scheduler, or a function of the optimizer that makes one")
+    moved = getattr(scheduler, "optimizer", None)
+    if isinstance(moved, torch.optim.Optimizer) and moved.param_groups[0] is not optimizer.param_groups[0]:
+        raise ConfigError("scheduler moves another optimizer than the given one: make it over that one")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
             "scheduler is a ReduceLROnPlateau, which needs a measurement at each step, but each peer has its own: use "

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from blake3 import blake3
+from torch.nn import DataParallel
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
 
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError
@@ -36,8 +38,10 @@ class TrainedModel:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        while isinstance(model, DataParallel | DistributedDataParallel):
+            model = model.module
         shared = {id(each) for each in (*parameters, *extra_tensors)}
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
         if not any(id(each) in names for each in parameters):
             raise ConfigError("model has none of the parameters of the optimizer: give the model that it trains")
         self._names = [names.get(id(each), "-") for each in parameters]
@@ -60,12 +64,13 @@ class TrainedModel:
         names = blake3("\n".join(self._names).encode()).hexdigest()[:8]
         both = blake3()
         for name, tensor in self._frozen.items():
-            both.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            both.update(f"{_plain(name)} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             both.update(self._digests[name])
-        count, elements = len(self._frozen), sum(tensor.numel() for tensor in self._frozen.values())
+        frozen, elements = list(map(_plain, self._frozen)), sum(tensor.numel() for tensor in self._frozen.values())
+        which = f"{len(frozen)} from {frozen[0]} to {frozen[-1]}" if frozen else ""
         return {
             "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
-            "frozen tensors": f"{count} with {elements} elements, {both.hexdigest()[:16]}" if count else "none",
+            "frozen tensors": f"{which}, {elements} elements, {both.hexdigest()[:16]}" if frozen else "none",
         }
 
     def check(self) -> None:
@@ -91,6 +96,11 @@ class TrainedModel:
                 del self._marks[name]
                 return name
         return None
+
+
+def _plain(name: str) -> str:
+    """The name without what `torch.compile` puts before it: other peers may do without."""
+    return name.replace("_orig_mod.", "")
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar
 
@@ -23,21 +25,23 @@ from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.runtime.arguments import client_argument
+from shoal.runtime.arguments import client_argument, seconds
 from shoal.runtime.dht import DHT
 from shoal.runtime.flags import flag
 from shoal.runtime.thread import GRACE_S
+from shoal.wire import MAX_EPOCH
 
 __all__ = ["Optimizer"]
 
 T = TypeVar("T")
 
 _AVERAGING_TIMEOUT_S = 60.0
+_LOAD_STATE_TIMEOUT_S, _SHUTDOWN_TIMEOUT_S = 600.0, 5.0
 _OTHERS_S = 3.0
 """To learn, when the optimizer is made, which settings the others of the run have."""
 
-_MOST_SAMPLES = 1 << 40
-"""In one batch or step: with more, messages could not hold their sums."""
+_MOST_SAMPLES = 1 << 36
+"""In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 _LONGEST_RUN_ID = 240
 """Of characters: the names of its averagers and messages are somewhat longer, and may have 256."""
@@ -71,9 +75,9 @@ class Optimizer(torch.optim.Optimizer):
         averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
             returns without a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
-        load_state_timeout: longest state download, seconds. A newcomer waits so long for the state of a run that is
-            further, if its donors die or refuse, before it begins at epoch 0 (with a warning); longer while two peers
-            name such a state.
+        load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
+            that is further, if its donors die or refuse, before it begins at epoch 0 (with a warning); longer while two
+            peers name such a state.
         require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
             has: for peers that only ever join. After `load_state_timeout`.
         catch_up_bytes: the most memory for the steps that the others take while this peer downloads a state.
@@ -89,11 +93,11 @@ class Optimizer(torch.optim.Optimizer):
             hold the same bits as the others, so the state always travels as it is.
         model: that is trained. With it the names of its parameters and the bytes of the tensors that the optimizer does
             not have (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
-        extra_tensors: more tensors of the state, such as batch norm statistics. Those that are not finite from the
-            beginning (masks) are downloaded, and not averaged.
+        extra_tensors: more tensors of the state, such as batch norm statistics. Those of whole numbers (counts), and
+            those that are not finite from the beginning (masks), are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; a peer with more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
-        shutdown_timeout: seconds that `shutdown` may take.
+        shutdown_timeout: seconds that `shutdown` may take; None: 5.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
 
@@ -117,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         matchmaking_time: float | None = None,
         averaging_timeout: float | None = None,
         allreduce_timeout: float | None = None,
-        load_state_timeout: float = 600.0,
+        load_state_timeout: float | None = None,
         require_state: bool = False,
         catch_up_bytes: int = 4 << 30,
         average_state_every: int = 0,
@@ -130,18 +134,18 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
         sender_timeout: float | None = None,
-        shutdown_timeout: float = 5.0,
+        shutdown_timeout: float | None = None,
         verbose: bool = False,
     ) -> None:
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         _check_run_id(run_id)
-        _check_samples("target_batch_size", target_batch_size)
-        _check_count("catch_up_bytes", catch_up_bytes)
+        target_batch_size = _whole("target_batch_size", target_batch_size, most=_MOST_SAMPLES)
+        catch_up_bytes = _whole("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
-            _check_samples("batch_size_per_step", batch_size_per_step)
-        _check_epochs("average_state_every", average_state_every)
-        _check_epochs("check_parameters_every", check_parameters_every)
+            batch_size_per_step = _whole("batch_size_per_step", batch_size_per_step, most=_MOST_SAMPLES)
+        average_state_every = _whole("average_state_every", average_state_every, least=0)
+        check_parameters_every = _whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
         _check_codecs(codecs)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
@@ -157,14 +161,9 @@ class Optimizer(torch.optim.Optimizer):
             },
             round_s=_AVERAGING_TIMEOUT_S,
         )
-        averaging_timeout = _AVERAGING_TIMEOUT_S if averaging_timeout is None else averaging_timeout
-        for name, seconds in (
-            ("averaging_timeout", averaging_timeout),
-            ("load_state_timeout", load_state_timeout),
-            ("shutdown_timeout", shutdown_timeout),
-        ):
-            if not isinstance(seconds, int | float) or not seconds > 0:
-                raise ConfigError(f"{name} must be a number of seconds above 0, got {seconds!r}")
+        averaging_timeout = seconds("averaging_timeout", averaging_timeout, _AVERAGING_TIMEOUT_S)
+        load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
+        shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
         if flag("verbose", verbose):
             print_log()
         inner = make_optimizer(params, optimizer)
@@ -184,6 +183,7 @@ class Optimizer(torch.optim.Optimizer):
         self._training = TrainingState(inner, chosen, extra_tensors, unit=target_batch_size)
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch = GradientWatch(self._training.trained)
+        self._inner_groups = inner.param_groups
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
@@ -219,6 +219,7 @@ class Optimizer(torch.optim.Optimizer):
             self._begin(dht.core(), settings, grad_compression, state_averaging_compression), 60.0
         )
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
+        self._stop_guarding = _guard_step(inner, weakref.ref(self))
         if self._model is not None and self._model.unshared_statistics:
             names = self._model.unshared_statistics
             self._warn(
@@ -233,14 +234,20 @@ class Optimizer(torch.optim.Optimizer):
         compression: CompressionBase | None,
         state_compression: CompressionBase | None,
     ) -> Collaboration:
-        collaboration = Collaboration(
-            core,
-            self._training,
-            settings,
-            lock=self._lock,
-            compression=compression,
-            state_compression=state_compression,
-        )
+        others = len(core.leavers)
+        try:
+            collaboration = Collaboration(
+                core,
+                self._training,
+                settings,
+                lock=self._lock,
+                compression=compression,
+                state_compression=state_compression,
+            )
+        except BaseException:
+            for leave in core.leavers[others:]:  # it has made one averager, which holds the run's name
+                await leave(0.0)
+            raise
         try:
             await collaboration.start()
             await collaboration.check_settings(_OTHERS_S)
@@ -288,11 +295,10 @@ class Optimizer(torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
-        if epoch is not None:
-            _check_count("epoch", epoch)
+        last = None if epoch is None else _whole("epoch", epoch, most=MAX_EPOCH)
 
         async def announce() -> None:
-            self._collaboration.announce_end(epoch)
+            self._collaboration.announce_end(last)
 
         self._run(announce(), GRACE_S)
 
@@ -312,8 +318,8 @@ class Optimizer(torch.optim.Optimizer):
             batch_size: samples that the gradients are the mean of; default `batch_size_per_step`.
 
         Raises:
-            ConfigError: no batch size; the run is trained with other settings; or a parameter was added or unfrozen
-                since the optimizer was made.
+            ConfigError: no batch size; the run is trained with other settings; or since the optimizer was made, a
+                parameter was added or unfrozen, or a state was loaded into the inner optimizer.
             StateUnavailable: `require_state` was given, and no peer gave a state in time.
             LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
@@ -329,6 +335,15 @@ class Optimizer(torch.optim.Optimizer):
                 torch._C._set_grad_enabled(gradients)  # noqa: SLF001
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
+        if closure is not None and not callable(closure):
+            raise ConfigError(
+                f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"
+            )
+        if self._inner_groups is not self._training.optimizer.param_groups:
+            raise ConfigError(
+                "load_state_dict of the inner optimizer was called, and other peers do not know of it: call that of "
+                "the shoal.Optimizer, after the model's"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -336,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         samples = self.batch_size_per_step if batch_size is None else batch_size
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        _check_samples("batch_size", samples)
+        samples = _whole("batch_size", samples, most=_MOST_SAMPLES)
         self._check_open()
         self._follow_schedule()
         if self._model is not None:
@@ -428,11 +443,12 @@ class Optimizer(torch.optim.Optimizer):
             Whether a state was taken over; False if there is none better than ours.
 
         Raises:
+            ConfigError: `timeout` is no number of seconds above 0.
             StateUnavailable: there is one, and nobody gave it. Nothing was changed.
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
-        timeout_s = self.load_state_timeout if timeout is None else timeout
+        timeout_s = seconds("timeout", timeout, self.load_state_timeout)
         return self._run(self._collaboration.download(timeout_s), timeout_s)
 
     # ------------------------------------------------------------------------------------------- torch's interface
@@ -454,14 +470,19 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: it is not of this optimizer; nothing was loaded.
+            ClosedError: the optimizer or its DHT was shut down.
         """
+        self._check_open()
+        if not isinstance(state_dict, Mapping):
+            raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
         where = _where(saved.pop("shoal", None))
         with self._lock.holding():
             try:
                 self._training.load_optimizer(saved)
             except (LookupError, TypeError, ValueError) as error:
-                raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
+                why = f"it has no {error}" if isinstance(error, KeyError) else error
+                raise ConfigError(f"state_dict does not fit this optimizer: {why}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             unchanged = where is not None and where[2] == self._training.fingerprint().hex()
@@ -500,6 +521,7 @@ class Optimizer(torch.optim.Optimizer):
             self._forget_closer()
         self._left = True
         self._watch.close()
+        self._stop_guarding()
 
     def __enter__(self) -> Self:
         return self
@@ -507,8 +529,29 @@ class Optimizer(torch.optim.Optimizer):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise LocalError(
+            "a shoal.Optimizer is one peer's part in a run, and cannot be copied or pickled: use its state_dict()"
+        )
+
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> Callable[[], None]:
+    """Refuse the inner optimizer's own step, which no other peer takes; returns a function that ends that."""
+
+    def check(*_: object) -> None:
+        swarm = ours()
+        if swarm is not None and not swarm._training.stepping and swarm.dht.is_alive():  # noqa: SLF001
+            raise LocalError(
+                "step() of the inner optimizer was called, which would make this peer's parameters differ from the "
+                "others': call step() of the shoal.Optimizer only"
+            )
+
+    if not hasattr(inner, "_optimizer_step_pre_hooks"):
+        return lambda: None  # it wraps another one, and is no whole torch optimizer
+    return inner.register_step_pre_hook(check).remove
 
 
 def _where(saved: Any) -> tuple[StateName, int, str] | None:
@@ -540,23 +583,21 @@ def _check_codecs(codecs: dict[str, CompressionBase | None]) -> None:
 
 
 def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    listed = () if isinstance(tensors, torch.Tensor) else tuple(tensors)
-    if isinstance(tensors, torch.Tensor) or not all(isinstance(each, torch.Tensor) for each in listed):
-        raise ConfigError(f"{name} must be a list of tensors, got {tensors!r:.80}")
-    return listed
+    if isinstance(tensors, Iterable) and not isinstance(tensors, torch.Tensor):
+        listed = tuple(tensors)
+        if all(isinstance(each, torch.Tensor) for each in listed):
+            return listed
+    raise ConfigError(f"{name} must be a list of tensors, got {tensors!r:.80}")
 
 
-def _check_epochs(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name} must be a number of epochs from 0, got {value!r}")
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def _check_samples(name: str, value: int) -> None:
-    _check_count(name, value)
-    if value > _MOST_SAMPLES:
-        raise ConfigError(f"{name} must be at most {_MOST_SAMPLES:,}, got {value:,}")
+def _whole(name: str, value: object, *, least: int = 1, most: int | None = None) -> int:
+    """A whole number, also one of numpy's own kinds."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and number > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {number:,}")
+    return number

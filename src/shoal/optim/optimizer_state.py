@@ -69,7 +69,7 @@ class OptimizerState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._made_with = [frozenset(group) for group in optimizer.param_groups]
+        self.made_with = [frozenset(group) for group in optimizer.param_groups]
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ class OptimizerState:
             raise ValueError(
                 f"it is of {len(states)} optimizers, one in the other, and there are {len(self._states)} here"
             )
-        pairs = zip(self._optimizer.param_groups, offered, self._made_with, strict=True)
+        pairs = zip(self._optimizer.param_groups, offered, self.made_with, strict=True)
         unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
         options = [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
         return Prepared(options, states)

@@ -21,11 +21,12 @@ import torch
 from blake3 import blake3
 
 from shoal.allreduce.run_buffers import LARGEST, sum_dtype
-from shoal.compression import view_bytes
+from shoal.allreduce.vector import check_tensors
+from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import Scheduler
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
-from shoal.optim.options import Options, apply
+from shoal.optim.options import LEFT_OUT, Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.wire import encode
@@ -68,6 +69,7 @@ class TrainingState:
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
+        stepping: whether the optimizer takes a step of the swarm now.
         trained: the parameters that require a gradient.
         state_tensors: what state averaging averages: parameters and extra tensors of floating point, but for those
             extra tensors that are not finite from the beginning (masks).
@@ -92,6 +94,12 @@ class TrainingState:
         trained = [parameter for parameter in self.parameters if parameter.requires_grad]
         if not trained:
             raise ConfigError("params holds no parameter that requires a gradient")
+        named = {f"parameter {index} of the optimizer": each for index, each in enumerate(self.parameters)}
+        named.update({f"extra_tensors[{index}]": each for index, each in enumerate(self.extra_tensors)})
+        averaged = {name: each for name, each in named.items() if each.requires_grad or each.is_floating_point()}
+        check_tensors(averaged)
+        for name in named.keys() - averaged.keys():
+            dtype_name(named[name].dtype)
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
@@ -105,10 +113,11 @@ class TrainingState:
             for index, tensor in enumerate(self.describe(), -len(self.parameters))
             if tensor.dtype.is_floating_point and index not in fixed
         )
+        self._groups, self._state = optimizer.param_groups, optimizer.state
         self.samples = self.left_out = self.left_out_for = self._steps_here = 0
         self.broken: str | None = None
         self.kept_back: str | None = None
-        self.epoch, self.whole = 0, True
+        self.epoch, self.whole, self.stepping = 0, True, False
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
@@ -316,6 +325,7 @@ class TrainingState:
             self.epoch += 1
             self._step_watched()
         finally:
+            self.stepping = False
             try:
                 self._give_back(own)
             finally:
@@ -331,7 +341,7 @@ class TrainingState:
 
     def _step_watched(self) -> None:
         """Look now and then, ever more rarely, whether newcomers can have all that this step leaves behind."""
-        self._steps_here += 1
+        self._steps_here, self.stepping = self._steps_here + 1, True
         if self._steps_here & (self._steps_here - 1):
             self.optimizer.step()
             return
@@ -528,9 +538,13 @@ class TrainingState:
         Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
         reading and setting the ones before, without effect.
         """
-        optimizer = self.optimizer
-        groups, state = optimizer.param_groups, optimizer.state
+        optimizer, groups, state = self.optimizer, self._groups, self._state
+        before = optimizer.param_groups, optimizer.state
         optimizer.load_state_dict(state_dict)
+        for index, (loaded, needed) in enumerate(zip(optimizer.param_groups, self._kept.made_with, strict=True)):
+            if missing := sorted(needed - loaded.keys() - LEFT_OUT):
+                optimizer.param_groups, optimizer.state = before
+                raise ValueError(f"it is of another optimizer: parameter group {index} has no {missing[0]!r}")
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             if group is not loaded:
                 group.clear()

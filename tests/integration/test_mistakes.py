@@ -1,0 +1,220 @@
+"""What users do by mistake or from habit with `shoal.Optimizer`: an error that says what to do, or it just works."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal.errors import ClosedError, ConfigError, LocalError
+
+
+def swarm_of(dht: shoal.DHT, model: torch.nn.Module, **options: Any) -> shoal.Optimizer:
+    """A run of its own that steps with each batch of 4."""
+    chosen: dict[str, Any] = {
+        "run_id": "run",
+        "target_batch_size": 4,
+        "batch_size_per_step": 4,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        **options,
+    }
+    return shoal.Optimizer(dht=dht, **chosen)
+
+
+def backward(model: torch.nn.Module) -> None:
+    """One batch."""
+    model(torch.ones(4, 2)).sum().backward()
+
+
+def test_an_argument_that_was_wrong_leaves_the_name_of_the_run_free() -> None:
+    """In a notebook: the mended cell failed, too, as 'run_grad' was "in use", and nobody had it to shut it down."""
+    model = torch.nn.Linear(2, 1)
+    codec = shoal.compression.Float16Compression()
+    with shoal.DHT(start=True) as dht:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shoal.optim.collaboration.state_averager", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                swarm_of(dht, model, grad_compression=codec)
+        with swarm_of(dht, model) as swarm:
+            assert swarm.local_epoch == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"extra_tensors": None}, "extra_tensors must be a list of tensors, got None"),
+        ({"extra_tensors": 3}, "extra_tensors must be a list of tensors, got 3"),
+        ({"extra_tensors": [torch.zeros(2, device="meta")]}, r"extra_tensors\[0\] is sparse or on the meta device"),
+        ({"extra_tensors": [torch.zeros(2).to_sparse()]}, r"extra_tensors\[0\] is sparse or on the meta device"),
+        ({"extra_tensors": [torch.zeros(2, dtype=torch.complex64)]}, "tensors of torch.complex64 cannot be sent"),
+        ({"load_state_timeout": "5"}, "load_state_timeout must be a number of seconds above 0"),
+        ({"load_state_timeout": True}, "load_state_timeout must be a number of seconds above 0"),
+        ({"batch_size_per_step": True}, "batch_size_per_step must be a whole number of at least 1"),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.zeros(1)], lr=1.0), 3)},
+            "scheduler moves another optimizer",
+        ),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named(options: dict[str, Any], says: str) -> None:
+    """They were raw errors from within, named arguments that nobody had given, or had no effect."""
+    with shoal.DHT(start=True) as dht, pytest.raises(ConfigError, match=says):
+        swarm_of(dht, torch.nn.Linear(2, 1), **options)
+
+
+def test_parameters_among_the_extra_tensors_are_named() -> None:
+    """`extra_tensors=model.state_dict().values()`: "averaged_tensors[0]" is no argument of the optimizer."""
+    model = torch.nn.Linear(2, 1)
+    with (
+        shoal.DHT(start=True) as dht,
+        pytest.raises(ConfigError, match=r"parameter (\d) of the optimizer and extra_tensors\[\1\] share memory"),
+    ):
+        swarm_of(dht, model, extra_tensors=model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (torch.nn.LazyLinear(1), "parameter 0 of the optimizer has no values yet"),
+        (torch.nn.Linear(2, 1, device="meta"), "parameter 0 of the optimizer has no values yet"),
+        (torch.nn.Linear(2, 1, dtype=torch.complex64), "parameter 0 of the optimizer has dtype torch.complex64"),
+    ],
+)
+def test_parameters_that_cannot_be_trained_are_named(model: torch.nn.Module, says: str) -> None:
+    """They were torch's errors from within."""
+    with shoal.DHT(start=True) as dht, pytest.raises(ConfigError, match=says):
+        swarm_of(dht, model)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    """`batch_size=mask.sum()` was "not a whole number, got np.int64(4)"."""
+    model = torch.nn.Linear(2, 1)
+    with (
+        shoal.DHT(start=True) as dht,
+        swarm_of(dht, model, target_batch_size=np.int64(4), batch_size_per_step=None) as swarm,
+    ):
+        backward(model)
+        swarm.step(batch_size=np.int64(4))  # type: ignore[arg-type]
+        swarm.announce_end(np.int32(9))  # type: ignore[arg-type]
+        assert swarm.local_epoch == 1
+
+
+def test_an_end_that_no_message_can_hold_is_refused() -> None:
+    """The background work ended with a raw OverflowError, and others dropped a peer that named 10^9."""
+    with (
+        shoal.DHT(start=True) as dht,
+        swarm_of(dht, torch.nn.Linear(2, 1)) as swarm,
+        pytest.raises(ConfigError, match="epoch must be at most 20,000,000"),
+    ):
+        swarm.announce_end(10**9)
+
+
+def test_a_batch_of_10_to_the_12_stops_nobody() -> None:
+    """It was taken, and then every round of the swarm failed: a round takes weights up to 10^12."""
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model) as swarm:
+        backward(model)
+        with pytest.raises(ConfigError, match="batch_size must be at most 68,719,476,736"):
+            swarm.step(batch_size=10**12)
+
+
+@pytest.mark.parametrize("timeout", ["5", 0, -1.0, float("nan")])
+def test_a_timeout_that_is_none_is_named(timeout: Any) -> None:
+    """It was "a better state is known, but did not arrive within nan s", though none was known."""
+    with (
+        shoal.DHT(start=True) as dht,
+        swarm_of(dht, torch.nn.Linear(2, 1)) as swarm,
+        pytest.raises(ConfigError, match="timeout must be a number of seconds above 0"),
+    ):
+        swarm.load_state_from_peers(timeout)
+
+
+def test_a_batch_size_in_the_closures_place_is_told() -> None:
+    """`step(16)`: 'int' object is not callable."""
+    with (
+        shoal.DHT(start=True) as dht,
+        swarm_of(dht, torch.nn.Linear(2, 1)) as swarm,
+        pytest.raises(ConfigError, match=r"closure must be a function, got 16: .* step\(batch_size=\.\.\.\)"),
+    ):
+        swarm.step(16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_optimizer_that_is_copied_or_pickled_says_what_to_do(make: Callable[[Any], Any]) -> None:
+    """`torch.save(swarm, ...)` wrote a file, and what was read from it had no attribute of its own."""
+    with (
+        shoal.DHT(start=True) as dht,
+        swarm_of(dht, torch.nn.Linear(2, 1)) as swarm,
+        pytest.raises(LocalError, match=r"use its state_dict\(\)"),
+    ):
+        make(swarm)
+
+
+def test_the_inner_optimizers_own_step_is_refused() -> None:
+    """An `optimizer.step()` that was left in the loop: peers differed, and nothing was said until the next check."""
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.DHT(start=True) as dht:
+        with swarm_of(dht, model, optimizer=inner) as swarm:
+            backward(model)
+            swarm.step()
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            with pytest.raises(LocalError, match=r"call step\(\) of the shoal\.Optimizer only"):
+                inner.step()
+            assert all(map(torch.equal, before, model.parameters()))
+            backward(model)
+            swarm.step()
+            assert swarm.local_epoch == 2
+        inner.step()  # it is the user's again
+
+
+def test_a_state_loaded_into_the_inner_optimizer_is_told() -> None:
+    """No peer knew of it, and rates that a schedule set afterwards had no effect: torch had replaced the groups."""
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model, optimizer=inner) as swarm:
+        saved = inner.state_dict()
+        inner.load_state_dict(saved)
+        backward(model)
+        with pytest.raises(ConfigError, match="load_state_dict of the inner optimizer was called"):
+            swarm.step()
+        swarm.load_state_dict(saved)
+        swarm.step()
+        assert inner.param_groups is swarm.param_groups
+        assert inner.state is swarm.state
+        assert swarm.local_epoch == 1
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    """That of Adam was loaded into SGD, whose next step then ended with a KeyError."""
+    model = torch.nn.Linear(2, 1)
+    other = torch.optim.Adam(model.parameters())
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model) as swarm:
+        groups = copy.deepcopy(swarm.param_groups[0])
+        for saved, why in (
+            (other.state_dict(), "it is of another optimizer: parameter group 0 has no 'dampening'"),
+            ({}, "it has no 'param_groups'"),
+            (None, "state_dict must be what state_dict"),
+        ):
+            with pytest.raises(ConfigError, match=why):
+                swarm.load_state_dict(saved)  # type: ignore[arg-type]
+        assert swarm.param_groups[0].keys() == groups.keys()
+        backward(model)
+        swarm.step()
+        assert swarm.local_epoch == 1
+
+
+def test_nothing_is_loaded_after_the_shutdown() -> None:
+    """After `dht.shutdown()` it was loaded first, and refused then."""
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht:
+        with swarm_of(dht, model) as swarm:
+            saved = swarm.state_dict()
+        with pytest.raises(ClosedError):
+            swarm.load_state_dict(saved)

@@ -21,7 +21,7 @@ from shoal.optim import CollaborationSettings
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
-from shoal.progress import SwarmProgress
+from shoal.progress import StateKey, SwarmProgress
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
@@ -248,6 +248,29 @@ def test_a_small_swarm_writes_to_the_dht_at_each_of_its_short_epochs() -> None:
         assert written[-1] == 300
 
     sim.run(main, seed=0)
+
+
+def test_a_peer_that_came_just_after_the_round_began_is_told_of_the_step_by_the_keepers() -> None:
+    """It was told nothing, as the others expect each other to step: it waited for a round that was over."""
+
+    async def main() -> None:
+        swarm = Swarm()
+        me, late, away = swarm.peers[0], swarm.peers[5], swarm.peers[6]
+        await swarm.tell(samples=1)
+        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)  # names where we stand
+        before = StateKey.of_peer(swarm.gossip._mine())
+        swarm.say(away, digest=b"w" * 32)  # at a worse state
+        members = frozenset(swarm.peers) - {me, late, away}
+        for digest in (bytes([number]) * 32 for number in range(200)):
+            await swarm.tell(samples=0, epoch=before.epoch + 1, digest=digest)
+            swarm.notes.clear()
+            swarm.gossip._at = before
+            view = swarm.known.view(swarm.gossip._mine(), swarm.now, awaited=members, before=before)
+            swarm.gossip.renamed(view, expected=True)
+            told = [peer for peer, note in swarm.notes if note.progress.digest == digest]
+            assert told == ([late] if me in keepers(digest, sorted({me, *members})) else [])
+
+    asyncio.run(main())
 
 
 def test_a_count_is_told_when_it_may_be_the_last_one() -> None:

@@ -54,6 +54,9 @@ _SEEK_S = 5.0
 _ASKED_AT_FIRST, _FIRST_ANSWER_S = 64, 1.5
 """Records of a run that is over lie in the DHT for a while: so many of their writers are asked, for so long."""
 
+_LEAST_ANSWER_S = 0.1
+"""Once one of them has answered, the others have so long at least: a stopped one would keep each newcomer waiting."""
+
 _FOUND_S = 5.0
 """The DHT is read rarely once it has shown nobody new for so long."""
 
@@ -235,7 +238,8 @@ class ProgressGossip:
             view: the swarm as it is known here now.
             expected: it is by a step that the others take, too.
         """
-        self._before, self._at = self._at, StateKey.of_peer(self._mine())
+        mine = self._mine()
+        self._before, self._at = self._at, StateKey.of_peer(mine)
         self._renamed_at = asyncio.get_running_loop().time()
         few = len(view.peers) - 1 <= FEW
         if few or not expected:
@@ -253,7 +257,11 @@ class ProgressGossip:
             self._core.env.rng.shuffle(others)
             for peer in others[:_ASKED_ANEW]:
                 self._call(peer)
-            self._note(others[_ASKED_ANEW:_ALL], self._mine(), [])
+            self._note(others[_ASKED_ANEW:_ALL], mine, [])
+        elif self._core.peer_id in self._duties(view, mine.digest, self._renamed_at).keepers:
+            # A peer that came just after the round began now waits, at the state before, for others to come.
+            here = [peer for peer, said in view.others.items() if StateKey.of_peer(said) == self._before]
+            self._note([peer for peer in here if peer not in view.together][:_ALL], mine, [])
 
     async def _publish_loop(self) -> None:
         """Write our progress to the DHT: soon when it was renamed, else from time to time, not all at one time."""
@@ -366,7 +374,7 @@ class ProgressGossip:
         while asked and loop.time() < until:
             _, asked = await asyncio.wait(asked, timeout=until - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             if self._met:
-                until = min(until, began + max(LOOK_S, 2 * (loop.time() - began)))
+                until = min(until, began + max(_LEAST_ANSWER_S, 2 * (loop.time() - began)))
 
     async def seek(self) -> None:
         """Look for the others now, as none is known here: after a start, a sleep, or the loss of all links."""

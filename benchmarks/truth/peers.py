@@ -6,9 +6,11 @@ A peer is a function of a module, run in a new process (forked from one that has
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import queue
 import threading
 import time
 import traceback
@@ -74,18 +76,29 @@ class Peer:
         theirs.close()
         self.returned: Any = None
         self.said: list[tuple[str, Any]] = []
+        # Read at once: a pipe holds 64 KiB, and a peer that nobody listens to would stand still when it is full.
+        self._heard = queue.SimpleQueue[tuple[str, Any] | None]()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._heard.put(self._pipe.recv())
+        self._heard.put(None)
 
     def wait(self, what: str, limit_s: float = LIMIT_S) -> Any:
         """The next thing of this name that it says. Raises `Failed` if it fails or dies, else `TimeoutError`."""
         end = time.monotonic() + limit_s
         while True:
-            if not self._pipe.poll(max(0.0, end - time.monotonic())):
-                raise TimeoutError(f"a peer did not say {what!r} within {limit_s:.0f} s")
             try:
-                name, value = self._pipe.recv()
-            except EOFError:
-                raise Failed("a peer died") from None
-            self.said.append((name, value))
+                heard = self._heard.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise TimeoutError(f"a peer did not say {what!r} within {limit_s:.0f} s") from None
+            if heard is None:
+                self._heard.put(None)  # also for the next one who asks
+                raise Failed("a peer died")
+            self.said.append(heard)
+            name, value = heard
             if name == what:
                 return value
             if name == "failed":
@@ -98,8 +111,10 @@ class Peer:
 
     def hear(self) -> None:
         """Take in what it has said until now."""
-        while self._pipe.poll():
-            self.said.append(self._pipe.recv())
+        with contextlib.suppress(queue.Empty):
+            while (heard := self._heard.get_nowait()) is not None:
+                self.said.append(heard)
+            self._heard.put(None)
 
     def latest(self, what: str) -> Any:
         """What it has said last of this name until now."""

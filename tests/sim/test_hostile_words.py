@@ -9,9 +9,24 @@ from typing import Any
 
 from shoal import sim
 from shoal.core import PeerCore
+from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.optim.collaboration import Collaboration
+from shoal.rpc import Endpoint
 from shoal.sim import SimHost
-from shoal.wire import Contact, GetManifest, ManifestPending, Progress, TellProgress
+from shoal.wire import (
+    Contact,
+    DhtFind,
+    DhtFindReply,
+    DhtFound,
+    DhtPing,
+    DhtPong,
+    DhtStore,
+    DhtStoreReply,
+    GetManifest,
+    ManifestPending,
+    Progress,
+    TellProgress,
+)
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
 
@@ -198,3 +213,51 @@ def test_one_message_ends_the_run() -> None:
         assert lied > 0.8 * calm, (calm, lied)
 
     sim.run(main, seed=3)
+
+
+async def hide(run: Run, count: int) -> None:
+    """So many DHT nodes, nearest to the key of the run's progress, take everything and show each other alone."""
+    key = id_of_key(key_of("run_progress"))
+    names = sorted(map("evil{}".format, range(800)), key=lambda name: node_id(run.swarm.identity(name).peer_id) ^ key)
+    evil: list[Contact] = []
+
+    async def start(host: SimHost) -> Any:
+        endpoint = Endpoint(host.transport, host.env)
+        endpoint.serve(DhtPing, lambda peer, _: DhtPong(endpoint.contact))
+        endpoint.serve(DhtFind, lambda peer, asked: DhtFindReply([DhtFound([], evil[:16]) for _ in asked.keys]))
+        endpoint.serve(DhtStore, lambda peer, asked: DhtStoreReply(["" for _ in asked.records]))
+        await endpoint.start()
+        evil.append(endpoint.contact)
+        for name in NAMES:
+            victim = run.swarm.peer(name).collaboration.core.endpoint.contact
+            await endpoint.call(victim, DhtPing(), timeout_s=5.0)
+        return endpoint
+
+    for name in names[:count]:
+        await run.swarm.start_peer(name, start)
+
+
+def test_twenty_keys_in_the_dht_hide_a_run_from_a_newcomer() -> None:
+    """It asks the peer that it was given, has the state of the run, and does not begin its own."""
+
+    async def main() -> None:
+        run, done = Run(target=24), asyncio.Event()
+        for name in NAMES:
+            await run.add(name)
+        tasks = [
+            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=done.is_set)) for name in NAMES
+        ]
+        await sim.sleep(5.0)
+        await hide(run, 20)
+        await sim.sleep(25.0)
+        new = await run.add("new", seed=7)
+        tasks.append(run.swarm.spawn("new", new.train(4, duration_s=0.5, until=done.is_set)))
+        await sim.sleep(10.0)
+        first = run.swarm.peer("p0").collaboration.epoch
+        assert first > 10
+        assert new.alone == 0
+        assert first - 1 <= new.collaboration.epoch <= first + 1
+        done.set()
+        await asyncio.wait(tasks, timeout=60.0)
+
+    sim.run(main, seed=5)

@@ -132,9 +132,9 @@ class Neighbours:
         return [contact for peer, contact in self._always.items() if peer not in self.table]
 
     @property
-    def given(self) -> bool:
-        """Whether there are initial peers."""
-        return bool(self._always)
+    def given(self) -> list[Contact]:
+        """The initial peers."""
+        return list(self._always.values())
 
     def lately_lost(self, count: int) -> list[Contact]:
         """The nodes that were lost last."""

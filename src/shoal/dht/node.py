@@ -205,8 +205,8 @@ class DhtNode:
         return [*known, *self._neighbours.missing_initial()][:count]
 
     @property
-    def was_given_peers(self) -> bool:
-        """Whether this node was given other peers when it began."""
+    def initial_peers(self) -> list[Contact]:
+        """The peers that this node was given when it began."""
         return self._neighbours.given
 
     async def look_around(self) -> None:

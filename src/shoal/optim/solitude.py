@@ -152,7 +152,7 @@ class Solitude:
             run_id=self._run_id,
             unreached=self._gossip.unreached(),
             elsewhere=sum(map(endpoint.connected, self._known.peers)),
-            given_peers=core.node.was_given_peers,
+            given_peers=bool(core.node.initial_peers),
             connected=bool(endpoint.peers),
             client=core.client_mode,
             only_here=bool(listens_at) and is_loopback(listens_at[0].host) and not core.begins_here,

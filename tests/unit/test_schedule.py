@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, ExponentialLR, LambdaLR, SequentialLR, StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ConstantLR,
+    ExponentialLR,
+    LambdaLR,
+    LRScheduler,
+    SequentialLR,
+    StepLR,
+)
 
 from shoal.errors import ConfigError
 from shoal.optim.schedule import ScheduleWatch, advance, follow
@@ -125,6 +135,48 @@ def test_a_newcomer_brings_it_to_the_epoch_of_the_others() -> None:
     assert schedule.get_last_lr() == [5.0]
     step(training)
     assert optimizer.param_groups[0]["lr"] == 8.0
+
+
+def test_a_schedule_is_looked_for_while_other_threads_build_tuples() -> None:
+    """All objects were listed, with the tuple that another thread was building: SystemError in that thread."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    watch = ScheduleWatch(optimizer.param_groups)
+    schedule = ExponentialLR(optimizer, 0.5)
+    other_optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    begun, go_on, built = (threading.Event() for _ in range(3))
+
+    class Waits(LRScheduler):
+        """Looked at in the middle of the search."""
+
+        def __init__(self) -> None:
+            pass
+
+        @property
+        def optimizer(self) -> torch.optim.Optimizer:  # type: ignore[override]
+            go_on.set()
+            assert built.wait(60)
+            return other_optimizer
+
+    def numbers() -> Iterator[int]:
+        for number in range(100):
+            if number == 50:
+                begun.set()
+                assert go_on.wait(60)
+            yield number
+
+    def build() -> tuple[int, ...]:
+        try:
+            return tuple(numbers())
+        finally:
+            built.set()
+
+    waits = Waits()
+    with ThreadPoolExecutor(1) as other:
+        whole = other.submit(build)
+        assert begun.wait(60)
+        assert watch.find() is schedule
+        assert whole.result(60) == tuple(range(100))
+    assert waits.optimizer is other_optimizer
 
 
 def test_two_schedules_are_refused_by_name() -> None:

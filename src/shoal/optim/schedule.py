@@ -5,8 +5,8 @@ found and *followed*: it becomes the schedule of the run, moved once for each ep
 does nothing any more. All else of it (`get_last_lr`, `state_dict`) stays.
 
 Torch keeps no list of the schedules of an optimizer. But each writes to the parameter groups when it is made and when
-it moves. So when somebody else has changed them since our last step, the schedule is looked for among all objects, by
-the groups that it changes, also through wrappers (Accelerate's).
+it moves. So when somebody else has changed them since our last step, the schedule is looked for among all objects of
+its classes, by the groups that it changes, also through wrappers (Accelerate's).
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def _marks(groups: Sequence[dict[str, Any]]) -> tuple[list[bool], list[object]]:
 def _scheduler_over(groups: list[dict[str, Any]]) -> LRScheduler | None:
     """The schedule over these groups that no other one moves, and that is not followed yet."""
     for attempt in range(2):
-        all_ = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler) and _moves(each, groups)]
+        # Each object refers to its class. A list of all objects would hold tuples that other threads are building, and
+        # CPython gives up on a tuple that somebody else holds before it is whole (SystemError).
+        found = gc.get_referrers(*_with_subclasses(LRScheduler))
+        all_ = [each for each in found if issubclass(type(each), LRScheduler) and _moves(each, groups)]
         inner = [part for each in all_ for part in getattr(each, "_schedulers", ())]
         for part in inner:
             _release(part)
@@ -136,6 +139,11 @@ def _scheduler_over(groups: list[dict[str, Any]]) -> LRScheduler | None:
         f"{len(new)} schedules were made over this optimizer ({names}), but it can follow only one: join them in a "
         "torch.optim.lr_scheduler.ChainedScheduler or SequentialLR, or delete the others"
     )
+
+
+def _with_subclasses(kind: type) -> list[type]:
+    direct: list[type] = type.__subclasses__(kind)
+    return [kind, *(each for subclass in direct for each in _with_subclasses(subclass))]
 
 
 def _moves(scheduler: LRScheduler, groups: list[dict[str, Any]]) -> bool:

@@ -14,6 +14,9 @@ that contributed to the last steps: two windows, and a tenth of the time after t
 that is all others: `_STRANGERS_S`, and a fiftieth of the time after that. The time itself counts. A liar that says that
 it is coming, and takes it back before that is a miss, pays like any other. A newcomer that lives comes within a few
 round trips, as it was told of the round when it began, and so costs nothing.
+
+A peer that has made the last steps alone holds up nobody else: it waits for strangers for two windows, and a tenth of
+the time after that.
 """
 
 from __future__ import annotations
@@ -81,26 +84,33 @@ class Attendance:
     """Remembers which peers missed rounds.
 
     Args:
+        me: this peer.
         window_s: how long a group waits for expected peers, seconds.
 
     Attributes:
         contributors: the peers that contributed to the last steps. All others are strangers, unless there are none.
     """
 
-    def __init__(self, window_s: float) -> None:
-        self._window_s = window_s
+    def __init__(self, me: PeerID, window_s: float) -> None:
+        self._me, self._window_s = me, window_s
         self.contributors: Collection[PeerID] = ()
         self._since: dict[PeerID, float] = {}
         self._missed: dict[PeerID, tuple[int, float]] = {}
         self._known = _Account(2 * window_s, _KNOWN_PART)
-        self._strange = _Account(_STRANGERS_S, _STRANGERS_PART)
+        self._beside = _Account(_STRANGERS_S, _STRANGERS_PART)
+        self._alone = _Account(2 * window_s, _KNOWN_PART)
         self._vain, self._next_told = 0, 1  # rounds that waited for strangers in vain
+
+    @property
+    def _strange(self) -> _Account:
+        """The account of strangers: beside other contributors, or beside us alone."""
+        return self._beside if any(peer != self._me for peer in self.contributors) else self._alone
 
     def search(self) -> None:
         """A search for a group begins."""
         self._since = {}
-        self._known.begin()
-        self._strange.begin()
+        for account in (self._known, self._beside, self._alone):
+            account.begin()
 
     def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
         """The peers among these others that the group is to wait for (`now`: local time, seconds). Called often."""

@@ -123,7 +123,7 @@ class Collaboration:
         self.downloads: list[tuple[int, float]] = []
         self._notices = Notices(core.env.events, settings.run_id)
         self._misfits = Misfits()
-        self._attendance = Attendance(settings.averager.averaging_expiration_s)
+        self._attendance = Attendance(core.peer_id, settings.averager.averaging_expiration_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         memory = RoundMemory(training.accumulators, training.state_tensors)

@@ -750,6 +750,18 @@ def test_an_optimizer_that_was_shut_down_is_forgotten() -> None:
         optimizer(dht, model).shutdown()
 
 
+def test_an_optimizer_that_nobody_holds_leaves_its_run() -> None:
+    """After `del swarm`, in a notebook: its name was in use for ever, and other peers waited for it."""
+    with shoal.DHT(start=True) as dht:
+        model = torch.nn.Linear(2, 2)
+        one = optimizer(dht, model)
+        tasks = one.collaboration._tasks
+        del one
+        gc.collect()
+        until(lambda: not dht._started()._closers and all(task.done() for task in tasks))
+        optimizer(dht, model).shutdown()
+
+
 def test_two_averagers_of_one_name_do_not_replace_each_other() -> None:
     """On one DHT the second one is refused, and says what to do; the first one goes on."""
     with shoal.DHT(start=True) as dht, shoal.DHT([dht.invite()], start=True) as other:

@@ -501,6 +501,8 @@ def test_a_state_is_offered_without_loss() -> None:
             "is of type SAM, .* in place of SAM and its like",
         ),
         (pytorch_optimizer.AliG, "is of type AliG, which computes the loss within its step"),
+        (pytorch_optimizer.AdaHessian, "is of type AdaHessian, which differentiates the gradients within its step"),
+        (pytorch_optimizer.SophiaH, "is of type SophiaH, which differentiates the gradients within its step"),
         (torch.optim.SparseAdam, "is a SparseAdam, which takes sparse gradients only"),
     ],
 )

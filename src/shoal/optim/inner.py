@@ -60,7 +60,13 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 f"parameter {index} of the optimizer has no values yet (it is lazy, or on the meta device): give the "
                 "model one batch, or load its weights, and make the optimizer then"
             )
-    if isinstance(optimizer, torch.optim.LBFGS) or OptimizerState(optimizer).needs_closure:
+    needs = OptimizerState(optimizer).needs
+    if needs == "gradients of gradients":
+        raise ConfigError(
+            f"optimizer is of type {type(optimizer).__name__}, which differentiates the gradients within its step, but "
+            "the swarm gives it one average of gradients, which has no graph. Use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS) or needs == "a closure":
         raise ConfigError(
             f"optimizer is of type {type(optimizer).__name__}, which computes the loss within its step (it needs a "
             "closure), but the swarm gives it one average of gradients. Use another optimizer; in place of SAM and "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any, Self, TypeVar
 
@@ -28,7 +29,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.runtime.arguments import client_argument, seconds
 from shoal.runtime.dht import DHT
 from shoal.runtime.flags import flag
-from shoal.runtime.thread import GRACE_S
+from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.wire import MAX_EPOCH
 
 __all__ = ["Optimizer"]
@@ -182,8 +183,7 @@ class Optimizer(torch.optim.Optimizer):
             self._schedules.seen()
         self._training = TrainingState(inner, chosen, extra_tensors, unit=target_batch_size)
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
-        self._watch = GradientWatch(self._training.trained)
-        self._inner_groups = inner.param_groups
+        self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
@@ -220,6 +220,7 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._forget_closer = dht.at_shutdown(self._collaboration.close)
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
+        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._collaboration, self._forget_closer)
         if self._model is not None and self._model.unshared_statistics:
             names = self._model.unshared_statistics
             self._warn(
@@ -514,11 +515,12 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def shutdown(self) -> None:
-        """Leave the run. The DHT goes on. Safe to call twice."""
+        """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(self._collaboration.close(), self._shutdown_timeout)
             self._forget_closer()
+        self._dropped.detach()
         self._left = True
         self._watch.close()
         self._stop_guarding()
@@ -536,6 +538,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+def _leave_when_dropped(
+    swarm: Optimizer, thread: LoopThread, collaboration: Collaboration, forget_closer: Callable[[], None]
+) -> weakref.finalize[[], Optimizer]:
+    """Once nobody holds the optimizer, other peers shall not wait for it, and its run's name is free."""
+
+    def leave() -> None:
+        with suppress(ClosedError):
+            thread.submit(collaboration.close())
+            forget_closer()
+
+    dropped = weakref.finalize(swarm, leave)
+    dropped.atexit = False  # the DHT sees to that
+    return dropped
 
 
 def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> Callable[[], None]:

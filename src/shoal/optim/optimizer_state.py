@@ -26,7 +26,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
-from shoal.optim.trial import draws_random_numbers, needs_closure, try_step
+from shoal.optim.trial import draws_random_numbers, needs, try_step
 from shoal.state import TensorSpec
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
@@ -88,9 +88,9 @@ class OptimizerState:
         return found
 
     @property
-    def needs_closure(self) -> bool:
-        """Whether it says that it cannot step without one; False if it has stepped."""
-        return needs_closure(self._optimizer, self._states)
+    def needs(self) -> str | None:
+        """What it says that it cannot step without: see `trial.needs`; None if it has stepped."""
+        return needs(self._optimizer, self._states)
 
     # ------------------------------------------------------------------------------------------------------- take out
 

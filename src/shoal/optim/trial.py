@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["draws_random_numbers", "needs_closure", "try_step"]
+__all__ = ["draws_random_numbers", "needs", "try_step"]
 
 _GRADIENT = 1e-3
 
@@ -48,22 +48,28 @@ def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, An
                 raise ValueError(f"parameter {numbers[id(parameter)]} cannot be stepped from it: {why}")
 
 
-def needs_closure(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]]) -> bool:
-    """Whether an optimizer that has not stepped yet says that it cannot step without a closure. It is not changed.
+def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]]) -> str | None:
+    """What an optimizer that has not stepped yet needs beside gradients, as its step says. It is not changed.
 
     One with statistics or gradients is not asked: if it wraps another one, its twin might touch its parameters.
 
     Args:
         optimizer: that is asked.
         states: its statistics, and those of the optimizers that it wraps.
+
+    Returns:
+        "a closure", "gradients of gradients" (AdaHessian), or None for neither.
     """
     pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     trained = [(parameter, group) for group, parameter in pairs if parameter.requires_grad and parameter.numel()]
     if not trained or any(states) or any(parameter.grad is not None for _, parameter in pairs):
-        return False
+        return None
     parameter, group = min(trained, key=lambda pair: pair[0].numel())
     failure, _ = _step(optimizer, parameter, _options(group), {})
-    return failure is not None and "closure" in failure
+    for sign, what in (("closure", "a closure"), ("does not have a grad_fn", "gradients of gradients")):
+        if failure is not None and sign in failure:
+            return what
+    return None
 
 
 def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:

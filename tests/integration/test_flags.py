@@ -50,6 +50,15 @@ def test_a_text_is_no_flag_of_what_averages(make: Callable[..., object], name: s
         make(dht, **{name: "no"})
 
 
+@pytest.mark.parametrize("name", ["wait", "allow_retries", "require_trigger"])
+def test_a_text_is_no_flag_of_a_step(name: str) -> None:
+    """`wait="no"` waited."""
+    with shoal.DHT(start=True) as dht:
+        averager = shoal.DecentralizedAverager([torch.zeros(2)], dht, prefix="flags", start=True)
+        with pytest.raises(shoal.ConfigError, match=rf"^{name} must be True or False, got 'no'"):
+            averager.step(**{"timeout": 1.0, name: "no"})  # type: ignore[call-overload]
+
+
 def test_numbers_of_numpy_and_of_a_command_line_are_flags() -> None:
     """`np.True_`, 1 and 0 are what programs have at hand."""
     assert shoal.DHT(client_mode=np.True_).client_mode is True  # type: ignore[arg-type]

@@ -251,6 +251,7 @@ def test_each_reason_says_what_to_check() -> None:
         (replace(CALM, mismatch="lr is 1 here and 2 there"), "with other settings: lr is 1 here"),
         (replace(CALM, invited_to=("other",)), "its invite is for run 'other'"),
         (CALM, "`shoal doctor INVITE`"),
+        (replace(CALM, elsewhere=1), "1 other peer of the run is at other states"),
         (replace(CALM, elsewhere=2), "2 other peers of the run are at other states"),
     ]
     for circumstances, sentence in cases:

@@ -92,7 +92,10 @@ class Circumstances:
 
     def _of_nobody(self) -> str:
         if self.elsewhere:
-            return f"{self.elsewhere} other peers of the run are at other states"
+            who = (
+                "1 other peer of the run is" if self.elsewhere == 1 else f"{self.elsewhere} other peers of the run are"
+            )
+            return f"{who} at other states"
         return (
             "no other peer of the run is known. If others train, check that the run's name is the same there, that "
             "they can reach this peer at the address that it announces, that its initial peers are up, and that all "

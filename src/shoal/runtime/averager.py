@@ -347,7 +347,8 @@ class DecentralizedAverager(SharesState):
         """
         timeout_s = seconds("timeout", timeout, DEFAULT_STEP_TIMEOUT_S)
         deadline = time.time() + timeout_s
-        if require_trigger and wait:
+        wait, allow_retries = flag("wait", wait), flag("allow_retries", allow_retries)
+        if (require_trigger := flag("require_trigger", require_trigger)) and wait:
             raise ConfigError("require_trigger=True with wait=True would wait for ever: pass wait=False")
         check_schedule(scheduled_time, deadline)
         plan = StepPlan(

@@ -51,6 +51,7 @@ def test_random_groups_follow_the_law() -> None:
     follows_the_law(rows)
 
 
+@pytest.mark.long
 def test_random_groups_follow_the_law_while_peers_crash() -> None:
     """5% crash in every round, and the sizes of groups differ: so many groups of so many peers, and the same law."""
     rows = [row for seed in SEEDS for row in measure("random", 0.05, peers=64, target=8, rounds=3, seed=seed)]

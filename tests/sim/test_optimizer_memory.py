@@ -22,7 +22,9 @@ def live_bytes() -> int:
     storages = {}
     for each in gc.get_objects():
         # To ask an object of another kind for its class wakes deprecated ones.
-        if issubclass(type(each), torch.Tensor) and each.layout is torch.strided:
+        if not issubclass(type(each), torch.Tensor) or torch.nn.parameter.is_lazy(each):
+            continue
+        if each.layout is torch.strided:
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -32,8 +32,9 @@ def run_together(count: int, stopped: Callable[[list[Worker]], None], *, ahead_s
             while worker.expect("epoch")[1] < count:
                 pass
         stopped(workers)
+        end = max(worker.latest("epoch")[0] for worker in workers) + 50
         for worker in workers:
-            worker.tell(None)  # to announce the end, which no single peer decides
+            worker.tell(end)  # all announce it: no single peer ends a run, and two ends would be two wishes
         weights = {worker.expect("weights") for worker in workers[:-1]}
         last: list[tuple[str, Any]] = []
         while not last or last[-1][0] != "weights":

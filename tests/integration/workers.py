@@ -139,6 +139,15 @@ class Worker(Talk):
             if said == "ended":
                 raise AssertionError(f"the script ended before it said {kind!r}")
 
+    def latest(self, kind: str) -> Any:
+        """The last value of this kind that it has said; waits for a first one. Takes all lines that are there."""
+        value = self.expect(kind)
+        while not self._lines.empty():
+            said, other = json.loads(self.line())
+            assert said not in ("failed", "ended"), other
+            value = other if said == kind else value
+        return value
+
     def finish(self) -> None:
         """Wait until the script has ended."""
         self.expect("ended")

@@ -184,7 +184,7 @@ def test_peers_of_unequal_paces_stay_together_on_a_grid(
 
 @pytest.mark.parametrize("batch_s", [0.3, 1.0])
 def test_a_peer_with_a_twin_was_told_that_its_batches_are_short_enough_and_what_else_to_check(batch_s: float) -> None:
-    """It had been told before that another peer has its identity: that is the reason, and all there is to do."""
+    """That another peer has its identity is the reason. Each is told so once: as what was seen, or as what may be."""
     told = list[str]()
 
     def note(event: Event) -> None:
@@ -210,4 +210,4 @@ def test_a_peer_with_a_twin_was_told_that_its_batches_are_short_enough_and_what_
 
     sim.run(main, seed=5)
     assert len(told) == 2
-    assert all("has the same identity" in message for message in told)
+    assert all("the same identity" in message for message in told)

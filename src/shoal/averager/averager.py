@@ -33,6 +33,7 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
+from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.wire import Member, decode_plain
 
@@ -95,6 +96,7 @@ class Averager:
         self._ending: asyncio.Task[None] | None = None
         self._leaving = False
         self._between_rounds = asyncio.Event()
+        self._met: frozenset[PeerID] = frozenset()
         self._between_rounds.set()
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
@@ -249,6 +251,17 @@ class Averager:
         for peer in group.peers:
             if peer != self.core.peer_id and peer not in asked:
                 self.core.endpoint.dial_ahead(peer)
+
+    def meet(self, peers: frozenset[PeerID], *, comes: bool) -> None:
+        """Have connections ready to peers that will probably be in the next group: dialing takes four round trips.
+
+        Args:
+            peers: other peers; each is dialed once, until it is not among them any more.
+            comes: whether this peer came to them. Then it makes the call links, else they do.
+        """
+        self._met &= peers
+        if not self.group_bits and len(peers) < _DIALED_AHEAD:
+            self._met |= {peer for peer in peers - self._met if self.core.endpoint.dial_ahead(peer, link=comes)}
 
     async def between_rounds(self) -> None:
         """Return when no round is under way. The search for a group is none."""

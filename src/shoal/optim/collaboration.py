@@ -338,6 +338,8 @@ class Collaboration:
             if self.phase is Phase.AVERAGING:
                 await self._average()
                 continue
+            if self.phase is Phase.COLLECTING:
+                self._gradients.meet(view.together - {self.core.peer_id}, comes=self._companions.before is None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
                     await self._news.wait()

@@ -51,7 +51,8 @@ class Contribution:
         if batch_s < epoch_s / 2:
             why = (
                 f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
-                "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory"
+                "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory. If another peer has "
+                "the same identity (identity_path), only one of the two can take part"
             )
         else:
             why = (

@@ -246,13 +246,25 @@ class Dialer:
             raise
         return connection
 
-    def dial_ahead(self, peer: PeerID) -> None:
-        """Have a connection wait for the next small stream with a peer that there is a call link with; never waits."""
-        state = self._open.peers.get(peer)
-        if state is None or state.link is None or state.ahead is not None or not self.contact(peer).addresses:
-            return
-        if len(state.idle) >= self._limits.idle_streams or not all(state.idle.values()):
-            return
+    def dial_ahead(self, peer: PeerID, *, link: bool) -> bool:
+        """Have a connection wait for the next small stream with a peer; never waits. See `Endpoint.dial_ahead`."""
+
+        def linked(dialed: asyncio.Task[CallLink]) -> None:
+            if not dialed.cancelled() and dialed.exception() is None:
+                self.dial_ahead(peer, link=False)
+
+        state = self._open.of(peer)
+        if not self.contact(peer).addresses:
+            self._open.forget(peer)
+            return False
+        if state.link is None:
+            if link and state.dialing is None:
+                state.dialing = self._spawn(self._dial_link(peer))
+                state.dialing.add_done_callback(linked)
+            self._open.forget(peer)
+            return state.dialing is not None
+        if state.ahead is not None or len(state.idle) >= self._limits.idle_streams or not all(state.idle.values()):
+            return True
 
         def came(dialed: asyncio.Task[Connection]) -> None:
             if state.ahead is dialed:  # else a stream took it
@@ -262,6 +274,7 @@ class Dialer:
 
         state.ahead = self._spawn(self._dial(peer))
         state.ahead.add_done_callback(came)
+        return True
 
     def _keep(self, dialed: asyncio.Task[Connection]) -> None:
         if not dialed.cancelled() and dialed.exception() is None:

@@ -351,10 +351,17 @@ class Endpoint:
         connection.abort()
         return True
 
-    def dial_ahead(self, peer: PeerID) -> None:
-        """Have a connection ready for the next small stream with a connected peer; in the background, never fails."""
-        if not self._closed:
-            self._dialer.dial_ahead(peer)
+    def dial_ahead(self, peer: PeerID, *, link: bool = False) -> bool:
+        """Have a connection ready for the next small stream with a peer; in the background, never fails.
+
+        Args:
+            peer: a connected one.
+            link: connect to it first if it is not connected.
+
+        Returns:
+            Whether it is connected, or being dialed.
+        """
+        return not self._closed and self._dialer.dial_ahead(peer, link=link)
 
     # --------------------------------------------------------------------------------------------- calls and streams
 

@@ -19,6 +19,7 @@ from shoal import sim
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed
 from shoal.sim import Crash, Fault, FaultPlan, Slow, SlowLink, Stall, Throttle, Vanish
+from shoal.sim.loop import world_time
 from tests.corruption import KINDS, Corrupt
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of
@@ -55,16 +56,15 @@ class OneRound:
         self.hashes: dict[str, str] = {}
         self.touched: list[str] = []
 
-    async def run(self, fault: Callable[[list[str]], Fault | None]) -> None:
-        """Play it; `fault` is told the members, the decider first."""
+    async def run(self, faults: Callable[[list[str]], Sequence[Fault]]) -> None:
+        """Play it; `faults` is told the members, the decider first."""
         swarm = self.trial.swarm
         for name in self.names:
             await self.trial.add(name, self.values[name])
             swarm.host(name).env.events.subscribe(self.heard)
         workers = {name: swarm.spawn(name, self.member(name)) for name in self.names}
         await self.formed.wait()
-        event = fault(self.order)
-        playing = asyncio.ensure_future(FaultPlan(() if event is None else (event,)).play(swarm))
+        playing = asyncio.ensure_future(FaultPlan(tuple(faults(self.order))).play(swarm))
         await asyncio.wait(list(workers.values()), timeout=2 * LONG_S)
         await playing
         await asyncio.wait(list(workers.values()), timeout=LONG_S)
@@ -96,7 +96,7 @@ class OneRound:
                 self.touched.append(name)
         else:
             self.hashes[name] = hash_of(self.values[name])
-        self.ended_s[name] = self.loop.time()
+        self.ended_s[name] = world_time(self.loop)  # the own clock of one that stood still is late
 
 
 def fault_of(kind: str, victim: str, others: Sequence[str], at_s: float, rng: random.Random) -> Fault:
@@ -124,7 +124,7 @@ def normal_s(size: int) -> float:
 
     async def play() -> float:
         one = OneRound(size)
-        await one.run(lambda order: None)
+        await one.run(lambda order: ())
         assert not one.reasons
         return max(one.ended_s.values()) - one.formed_s
 
@@ -156,12 +156,12 @@ def check(number: int) -> str:
     async def play() -> str:
         one, chosen = OneRound(size), []
 
-        def fault(order: list[str]) -> Fault:
+        def faults(order: list[str]) -> list[Fault]:
             victim = order[0] if decides else rng.choice(order[1:])
             chosen.append(fault_of(kind, victim, [name for name in order if name != victim], at_s, rng))
-            return chosen[0]
+            return chosen
 
-        await one.run(fault)
+        await one.run(faults)
         [event] = chosen
         victim = event.hosts[0]
         survivors = [name for name in one.names if name not in event.hosts]
@@ -188,6 +188,25 @@ def test_one_fault_is_known_in_time() -> None:
     """Every kind of fault, once in a group of each size."""
     for number in range(len(SIZES) * len(KINDS_OF_FAULTS)):
         check(number)
+
+
+def woken_s(seed: int, at_s: float) -> float:
+    """One of five stands still for ten seconds, another one for ever: how long the first one still needs then."""
+
+    async def play() -> float:
+        one = OneRound(5)
+        await one.run(
+            lambda order: (Stall(at_s=at_s, host=order[1], duration_s=10.0), Vanish(at_s=at_s, host=order[2]))
+        )
+        return one.ended_s[one.order[1]] - one.formed_s - at_s - 10.0
+
+    return sim.run(play, seed=seed)
+
+
+def test_a_member_that_wakes_asks_a_silent_one_for_averages_until_a_dial_to_it_fails() -> None:
+    """It does not: it asks the next member a second later."""
+    usual_s = normal_s(5)
+    assert max(woken_s(seed, share * usual_s) for seed in (1, 2) for share in (0.6, 0.7)) <= 4.0
 
 
 @pytest.mark.long

@@ -13,11 +13,13 @@ import pytest
 
 from shoal import sim
 from shoal.averager import AveragerSettings
-from shoal.events import EpochAdvanced, Event
+from shoal.events import EpochAdvanced, Event, RoundFinished
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
+from shoal.rpc.dialing import Dialer
 from shoal.sim import SimNetwork
 from shoal.sim.loop import world_time
+from shoal.transport.base import Connection
 from tests.sim.optimizer_kit import Run
 
 PEERS, BATCH, BATCH_S, BATCHES = 6, 4, 0.2, 5
@@ -211,5 +213,36 @@ def test_a_newcomer_waits_for_the_next_step_of_the_others_for_ever() -> None:
         storm.train("p1")
         await sim.sleep(8.0)
         assert storm.first_by("p1", began) <= 2.5 * epoch_s
+
+    play(1, scenario)
+
+
+def test_a_newcomer_and_the_others_connect_only_in_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They do it while it computes its first batch: in the round one is missing, that of its values to the leader."""
+    dial, dialed = Dialer._dial, list[float]()
+
+    async def noted(self: Dialer, peer: PeerID) -> Connection:
+        dialed.append(asyncio.get_running_loop().time())
+        return await dial(self, peer)
+
+    monkeypatch.setattr(Dialer, "_dial", noted)
+
+    async def scenario(storm: Storm) -> None:
+        swarm, rounds = storm.run.swarm, list[tuple[float, float, bool]]()
+        swarm.crash("p1")
+        await sim.sleep(5.0)
+        await swarm.restart("p1")
+
+        def note(event: Event) -> None:
+            if isinstance(event, RoundFinished):
+                now = asyncio.get_running_loop().time()
+                rounds.append((now - event.duration_s, now, swarm.host("p1").peer_id in event.peers))
+
+        for name in storm.names:
+            swarm.host(name).env.events.subscribe(note)
+        storm.train("p1")
+        await sim.sleep(5.0)
+        began, ended = next((began, ended) for began, ended, is_in in rounds if is_in)
+        assert sum(began <= at < ended for at in dialed) <= 1
 
     play(1, scenario)

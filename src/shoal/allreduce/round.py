@@ -40,6 +40,9 @@ from shoal.wire import Abort, AskVerdict, Assign, Commit, Gone, PartAbsent, Redu
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
 
+_LOOK_S = LOOK_S / 2
+"""A round stands still while it waits for a silent member: a finer look finds that out earlier."""
+
 _ARRIVAL_S = 10.0
 _MAX_EARLY_STREAMS = 512
 _REMEMBERED_VERDICTS = 64
@@ -341,15 +344,26 @@ class Round:
             self._control.tick(now)
 
     async def _look_loop(self) -> None:
-        """Stop waiting for silent members: the decider for any member, the others for the decider."""
+        """Stop waiting for silent members.
+
+        The decider waits for any member, the others for the decider; after the commit, a member waits for those that it
+        asked for averages.
+        """
         others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
-        while others and not self.decided:
-            for index in sorted(others):
-                peer = self.members[index].contact.peer
-                if not self.decided and self.endpoint.is_silent(peer):
-                    others.discard(index)
-                    self._peer_lost(peer, "silent")
-            await asyncio.sleep(LOOK_S)
+        while not self._done.done():
+            committed = self.rules.commit is not None
+            for index in sorted(self._awaited() if committed else others):
+                if not self._done.done() and self.endpoint.is_silent(self.members[index].contact.peer):
+                    if committed:
+                        self.source_lost(index, None)
+                    else:
+                        others.discard(index)
+                        self._peer_lost(self.members[index].contact.peer, "silent")
+            await asyncio.sleep(_LOOK_S)
+
+    def _awaited(self) -> set[int]:
+        """The members that were asked for averages which are still missing."""
+        return {self._asked[part] for part in self.rules.missing() if part in self._asked}
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a task of this round; an error in it fails the round here."""

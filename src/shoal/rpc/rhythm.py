@@ -31,8 +31,8 @@ LEAST_S, SOON_S = 1.0, 0.5
 LOOK_S = 0.25
 """Between two looks at a peer; more than this is not counted as its silence."""
 
-_QUIET_S = 0.5
-"""A peer that was heard within this is not asked; half of it where giving it up costs little."""
+_QUIET_S = 0.25
+"""A peer that was heard within this is not asked."""
 
 _SLACK = 2.0
 """How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
@@ -105,7 +105,7 @@ class Rhythm:
             self._begin(peer, pulse)
         elif pulse.asked:
             self._wait(peer, pulse, min(now - pulse.looked_at, LOOK_S), SOON_S if soon else LEAST_S)
-        elif now - pulse.heard_at >= (_QUIET_S / 2 if soon else _QUIET_S):
+        elif now - pulse.heard_at >= _QUIET_S:
             self._begin(peer, pulse)
         pulse.looked_at = now
         return pulse.silent

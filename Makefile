@@ -36,7 +36,7 @@ test-long: $(DEV_READY)  ## the long tests at full size: hours
 	@$(PYTEST) -m long --soak=full $(ARGS)
 
 test-long-sample: $(DEV_READY)  ## the long tests at a size for every commit: minutes
-	@$(PYTEST) -m long --soak=sample $(ARGS) || [ $$? -eq 5 ]  # 5: no long tests
+	@$(PYTEST) -m long --soak=sample -n $(JOBS) --dist loadgroup $(ARGS) || [ $$? -eq 5 ]  # 5: no long tests
 
 lint: $(DEV_READY)  ## ruff, mypy, import contracts: changes nothing
 	@failed=0; \

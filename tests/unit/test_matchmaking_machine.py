@@ -553,6 +553,17 @@ def test_an_expected_peer_that_is_silent_is_not_waited_for() -> None:
     assert Start((peer_id(60),)) in play.wait(1.2)
 
 
+def test_a_follower_that_falls_silent_while_others_are_waited_for_is_waited_for_in_the_round() -> None:
+    """It is sent away: the round would notice its silence a second later."""
+    play = Play(expected=lambda: frozenset({peer_id(60), peer_id(61), peer_id(62)}))
+    play.settle()
+    play.joins(60)
+    play.joins(61)
+    play.silent.add(peer_id(61))
+    assert Refuse(peer_id(61), "not-looking", "it gave no sign of life while the group formed") in play.wait(1.0)
+    assert Start((peer_id(60), peer_id(62))) in play.joins(62)
+
+
 def test_who_was_lost_before_the_search_and_is_expected_is_waited_for() -> None:
     """It is here again: who expects it has heard it since. Lost in this search it is not waited for."""
     memory = Memory()

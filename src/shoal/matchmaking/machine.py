@@ -432,6 +432,7 @@ class GroupMachine:
         return out
 
     def _decide(self, now: float) -> None:
+        self._part_with_silent()
         if self._group.full or now >= self._window_end:
             self._conclude(now)
             return
@@ -450,6 +451,14 @@ class GroupMachine:
         else:
             self._out += self._lookout.nudge(self.key, self._followers, now)
             self._out += self._lookout.read(self._followers, now)
+
+    def _part_with_silent(self) -> None:
+        """Send away followers that fell silent while others were waited for: the round would wait for them, too."""
+        if self._expected is None or len(self._followers) > LOOKED_AT:
+            return
+        for peer in [peer for peer in self._followers if self._silent(peer, True)]:
+            del self._followers[peer]
+            self._out.append(Refuse(peer, "not-looking", "it gave no sign of life while the group formed"))
 
     def _whom_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
         """The peer among these that should lead us; None if there is none, or if we should rather lead.

@@ -218,6 +218,10 @@ class SwarmProgress:
                     self._seen = None
         return news
 
+    def lacks(self, others: Iterable[Standing]) -> bool:
+        """Whether a peer is not known here that another one told of."""
+        return any(other.peer not in self._known and other.peer != self._me for other in others)
+
     def _said_last(self, peer: PeerID, now: float) -> Progress:
         """The last word of a known peer, said by itself or by others."""
         own = self._known[peer].said

@@ -14,12 +14,14 @@ import pytest
 from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.events import EpochAdvanced, Event, RoundFinished
+from shoal.optim.gossip import ProgressGossip
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.rpc.dialing import Dialer
 from shoal.sim import SimNetwork
 from shoal.sim.loop import world_time
 from shoal.transport.base import Connection
+from shoal.wire import Standing
 from tests.sim.optimizer_kit import Run
 
 PEERS, BATCH, BATCH_S, BATCHES = 6, 4, 0.2, 5
@@ -28,11 +30,11 @@ PEERS, BATCH, BATCH_S, BATCHES = 6, 4, 0.2, 5
 class Storm:
     """Trainers at a fixed pace, with the limits that a user has; and who contributed to which epoch when."""
 
-    def __init__(self, seed: int) -> None:
-        target = PEERS * BATCH * BATCHES
+    def __init__(self, seed: int, peers: int) -> None:
+        target = peers * BATCH * BATCHES
         network = SimNetwork(seed, latency_s=0.001, backs_off=True)
         self.run = Run(target=target, network=network, averager=AveragerSettings())
-        self.names = [f"p{number}" for number in range(PEERS)]
+        self.names = [f"p{number}" for number in range(peers)]
         self.epochs: dict[bytes, tuple[float, frozenset[str]]] = {}
 
     async def start(self) -> None:
@@ -68,11 +70,11 @@ class Storm:
         return min(at for at, by in self.epochs.values() if at > after and name in by) - after
 
 
-def play(seed: int, scenario: Callable[[Storm], object]) -> None:
+def play(seed: int, scenario: Callable[[Storm], object], peers: int = PEERS) -> None:
     """A scenario on a swarm that trains."""
 
     async def main() -> None:
-        storm = Storm(seed)
+        storm = Storm(seed, peers)
         await storm.start()
         await scenario(storm)  # type: ignore[misc]
 
@@ -213,6 +215,47 @@ def test_a_newcomer_waits_for_the_next_step_of_the_others_for_ever() -> None:
         storm.train("p1")
         await sim.sleep(8.0)
         assert storm.first_by("p1", began) <= 2.5 * epoch_s
+
+    play(1, scenario)
+
+
+@pytest.mark.parametrize("why", ["another state", "a stranger"])
+def test_a_peer_that_woke_does_not_know_who_came_meanwhile(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that came while it stood still know it as little, and it waits for samples of which it hears nothing.
+
+    So it reads the DHT within half a second when it takes over a state, or when a keeper tells of a peer unknown to it.
+    """
+    look, looks = ProgressGossip._look, list[float]()
+
+    async def noted(self: ProgressGossip) -> dict[PeerID, float]:
+        if self._core.peer_id == woken:
+            looks.append(asyncio.get_running_loop().time())
+        return await look(self)
+
+    monkeypatch.setattr(ProgressGossip, "_look", noted)
+    woken: PeerID | None = None
+
+    async def scenario(storm: Storm) -> None:
+        nonlocal woken
+        loop, swarm = asyncio.get_running_loop(), storm.run.swarm
+        woken = swarm.host("p2").peer_id
+        await sim.sleep(20.0)
+        assert max(b - a for a, b in pairwise(looks)) > 3.0
+        while loop.time() < looks[-1] + 1.0:
+            await sim.sleep(0.1)
+        gossip = swarm.peer("p2").collaboration._gossip
+        said = swarm.peer("p3").collaboration.mine()
+
+        async def happens() -> None:
+            if why == "another state":
+                gossip.renamed(swarm.peer("p2").collaboration.view(), expected=False)
+            else:
+                gossip._hear_directly(said, [Standing(swarm.identity("stranger").peer_id, 8, 1.0)])
+
+        began = loop.time()
+        await swarm.run_on("p2", happens)
+        await sim.sleep(0.5)
+        assert looks[-1] >= began
 
     play(1, scenario)
 

@@ -129,6 +129,7 @@ class ProgressGossip:
         self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = float("-inf")  # the last time that the DHT showed somebody new
+        self._look_anew = asyncio.Event()
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._passed_on, self._passed_at = 0, float("-inf")  # samples, and when the other keepers were told
@@ -208,6 +209,8 @@ class ProgressGossip:
         if self._core.endpoint.connected(progress.contact.peer):  # else it was lost since it said so
             self._met.add(progress.contact.peer)
             self._hear(progress)
+            if self._known.lacks(others):
+                self._look_anew.set()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
                 self._on_news()
@@ -246,6 +249,7 @@ class ProgressGossip:
             self._renames += 1
             self._renamed.set()
         if not expected:
+            self._look_anew.set()  # others may have come while this peer stood still, and do not know it either
             # A peer that was cut off has found the others silent: they have no reason to say anything to it, and do not
             # count here until they do.
             for peer in [peer for peer in self._known.peers if peer not in view.peers][:_ASKED_ANEW]:
@@ -286,8 +290,12 @@ class ProgressGossip:
             await core.node.store(self._key, encode(mine), expiration, core.peer_id.raw)
 
     async def _look_loop(self) -> None:
-        """Read everybody's progress from the DHT: often as long as that shows somebody new, or there are few."""
+        """Read everybody's progress from the DHT: often as long as that shows somebody new, or there are few.
+
+        And soon when this peer may have missed others that came: half a second after the last look at the earliest.
+        """
         for looks in itertools.count(1):
+            self._look_anew.clear()
             found = await self._look()
             if looks == 1:
                 await self._ask_who_lives(found)
@@ -302,7 +310,12 @@ class ProgressGossip:
             self._known.ttl_s = max(self._ttl_s, lives_s)
             found_lately = asyncio.get_running_loop().time() < self._found_at + _FOUND_S
             often = peers <= FEW or found_lately or not self.looked.is_set()
-            await asyncio.sleep(self._publish_period_s / 2 if often else self._about(look_s(peers)))
+            pause_s = self._publish_period_s / 2 if often else self._about(look_s(peers))
+            least_s = min(pause_s, look_s(peers) / 10)
+            await asyncio.sleep(least_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s - least_s):
+                    await self._look_anew.wait()
 
     def _about(self, period_s: float) -> float:
         return period_s * (0.75 + 0.5 * self._core.env.rng.random())

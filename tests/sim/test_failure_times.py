@@ -10,16 +10,19 @@ import asyncio
 import functools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 
 from shoal import sim
-from shoal.errors import RoundFailed
+from shoal.errors import PeerUnreachable, RoundFailed
 from shoal.events import Event, GroupFormed
+from shoal.rpc import Endpoint, Stream
 from shoal.sim import Crash, Fault, FaultPlan, Slow, SlowLink, Stall, Throttle, Vanish
 from shoal.sim.loop import world_time
+from shoal.wire import Reduce
 from tests.corruption import KINDS, Corrupt
 from tests.sim.averaging_kit import SETTINGS
 from tests.sim.fault_kit import BANDWIDTH_BYTES_S, TimeLimits, corruptible_trial, hash_of
@@ -207,6 +210,31 @@ def test_a_member_that_wakes_asks_a_silent_one_for_averages_until_a_dial_to_it_f
     """It does not: it asks the next member a second later."""
     usual_s = normal_s(5)
     assert max(woken_s(seed, share * usual_s) for seed in (1, 2) for share in (0.6, 0.7)) <= 4.0
+
+
+def test_a_connection_that_died_since_the_last_round_keeps_the_others_for_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It does not: its member makes another one. After a cut of 10 s its owner waited for the values in vain."""
+    usual_s, opened, broken = normal_s(4), Endpoint.open, list[object]()
+
+    async def open_(self: Endpoint, to: Any, opening: Any, *, timeout_s: float) -> Stream[Any, Any]:
+        if isinstance(opening, Reduce) and not broken:
+            broken.append(opening)
+            raise PeerUnreachable("closed by the other side", self.peer_id)
+        return await opened(self, to, opening, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Endpoint, "open", open_)
+
+    async def play() -> float:
+        one = OneRound(4)
+        await one.run(lambda order: ())
+        assert not one.reasons
+        assert all((values[0] == 1.5).all() for values in one.values.values())
+        return max(one.ended_s.values()) - one.formed_s
+
+    assert sim.run(play) <= usual_s + 0.5
+    assert broken
 
 
 @pytest.mark.long

@@ -17,7 +17,7 @@ from shoal.allreduce.part_work import PartWork
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import Vector
 from shoal.clock import Env
-from shoal.errors import PeerError, PeerProtocolError
+from shoal.errors import PeerError, PeerProtocolError, PeerUnreachable
 from shoal.rpc import Endpoint, Stream
 from shoal.transport.base import Buffer
 from shoal.wire import Held, Member, PartAbsent, PartAverage, PartData, PartRequest, Reduce
@@ -98,6 +98,8 @@ class Outgoing:
     ) -> None:
         self._round, self._owner, self._land = round_, owner, land
         self._due: deque[Contribute | Ask] = deque()
+        self._said: list[Contribute | Ask] = []  # before the first answer
+        self._answered = False
         self._changed = asyncio.Event()
         self._stream: UpStream | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -133,14 +135,21 @@ class Outgoing:
         self.abort()
 
     async def run(self) -> None:
-        """Open the stream and use it until it ends."""
+        """Open the stream and use it until it ends.
+
+        Once more if it breaks before anything came on it: it may be on a connection that waits since an earlier round,
+        and that the other side has given up since.
+        """
         round_ = self._round
         try:
-            contact = round_.members[self._owner].contact
-            stream = await round_.endpoint.open(contact, Reduce(round_.round_id), timeout_s=_OPEN_TIMEOUT_S)
-            self._stream = stream
-            self._reader = asyncio.ensure_future(self._read(stream))
-            await self._write(stream, self._reader)
+            try:
+                await self._use()
+            except PeerUnreachable:
+                if self._retired or self._answered:
+                    raise
+                round_.endpoint.drop_idle(round_.members[self._owner].contact.peer)
+                self._due.extendleft(reversed(self._said))
+                await self._use()
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
                 round_.blame(self._owner, error.message)
@@ -149,17 +158,29 @@ class Outgoing:
                 round_.source_lost(self._owner, None)
         finally:
             self.done = True
-            if self._reader is not None:
-                self._reader.cancel()
-                await asyncio.gather(self._reader, return_exceptions=True)
-                self._reader = None  # its traceback knows us
+
+    async def _use(self) -> None:
+        contact = self._round.members[self._owner].contact
+        self._said.clear()
+        stream = await self._round.endpoint.open(contact, Reduce(self._round.round_id), timeout_s=_OPEN_TIMEOUT_S)
+        self._stream = stream
+        self._reader = asyncio.ensure_future(self._read(stream))
+        try:
+            await self._write(stream, self._reader)
+        finally:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+            self._reader = None  # its traceback knows us
             self.abort()  # does nothing after a clean end
 
     async def _write(self, stream: UpStream, reader: asyncio.Task[None]) -> None:
         reader.add_done_callback(lambda _: self._changed.set())
         while not reader.done():
             if self._due:
-                await self._send(stream, self._due.popleft())
+                action = self._due.popleft()
+                if not self._answered:
+                    self._said.append(action)
+                await self._send(stream, action)
             else:
                 self._changed.clear()
                 await self._changed.wait()
@@ -182,6 +203,7 @@ class Outgoing:
 
     async def _read(self, stream: UpStream) -> None:
         while (received := await stream.recv()) is not None:
+            self._answered = True
             message, nbytes = received
             if isinstance(message, PartAverage):
                 await self._land(self, stream, message.held, nbytes)

@@ -363,6 +363,12 @@ class Endpoint:
         """
         return not self._closed and self._dialer.dial_ahead(peer, link=link)
 
+    def drop_idle(self, peer: PeerID) -> None:
+        """Use none of the connections again that wait for the next stream with a peer: one of them was dead."""
+        if (state := self._open.peers.get(peer)) is not None:
+            self._open.drop_all(state.idle)
+            self._open.forget(peer)
+
     # --------------------------------------------------------------------------------------------- calls and streams
 
     async def call(self, to: Contact | PeerID, request: Request[R], *, timeout_s: float) -> R:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 import shoal.zero
-from shoal.errors import LocalError
+from shoal.errors import ConfigError, LocalError
 from shoal.zero import buckets, collectives, reduction
 from shoal.zero.flat import engine_of
 from shoal.zero.optimizer import ShardedOptimizer, local
@@ -32,7 +32,7 @@ def said(function: Callable[[], object]) -> str:
     """What it raises, in words; empty if it does not."""
     try:
         function()
-    except (LocalError, RuntimeError, ValueError, ArithmeticError, AssertionError) as error:
+    except (ConfigError, LocalError, RuntimeError, ValueError, ArithmeticError, AssertionError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 

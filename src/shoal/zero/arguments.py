@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from shoal.zero.copies import wide_dtype
 from shoal.zero.fsdp import is_sharded, missing, roots
@@ -32,6 +33,7 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
         yield f"stage must be 1, 2 or 3, got {stage!r}"
     if dtype not in (None, torch.bfloat16):
         yield f"dtype must be torch.bfloat16 or None, got {dtype!r}"
+    yield from _of_modules(model)
     yield from _of_parameters(list(named_parameters(model)))
     yield from _of_buffers(model)
     if is_sharded(model):
@@ -43,7 +45,7 @@ def problems(model: object, factory: object, stage: object, dtype: object) -> It
                 "MixedPrecisionPolicy instead"
             )
     else:
-        yield from _overlaps(named_parameters(model))
+        yield from _overlaps(model)
     if stage == 3 or is_sharded(model):
         yield from _for_fsdp2(model, dtype)
 
@@ -89,10 +91,30 @@ def _of_container(model: torch.nn.Module) -> Iterator[str]:
             yield f"{name} is in a {type(model).__name__}, which is never called: put it into a module, or use stage 2"
 
 
+def _of_modules(model: torch.nn.Module) -> Iterator[str]:
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        yield (
+            "model is in a DistributedDataParallel, which reduces gradients itself: give shard() the model within "
+            "(its .module), and train that"
+        )
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+            and module.max_norm is not None
+            and module.weight.requires_grad
+        ):
+            yield (
+                f"{name or 'model'} has max_norm, by which each rank would change other rows of its weight in forward: "
+                "set max_norm=None, and limit the norms of rows after each step"
+            )
+
+
 def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:
     if not any(parameter.requires_grad for _, parameter in parameters):
         yield "model has no parameter that requires a gradient: there is nothing to train"
     for name, parameter in parameters:
+        if is_lazy(parameter):
+            yield f"{name} has no shape yet, since its module is lazy: run the model once before shard()"
         if parameter.is_meta:
             yield f"{name} is on the meta device: give the model its values first"
         if parameter.requires_grad and (parameter.is_complex() or parameter.dtype == torch.float16):
@@ -101,6 +123,8 @@ def _of_parameters(parameters: list[tuple[str, torch.nn.Parameter]]) -> Iterator
 
 def _of_buffers(model: torch.nn.Module) -> Iterator[str]:
     for name, buffer in model.named_buffers():
+        if is_lazy(buffer):
+            yield f"{name} has no shape yet, since its module is lazy: run the model once before shard()"
         if buffer.is_meta:
             yield f"{name} is on the meta device: give the model its values first"
         if buffer.layout != torch.strided or buffer.is_quantized:
@@ -126,20 +150,24 @@ class _Extent(NamedTuple):
     start: int
     stop: int
     name: str
+    moves: bool
 
 
-def _overlaps(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> Iterator[str]:
-    """Parameters that share memory without being one: moving them apart would change the model."""
-    extents = sorted(_extent(name, parameter) for name, parameter in parameters if parameter.numel())
-    for one, other in pairwise(extents):
-        if one.device == other.device and other.start < one.stop:
+def _overlaps(model: torch.nn.Module) -> Iterator[str]:
+    """Tensors that share memory with a parameter without being it: moving them apart would change the model."""
+    tensors = [*named_parameters(model), *model.named_buffers()]
+    one, *extents = sorted(_extent(name, tensor) for name, tensor in tensors if tensor.numel())
+    for other in extents:
+        if one.device == other.device and other.start < one.stop and (one.moves or other.moves):
             yield (
-                f"{one.name} and {other.name} share memory but are different parameters, which no stage can carry: tie "
-                "them by assigning the same parameter to both"
+                f"{one.name} and {other.name} share memory but are different tensors, which no stage can carry: tie "
+                "parameters by assigning the same one to both, and compute in forward what a buffer has of a parameter"
             )
+        one = max(one, other, key=lambda each: (each.device, each.stop))
 
 
-def _extent(name: str, parameter: torch.nn.Parameter) -> _Extent:
-    steps = sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
-    start = parameter.data_ptr()
-    return _Extent(str(parameter.device), start, start + (steps + 1) * parameter.itemsize, name)
+def _extent(name: str, tensor: torch.Tensor) -> _Extent:
+    steps = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    stop = start + (steps + 1) * tensor.itemsize
+    return _Extent(str(tensor.device), start, stop, name, isinstance(tensor, torch.nn.Parameter))

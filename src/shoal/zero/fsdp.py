@@ -14,9 +14,11 @@ Source: Rajbhandari et al., "ZeRO" (2020), section 5.3; `torch.distributed.fsdp.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,11 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
 from shoal.zero.fsdp_comms import Meeting, NarrowReduceScatter, OwnAllGather, OwnReduceScatter
+from shoal.zero.hooks import present_pass, weakly
 from shoal.zero.layout import Order
 from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Piece, local
-from shoal.zero.unsharded import Unsharded
+from shoal.zero.unsharded import BROKE_OFF, Unsharded
 
 __all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
 
@@ -166,6 +169,44 @@ def _own_memory(_: torch.nn.Module, __: object, output: object) -> torch.Tensor 
     return output.clone() if isinstance(output, torch.Tensor) and output._is_view() else None  # noqa: SLF001
 
 
+def _broke_off(module: FSDPModule) -> bool:
+    """Whether the last backward pass through a model began and did not end."""
+    context = module._get_fsdp_state()._state_ctx  # noqa: SLF001 (there is no other way to ask)
+    return context.post_backward_final_callback_queued and present_pass() == -1
+
+
+def _seen(module: torch.nn.Module, _: object, output: object) -> None:
+    """FSDP2 gathers a unit in the backward pass when a gradient comes to a result of it, which it must see for that.
+
+    Raises:
+        LocalError: it sees none.
+    """
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in module.parameters()):
+        return
+    kinds: list[type] = []
+
+    def look(value: object) -> bool:
+        """Whether there is a tensor in it."""
+        if isinstance(value, torch.Tensor):
+            return True
+        if isinstance(value, Mapping):
+            return look(list(value.values()))
+        if isinstance(value, list | tuple):
+            return sum(map(look, value)) > 0  # not any(): each is looked at
+        if dataclasses.is_dataclass(value):
+            return look([getattr(value, field.name) for field in dataclasses.fields(value)])
+        if not isinstance(value, str | bytes | int | float | type(None)):
+            kinds.append(type(value))
+        return False
+
+    if not look(output) and kinds:
+        name = type(module).__name__.removeprefix("FSDP")
+        raise LocalError(
+            f"{name} returns an object of the class {kinds[0].__name__}, in which stage 3 sees no tensors: return "
+            "tensors, or tuples, lists, dictionaries or dataclasses of them, or use stage 1 or 2"
+        )
+
+
 def _is_narrow(parameter: torch.nn.Parameter) -> bool:
     return parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize
 
@@ -186,7 +227,7 @@ class FsdpEngine:
     def __init__(
         self, model: torch.nn.Module, stage: int, collectives: Collectives, dtype: torch.dtype | None = None
     ) -> None:
-        self._model, self._collectives = model, collectives
+        self._model, self._collectives, self._syncing = model, collectives, True
         self._units = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         for module in self._units.values():
             module.reshard()  # between forward and backward, a model has whole parameters in the shards' places
@@ -215,6 +256,8 @@ class FsdpEngine:
                 module.set_custom_all_gather(OwnAllGather(meeting))
             elif dtype is not None:
                 module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
+            cast(torch.nn.Module, module).register_forward_pre_hook(weakly(self._begin), prepend=True)
+            cast(torch.nn.Module, module).register_forward_hook(_seen)
         self._unsharded = Unsharded(self._shards, self._units.values())
         collectives.traffic = Traffic()  # that was no training
 
@@ -227,16 +270,28 @@ class FsdpEngine:
             dist.all_gather_object(sizes, mine, group=self._collectives.group)
         return {name: sum(each[name] for each in sizes[: self._collectives.rank]) for name in mine}
 
+    def _begin(self, module: FSDPModule, _: object) -> None:
+        """Before a unit runs: if the last backward pass broke off, FSDP2 is in the middle of it still.
+
+        Raises:
+            LocalError: a part of its gradients is there.
+        """
+        if _broke_off(module) and module._get_fsdp_state()._is_root:  # noqa: SLF001 (there is no other way to ask)
+            self._unsharded.forget()
+            module.reset_iter_state()
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block keep their gradients, unsharded, to this rank."""
+        before = self._syncing
         self._sync(False)
         try:
             yield
         finally:
-            self._sync(True)
+            self._sync(before)
 
     def _sync(self, wanted: bool) -> None:
+        self._syncing = wanted
         for module in self._units.values():
             module.set_requires_gradient_sync(wanted, recurse=False)
 
@@ -251,7 +306,10 @@ class FsdpEngine:
             LocalError: the last backward pass was within `no_sync`, or others have changed gradients, or FSDP2 has not
                 reduced all of them.
         """
-        if self._unsharded.waiting():
+        waiting, broke_off = self._unsharded.waiting(), any(map(_broke_off, self._units.values()))
+        if broke_off and (waiting or self._unsharded.reduced()):
+            raise LocalError(BROKE_OFF)
+        if waiting:
             raise LocalError(
                 "the last backward pass was within no_sync(): run the last one before clipping or stepping outside it"
                 if self._unsharded.meant_to_wait

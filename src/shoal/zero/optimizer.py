@@ -215,10 +215,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return norm
 
     def _norm(self, gradients: Sequence[torch.Tensor], kind: float) -> torch.Tensor:
-        total = torch.zeros((), device=self._device)
+        # The same dtype on all ranks, also where one has no gradients, whatever the program's default is.
+        double = any(each.dtype == torch.float64 for each in self._model.parameters())
+        total = torch.zeros((), dtype=torch.float64 if double else torch.float32, device=self._device)
         if gradients:
             wide = [each.float() if each.itemsize < torch.float32.itemsize else each for each in gradients]
-            total = torch.nn.utils.get_total_norm(wide, kind).to(self._device, torch.float32)
+            total = torch.nn.utils.get_total_norm(wide, kind).to(total)
         if math.isinf(kind):
             self._all_reduce(total, dist.ReduceOp.MAX)
             return total

@@ -182,7 +182,7 @@ def _take_over(model: torch.nn.Module, collectives: Collectives) -> None:
     for tensor in [*model.parameters(), *model.buffers()]:
         if not tensor.numel():
             continue
-        whole = tensor.detach().to(collectives.device).contiguous()
+        whole = tensor.detach().to(collectives.device).resolve_conj().resolve_neg().contiguous()
         values = whole.view(-1).view(torch.uint8)  # bytes, so that the backend need not know the dtype
         with collectives.watch.named(turn):
             dist.broadcast(values, root, group=collectives.group)

@@ -21,7 +21,12 @@ from shoal.errors import LocalError
 from shoal.zero.hooks import present_pass, weakly
 from shoal.zero.optimizer import local
 
-__all__ = ["Unsharded"]
+__all__ = ["BROKE_OFF", "Unsharded"]
+
+BROKE_OFF = (
+    "the last backward pass broke off, and only a part of its gradients is there: clear them (optimizer.zero_grad()) "
+    "before the next one"
+)
 
 
 class _Mark(NamedTuple):
@@ -162,6 +167,12 @@ class Unsharded:
             self._drop(name)
         self._reduced.clear()
         self._passes.clear()
+
+    def forget(self) -> None:
+        """Let go of the gradients of a pass that broke off. Raises `LocalError` unless all were cleared since."""
+        if any(shard.grad is not None for shard in self._shards.values()):
+            raise LocalError(BROKE_OFF)
+        self.clear()
 
     def waiting(self) -> list[torch.Tensor]:
         """The whole gradients that were not reduced yet. Raises `LocalError` if others have changed some."""

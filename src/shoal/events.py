@@ -33,6 +33,7 @@ __all__ = [
     "StateServed",
     "SteppedAlone",
     "Warned",
+    "duration",
     "print_log",
 ]
 
@@ -176,7 +177,7 @@ class StateDownloaded(Event, frozen=True, kw_only=True):
 
     def line(self) -> str:
         size, donors = f"{self.bytes_received / 1e6:.1f} MB", _count(len(self.donors), "peer")
-        return f"the state of {self.prefix!r} was downloaded from {donors}: {size} in {self.duration_s:.1f} s"
+        return f"the state of {self.prefix!r} was downloaded from {donors}: {size} in {duration(self.duration_s)}"
 
 
 class StateServed(Event, frozen=True, kw_only=True):
@@ -288,6 +289,13 @@ def print_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
         shoal.addHandler(handler)
+
+
+def duration(seconds: float) -> str:
+    """A duration for people: `1.5 s`, `250 ms`, `0.31 ms`."""
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2g} ms"
 
 
 def _count(number: int, noun: str) -> str:

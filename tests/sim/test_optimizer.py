@@ -11,11 +11,12 @@ import torch
 
 from shoal import sim
 from shoal.averager import StepResult
-from shoal.errors import ConfigError, RoundFailed
+from shoal.errors import ConfigError, RoundFailed, StateUnavailable
 from shoal.events import Event, LocalValuesRejected, Warned
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
+from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -481,6 +482,45 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
         assert not run.warnings, run.warnings
 
     sim.run(main, seed=12)
+
+
+def test_a_better_state_that_is_gone_is_no_better_state() -> None:
+    """`load_state_from_peers` raised when its only donor died, though no better state was left: it says False."""
+
+    async def main() -> None:
+        run = Run(target=8, network=SimNetwork(3, latency_s=0.05))
+        first = await run.add("p0")
+        for _ in range(6):
+            await run.swarm.run_on("p0", first.take_batch, 4)
+        second = (await run.add("p1")).collaboration
+        await sim.sleep(3.0)
+        download = run.swarm.spawn("p1", second.download(60.0))
+        await sim.sleep(0.06)
+        run.swarm.crash("p0")
+        assert await download is False
+        assert second.epoch == 0
+        await run.close()
+
+    sim.run(main, seed=3)
+
+
+def test_a_better_state_that_nobody_gives_is_an_error() -> None:
+    """Its holder lives, names it, and refuses: the caller is told why."""
+
+    async def main() -> None:
+        run = Run(target=8)
+        first = await run.add("p0")
+        for _ in range(6):
+            await run.swarm.run_on("p0", first.take_batch, 4)
+        first.collaboration._states.sharing.disable()
+        second = (await run.add("p1")).collaboration
+        await sim.sleep(3.0)
+        with pytest.raises(StateUnavailable, match="no donor gave"):
+            await run.swarm.spawn("p1", second.download(60.0))
+        assert second.epoch == 0
+        await run.close()
+
+    sim.run(main, seed=4)
 
 
 def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is_interrupted() -> None:

@@ -27,6 +27,15 @@ def test_events_reach_all_subscribers_in_order() -> None:
     assert heard == [(number, event) for event in (first, second) for number in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.00031, "0.31 ms"), (0.0032, "3.2 ms"), (0.04, "40 ms"), (0.25, "250 ms"), (1.5, "1.5 s"), (600.0, "600.0 s")],
+)
+def test_a_duration_is_never_nothing(seconds: float, text: str) -> None:
+    """Epochs of milliseconds took "0.0 s"."""
+    assert events.duration(seconds) == text
+
+
 def test_who_unsubscribes_hears_no_more() -> None:
     """Also twice, and from within a subscriber: the others still hear the event that is being told."""
     bus, heard = EventBus(), list[str]()
@@ -117,7 +126,7 @@ def test_the_log_for_debugging_shows_names_in_place_of_bytes(caplog: pytest.LogC
 def test_every_event_is_named_and_frozen() -> None:
     """What is exported is what there is, and none can be changed by who hears it first."""
     kinds = {name: kind for name, kind in vars(events).items() if isinstance(kind, type) and issubclass(kind, Event)}
-    assert set(kinds) == set(events.__all__) - {"EventBus", "print_log"}
+    assert set(kinds) == set(events.__all__) - {"EventBus", "duration", "print_log"}
     assert all(kind.__struct_config__.frozen for kind in kinds.values())
     with pytest.raises(AttributeError):
         Warned(where="", message="").where = "x"  # type: ignore[misc]

@@ -59,7 +59,7 @@ class DhtSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if name in _COUNTS and not (isinstance(value, int) and 1 <= value <= _COUNTS[name]):
+            if name in _COUNTS and (type(value) is not int or not 1 <= value <= _COUNTS[name]):
                 raise ConfigError(f"{name} must be a whole number from 1 to {_COUNTS[name]}, got {value!r}")
             if isinstance(value, int | float) and not value > 0:
                 raise ConfigError(f"{name} must be positive, got {value!r}")

@@ -155,6 +155,8 @@ class RecordValidator(Protocol):
 
 def check_validators(validators: Iterable[RecordValidator] | None) -> tuple[RecordValidator, ...]:
     """The validators that a user gives; raises `ConfigError` for one that would accept everything unasked."""
+    if not isinstance(validators, Iterable | None):
+        raise ConfigError(f"record_validators must be a list of validators, got {validators!r:.80}")
     given = tuple(validators or ())
     for each in given:
         if getattr(type(each), "refuses", RecordValidator.refuses) is RecordValidator.refuses:

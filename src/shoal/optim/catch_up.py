@@ -18,6 +18,7 @@ from shoal.allreduce.vector import Vector
 from shoal.averager import Averager
 from shoal.clock import to_the_end
 from shoal.core import PeerCore
+from shoal.events import duration
 from shoal.optim.committed import Committed
 from shoal.optim.following import Following
 from shoal.optim.options import misfit, options_of
@@ -156,16 +157,16 @@ class CatchUp:
             return None
         rate = (self._core.endpoint.traffic[1] - self._received_before) / max(self._now() - self._since, 1e-3)
         (epoch, since), (last, until) = following.told or ((0, 0.0), (0, 0.0))
+        pace = f"takes them about {duration((until - since) / (last - epoch))} and " if last > epoch else ""
         await self.leave()
         if self._told:
             return None
         self._told = True
         return (
-            f"the download of the state took {took_s:.1f} s, and one of the steps that the others took meanwhile is "
-            f"missing: {following.missed}. A step takes them about {(until - since) / max(1, last - epoch):.1f} s and "
-            f"has {following.step_bytes} bytes; this line carried {rate:.0f} bytes/s. Raise target_batch_size so that "
-            "a step takes longer, make steps smaller (grad_compression), or give this peer a faster line, or more "
-            "catch_up_bytes"
+            f"the download of the state took {duration(took_s)}, and one of the steps that the others took meanwhile "
+            f"is missing: {following.missed}. A step {pace}has {following.step_bytes} bytes; this line carried "
+            f"{rate:.0f} bytes/s. Raise target_batch_size so that a step takes longer, make steps smaller "
+            "(grad_compression), or give this peer a faster line, or more catch_up_bytes"
         )
 
     async def joined(self) -> None:

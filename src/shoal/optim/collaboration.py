@@ -63,7 +63,7 @@ from shoal.optim.step_feed import StepFeed
 from shoal.optim.training_state import TrainingState
 from shoal.optim.update import Update
 from shoal.peer import PeerID
-from shoal.progress import SwarmProgress, SwarmView
+from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.state import Donor, SharedState, download_state
 from shoal.wire import Contact, Progress
 
@@ -735,16 +735,24 @@ class Collaboration:
         """
         await self._gossip.looked.wait()
         deadline, taken, needed = self._now() + timeout_s, False, True
+        failure: StateUnavailable | None = None
         while not taken and needed and (left_s := deadline - self._now()) > 0:
             view = self._claimed()
             if not view.behind and not self._fetching.has_news:
-                return False
+                if failure is None or all(StateKey.of_peer(each) <= self.state.key for each in view.others.values()):
+                    return False
+                raise failure
             needed = patient or self._beginning.stance is Stance.WAITING  # there is nothing else to do
-            taken = await self._fetching.wait(view, left_s, patient=needed)
+            try:
+                taken = await self._fetching.wait(view, left_s, patient=needed)
+            except StateUnavailable as error:
+                if not patient:
+                    raise
+                failure = error  # its holders may be gone by now, or be where we are
         if taken:
             self._move(Phase.COLLECTING)
         elif patient:
-            raise StateUnavailable(f"a better state is known, but did not arrive within {timeout_s:g} s")
+            raise failure or StateUnavailable(f"a better state is known, but did not arrive within {timeout_s:g} s")
         return taken
 
     async def _fetch(self, timeout_s: float) -> None:

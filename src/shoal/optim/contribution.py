@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from shoal.events import duration
+
 __all__ = ["Contribution"]
 
 _LOST = 5
@@ -47,7 +49,7 @@ class Contribution:
         epochs, done = epoch - first, batches - before
         self._told = True
         batch_s, epoch_s = (now - since) / done, (now - since) / epochs
-        numbers = f"a batch takes it {batch_s:.1f} s, and an epoch of the swarm {epoch_s:.1f} s"
+        numbers = f"a batch takes it {duration(batch_s)}, and an epoch of the swarm {duration(epoch_s)}"
         if batch_s < epoch_s / 2:
             why = (
                 f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shoal.events import EventBus, LocalValuesRejected, Warned
+from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.check import Verdict
 from shoal.optim.options import Difference
@@ -188,9 +188,9 @@ class Notices:
         self._downloads_in_a_row += 1
         if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
             self.warn(
-                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration_s:.1f} s, and "
-                "the others were further each time: this peer does not take part. Raise target_batch_size, so that an "
-                "epoch lasts longer than a download and a batch, or give this peer a faster line"
+                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "
+                "and the others were further each time: this peer does not take part. Raise target_batch_size, so that "
+                "an epoch lasts longer than a download and a batch, or give this peer a faster line"
             )
 
 

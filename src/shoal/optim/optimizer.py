@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -26,9 +25,9 @@ from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import CollaborationSettings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.runtime.arguments import client_argument, seconds
+from shoal.runtime.arguments import client_argument
+from shoal.runtime.checks import flag, own_number, seconds, whole
 from shoal.runtime.dht import DHT
-from shoal.runtime.flags import flag
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.wire import MAX_EPOCH
 
@@ -141,12 +140,12 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         _check_run_id(run_id)
-        target_batch_size = _whole("target_batch_size", target_batch_size, most=_MOST_SAMPLES)
-        catch_up_bytes = _whole("catch_up_bytes", catch_up_bytes)
+        target_batch_size = whole("target_batch_size", target_batch_size, most=_MOST_SAMPLES)
+        catch_up_bytes = whole("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
-            batch_size_per_step = _whole("batch_size_per_step", batch_size_per_step, most=_MOST_SAMPLES)
-        average_state_every = _whole("average_state_every", average_state_every, least=0)
-        check_parameters_every = _whole("check_parameters_every", check_parameters_every, least=0)
+            batch_size_per_step = whole("batch_size_per_step", batch_size_per_step, most=_MOST_SAMPLES)
+        average_state_every = whole("average_state_every", average_state_every, least=0)
+        check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
         _check_codecs(codecs)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
@@ -187,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
         self._lock = TensorLock()
         averager = msgspec.structs.replace(
             AveragerSettings(
-                bandwidth=bandwidth,
+                bandwidth=own_number(bandwidth),
                 client_mode=client_argument(client_mode, only_dials=dht.only_dials, is_client=dht.client_mode),
             ),
             **timeouts,
@@ -296,7 +295,7 @@ class Optimizer(torch.optim.Optimizer):
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
-        last = None if epoch is None else _whole("epoch", epoch, most=MAX_EPOCH)
+        last = None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH)
 
         async def announce() -> None:
             self._collaboration.announce_end(last)
@@ -352,7 +351,7 @@ class Optimizer(torch.optim.Optimizer):
         samples = self.batch_size_per_step if batch_size is None else batch_size
         if samples is None:
             raise ConfigError("batch_size is missing: give it to step(), or batch_size_per_step to the optimizer")
-        samples = _whole("batch_size", samples, most=_MOST_SAMPLES)
+        samples = whole("batch_size", samples, most=_MOST_SAMPLES)
         self._check_open()
         self._follow_schedule()
         if self._model is not None:
@@ -605,16 +604,3 @@ def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.
         if all(isinstance(each, torch.Tensor) for each in listed):
             return listed
     raise ConfigError(f"{name} must be a list of tensors, got {tensors!r:.80}")
-
-
-def _whole(name: str, value: object, *, least: int = 1, most: int | None = None) -> int:
-    """A whole number, also one of numpy's own kinds."""
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        number = least - 1
-    if number < least or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
-    if most is not None and number > most:
-        raise ConfigError(f"{name} must be at most {most:,}, got {number:,}")
-    return number

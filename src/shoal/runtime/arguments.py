@@ -1,10 +1,8 @@
-"""Checks of the users' arguments: each message names the argument and says what to do."""
+"""Checks of arguments that have to do with tensors: each message names the argument and says what to do."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from numbers import Real
 from typing import TypeVar
 
 import torch
@@ -12,9 +10,9 @@ import torch
 from shoal import compression
 from shoal.compression import CompressionBase, CompressionInfo, NoCompression, TensorDescriptor, TensorRole
 from shoal.errors import ConfigError
-from shoal.runtime.flags import flag
+from shoal.runtime.checks import flag
 
-__all__ = ["check_tensors", "choose_codecs", "client_argument", "codec_argument", "first", "seconds"]
+__all__ = ["check_tensors", "choose_codecs", "client_argument", "codec_argument", "first"]
 
 T = TypeVar("T")
 
@@ -40,6 +38,8 @@ def choose_codecs(
     Raises:
         ConfigError: `infos` do not describe these tensors.
     """
+    if infos is not None and not isinstance(infos, Sequence):
+        raise ConfigError(f"tensor_infos must be a list of CompressionInfo, one for each tensor, got {infos!r:.80}")
     if infos is None:
         infos = [
             CompressionInfo.from_tensor(tensor, i, _role(tensor))
@@ -95,13 +95,3 @@ def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bo
 def first(*values: T | None) -> T | None:
     """The first that was given."""
     return next((value for value in values if value is not None), None)
-
-
-def seconds(name: str, value: object, default: float) -> float:
-    """A number of seconds, or the default for None; raises `ConfigError` for anything else."""
-    if value is None:
-        return default
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    if not 0 < number < math.inf:
-        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-    return number

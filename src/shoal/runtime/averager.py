@@ -21,10 +21,10 @@ from shoal.averager import Averager, AveragerSettings, AveragingMode, StepPlan, 
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
-from shoal.runtime.arguments import check_tensors, choose_codecs, client_argument, codec_argument, first, seconds
+from shoal.runtime.arguments import check_tensors, choose_codecs, client_argument, codec_argument, first
+from shoal.runtime.checks import flag, own_number, seconds
 from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
-from shoal.runtime.flags import flag
 from shoal.runtime.sharing import SharesState
 from shoal.runtime.tensors import HeldTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
@@ -133,16 +133,16 @@ class DecentralizedAverager(SharesState):
             "next_chunk_timeout": next_chunk_timeout,
         }
         settings = AveragerSettings(
-            target_group_size=target_group_size,
-            min_group_size=min_group_size,
-            averaging_alpha=averaging_alpha,
-            part_size_bytes=part_size_bytes,
-            bandwidth=bandwidth,
-            min_vector_size=min_vector_size,
+            target_group_size=own_number(target_group_size),
+            min_group_size=own_number(min_group_size),
+            averaging_alpha=own_number(averaging_alpha),
+            part_size_bytes=own_number(part_size_bytes),
+            bandwidth=own_number(bandwidth),
+            min_vector_size=own_number(min_vector_size),
             auxiliary=auxiliary,
             client_mode=self._only_dials or (auxiliary and dht.client_mode),
             group_bits=initial_group_bits,
-            declare_state_period_s=declare_state_period,
+            declare_state_period_s=own_number(declare_state_period),
             fresh_state_s=_FRESH_S,
         )
         self._settings = msgspec.structs.replace(settings, **choose_timeouts(timeouts, names=other_name))
@@ -350,6 +350,7 @@ class DecentralizedAverager(SharesState):
         wait, allow_retries = flag("wait", wait), flag("allow_retries", allow_retries)
         if (require_trigger := flag("require_trigger", require_trigger)) and wait:
             raise ConfigError("require_trigger=True with wait=True would wait for ever: pass wait=False")
+        scheduled_time = own_number(scheduled_time)
         check_schedule(scheduled_time, deadline)
         plan = StepPlan(
             weight=1.0 if weight is None else weight,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from shoal.core import PeerCore
@@ -18,7 +17,7 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, Peer
 from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
-from shoal.runtime.flags import flag
+from shoal.runtime.checks import flag, own_number, path, seconds
 from shoal.runtime.hivemind import DhtOptions, check_options
 from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place
@@ -31,6 +30,7 @@ __all__ = ["DHT"]
 T = TypeVar("T")
 
 _LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+_SHUTDOWN_S, _STARTUP_S, _COROUTINE_S = 3.0, 15.0, 300.0
 
 
 class DHT:
@@ -90,16 +90,14 @@ class DHT:
         state_upload_limit: float | None = None,
         await_ready: bool = True,
         daemon: bool = True,
-        shutdown_timeout: float = 3.0,
-        startup_timeout: float = 15.0,
+        shutdown_timeout: float = _SHUTDOWN_S,
+        startup_timeout: float = _STARTUP_S,
         **options: Unpack[DhtOptions],
     ) -> None:
         check_options(options)
-        if (bootstrap_timeout := options.get("bootstrap_timeout")) is not None:
-            _check_seconds("bootstrap_timeout", bootstrap_timeout)
-            startup_timeout = bootstrap_timeout
-        _check_seconds("shutdown_timeout", shutdown_timeout)
-        _check_seconds("startup_timeout", startup_timeout)
+        startup_timeout = seconds("startup_timeout", startup_timeout, _STARTUP_S)
+        self._startup_timeout = seconds("bootstrap_timeout", options.get("bootstrap_timeout"), startup_timeout)
+        self._shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_S)
         self.events = EventBus()
         runs: list[str] = []
         self._initial_peers = parse_peers(
@@ -108,15 +106,18 @@ class DHT:
         self._invited_to = frozenset(runs)
         self._listen = one_place(_LOOPBACK if host_maddrs is None else host_maddrs, "host_maddrs", self._skip)
         self._announce = one_place(announce_maddrs, "announce_maddrs", self._skip) if announce_maddrs else (None, 0)
-        self._identity = Identity.ephemeral() if identity_path is None else Identity.load_or_create(Path(identity_path))
-        self._peers_file = None if peers_file is None else PeersFile(Path(peers_file))
+        self._identity = (
+            Identity.ephemeral()
+            if identity_path is None
+            else Identity.load_or_create(path("identity_path", identity_path))
+        )
+        self._peers_file = None if peers_file is None else PeersFile(path("peers_file", peers_file))
         self._client_mode = None if client_mode is None else flag("client_mode", client_mode)
         self._encrypt = flag("encrypt", encrypt)
         self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)
         self._state_upload_limit = _checked_limit(state_upload_limit)
-        self._shutdown_timeout, self._startup_timeout = shutdown_timeout, startup_timeout
-        self._joining_s = startup_timeout + GRACE_S
+        self._joining_s = self._startup_timeout + GRACE_S
         self._running: RunningPeer | None = None
         self._shut_down = False
         if flag("start", start):
@@ -148,8 +149,7 @@ class DHT:
             raise ClosedError("the DHT was shut down: make another one")
         if self._running is not None:
             raise LocalError("this DHT was started already, and is started only once: make another one")
-        limit_s = self._startup_timeout if timeout is None else timeout
-        _check_seconds("timeout", limit_s)
+        limit_s = seconds("timeout", timeout, self._startup_timeout)
         self._joining_s = limit_s + GRACE_S
         transport = TcpTransport(
             self._identity,
@@ -423,8 +423,7 @@ class DHT:
             ClosedError: the DHT was shut down, also while it ran.
             LocalError: called in shoal's own thread, which would wait for itself; or it took longer than `timeout`.
         """
-        limit_s = 300.0 if timeout is None else timeout
-        _check_seconds("timeout", limit_s)
+        limit_s = seconds("timeout", timeout, _COROUTINE_S)
         work = function(self, self.core().node)
         return self.loop_thread.submit(work) if return_future else self.loop_thread.run(work, limit_s)
 
@@ -448,20 +447,15 @@ def _by_our_clock(found: ValueWithExpiration, ahead_s: float) -> ValueWithExpira
     return ValueWithExpiration(value, found.expiration_time - ahead_s)
 
 
-def _check_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
-
-
-def _dht_settings(replicas: object) -> DhtSettings:
+def _dht_settings(replicas: int) -> DhtSettings:
     try:
-        return DhtSettings(replicas=replicas)  # type: ignore[arg-type]  # it is looked at there
+        return DhtSettings(replicas=own_number(replicas))
     except ConfigError as error:
         raise ConfigError(f"num_{error}") from None
 
 
-def _checked_limit(limit: object) -> float | None:
-    if limit is None:
+def _checked_limit(limit: float | None) -> float | None:
+    if (limit := own_number(limit)) is None:
         return None
     from shoal.state import Pacer  # noqa: PLC0415 (a peer without tensors does without torch)
 

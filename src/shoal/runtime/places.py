@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from shoal.errors import ConfigError
 
 __all__ = ["one_place"]
 
 
-def one_place(maddrs: str | Sequence[object], argument: str, skip: Callable[[str, str], None]) -> tuple[str, int]:
+def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -> tuple[str, int]:
     """Host and port of the one TCP address that `maddrs` holds.
 
     Args:
@@ -21,6 +21,8 @@ def one_place(maddrs: str | Sequence[object], argument: str, skip: Callable[[str
     Raises:
         ConfigError: it is no such address, or more than one.
     """
+    if not isinstance(maddrs, Iterable):
+        raise ConfigError(f"{argument} must be an address such as /ip4/127.0.0.1/tcp/0, got {maddrs!r:.80}")
     texts = [maddrs] if isinstance(maddrs, str) else [str(each) for each in maddrs]
     places = [text for text in texts if "/udp/" not in text] or texts
     for text in texts:

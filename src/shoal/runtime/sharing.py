@@ -12,9 +12,8 @@ import torch
 from shoal.averager import Averager
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ConfigError, StateUnavailable
-from shoal.runtime.arguments import seconds
+from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
-from shoal.runtime.flags import flag
 from shoal.runtime.tensors import HeldTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
 from shoal.state import SharedState

@@ -1,0 +1,67 @@
+"""Checks of plain arguments (flags, numbers, paths): each message names the argument.
+
+They do without torch, as a peer without tensors does. Numbers of numpy and torch count as Python's own.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from contextlib import suppress
+from numbers import Real
+from pathlib import Path
+from typing import TypeVar
+
+from shoal.errors import ConfigError
+
+__all__ = ["flag", "own_number", "path", "seconds", "whole"]
+
+T = TypeVar("T")
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False, also as numpy's or as 1 or 0.
+
+    Raises:
+        ConfigError: it is anything else. A text such as "no" would count as True.
+    """
+    if value not in (True, False):
+        raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
+    return bool(value)
+
+
+def own_number(value: T) -> T:
+    """A number of another library as Python's own; anything else as it is, for a check that names it."""
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    with suppress(TypeError):
+        return operator.index(value)  # type: ignore[arg-type, return-value]
+    return float(value) if isinstance(value, Real) else value  # type: ignore[return-value]
+
+
+def whole(name: str, value: object, *, least: int = 1, most: int | None = None) -> int:
+    """A whole number; raises `ConfigError` for anything else."""
+    number: object = own_number(value)
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if most is not None and number > most:
+        raise ConfigError(f"{name} must be at most {most:,}, got {number:,}")
+    return number
+
+
+def seconds(name: str, value: object, default: float) -> float:
+    """A number of seconds, or the default for None; raises `ConfigError` for anything else."""
+    if value is None:
+        return default
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if not 0 < number < math.inf:
+        raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
+    return number
+
+
+def path(name: str, value: object) -> Path:
+    """The path of a file; raises `ConfigError` for anything that names none."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ConfigError(f"{name} must be the path of a file, got {value!r:.80}")
+    return Path(value)

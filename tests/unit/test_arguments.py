@@ -1,0 +1,96 @@
+"""Arguments of a peer and of an averager that cannot be: the error names them. Nothing is started here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shoal
+from shoal.compression import CompressionInfo
+from shoal.dht import DhtSettings
+from shoal.errors import ConfigError
+from shoal.runtime.checks import own_number, path, seconds, whole
+
+
+def averager(dht: shoal.DHT | None = None, **options: Any) -> shoal.DecentralizedAverager:
+    """Of one tensor, not started."""
+    return shoal.DecentralizedAverager([torch.zeros(2)], dht or shoal.DHT(), prefix="run", start=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"host_maddrs": 4000}, "host_maddrs must be an address such as /ip4/127.0.0.1/tcp/0, got 4000"),
+        ({"announce_maddrs": 4000}, "announce_maddrs must be an address such as .*, got 4000"),
+        ({"identity_path": 3}, "identity_path must be the path of a file, got 3"),
+        ({"identity_path": ""}, "identity_path must be the path of a file, got ''"),
+        ({"peers_file": 3}, "peers_file must be the path of a file, got 3"),
+        ({"record_validators": 3}, "record_validators must be a list of validators, got 3"),
+        ({"num_replicas": True}, "num_replicas must be a whole number from 1 to 32, got True"),
+        ({"num_replicas": 2.0}, "num_replicas must be a whole number from 1 to 32, got 2.0"),
+        ({"startup_timeout": "5"}, "startup_timeout must be a number of seconds above 0, got '5'"),
+        ({"bootstrap_timeout": 0}, "bootstrap_timeout must be a number of seconds above 0, got 0"),
+        ({"shutdown_timeout": True}, "shutdown_timeout must be a number of seconds above 0, got True"),
+    ],
+)
+def test_an_argument_of_a_peer_that_cannot_be_is_named(options: dict[str, Any], says: str) -> None:
+    """They were raw TypeErrors from within, or were taken: `num_replicas=True` for one replica."""
+    with pytest.raises(ConfigError, match=says):
+        shoal.DHT(**options)
+
+
+@pytest.mark.parametrize(
+    ("infos", "says"),
+    [
+        (3, "tensor_infos must be a list of CompressionInfo, one for each tensor, got 3"),
+        (iter([]), "tensor_infos must be a list of CompressionInfo"),
+        ([None], r"tensor_infos\[0\] must be a CompressionInfo, got NoneType"),
+        ([], "tensor_infos has 0 entries for 1 averaged tensors"),
+    ],
+)
+def test_tensor_infos_that_cannot_be_are_named(infos: Any, says: str) -> None:
+    """`tensor_infos=3`: object of type 'int' has no len()."""
+    with pytest.raises(ConfigError, match=says):
+        averager(tensor_infos=infos)
+    averager(tensor_infos=[CompressionInfo.from_tensor(torch.zeros(2))])
+
+
+def test_numbers_of_numpy_are_numbers_of_a_peer_and_of_an_averager() -> None:
+    """The optimizer took `np.int64(4)`, the peer and the averager did not."""
+    dht = shoal.DHT(
+        num_replicas=np.int64(4),  # type: ignore[arg-type]
+        state_upload_limit=np.float32(1e6),  # type: ignore[arg-type]
+        startup_timeout=np.int64(5),  # type: ignore[arg-type]
+        shutdown_timeout=np.float32(2),  # type: ignore[arg-type]
+    )
+    averager(
+        dht,
+        target_group_size=np.int64(4),
+        min_group_size=np.int32(2),
+        averaging_alpha=np.float32(0.5),
+        part_size_bytes=np.int64(1 << 20),
+        bandwidth=np.float32(1e6),
+        min_vector_size=torch.tensor(8),
+        declare_state_period=np.int64(30),
+        averaging_expiration=np.float32(5),
+    )
+    with pytest.raises(ConfigError, match="target_group_size must be"):
+        averager(dht, target_group_size=np.float64(4))
+
+
+def test_a_number_of_another_library_becomes_pythons_own() -> None:
+    """Messages hold Python's numbers; what is no number stays as it is, for a check that names it."""
+    pairs: list[tuple[Any, Any]] = [(np.int64(3), 3), (np.float32(0.5), 0.5), (torch.tensor(3), 3)]
+    for value, own in pairs:
+        assert (type(own_number(value)), own_number(value)) == (type(own), own)
+    others: list[Any] = [None, True, 3, 0.5, "3"]
+    for value in others:
+        assert own_number(value) is value
+    assert whole("count", np.int64(3)) == 3
+    assert seconds("timeout", None, 5.0) == 5.0
+    assert path("file", "name") == Path("name")
+    assert DhtSettings(replicas=4).replicas == 4

@@ -141,6 +141,8 @@ class SwarmProgress:
         self._lost: dict[PeerID, _Loss] = {}
         self._withheld: dict[PeerID, tuple[int, float]] = {}  # how many times, and until when it does not count
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
+        self.named: dict[PeerID, PeerID] = {}
+        """Peers that were not known when another peer told of them, and that one."""
         self._now = float("-inf")
         self._latest = 0  # no peer has named a later epoch
         self._seen: _Seen | None = None
@@ -207,6 +209,9 @@ class SwarmProgress:
         at_state = {"epoch": teller.epoch, "digest": teller.digest, "branch_samples": teller.branch_samples}
         for other in others if not self.contributors or teller.contact.peer in self.contributors else ():
             known = self._known.get(other.peer)
+            if known is None and other.peer != self._me and other.peer not in self._lost:
+                self.named[other.peer] = teller.contact.peer
+                _bound(self.named)
             if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
                 continue
             progress = replace(known.said, samples=other.samples, time=other.time, **at_state)

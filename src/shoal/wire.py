@@ -678,6 +678,23 @@ class TellProgress(Request[ProgressTold], frozen=True):
         return self.run_id
 
 
+class Trainers(Message, frozen=True):
+    """Some of the peers of the run that I know, drawn at random."""
+
+    contacts: Annotated[list[Contact], msgspec.Meta(max_length=64)]
+
+
+class WhoTrains(Request[Trainers], frozen=True):
+    """Which peers of the run do you know? The DHT hides you from me, and perhaps them."""
+
+    run_id: str
+
+    @property
+    def scope(self) -> str:
+        """The run."""
+        return self.run_id
+
+
 # ---------------------------------------------------------------------------------------------------------------- state
 
 

@@ -81,6 +81,8 @@ MESSAGES: list[wire.Message] = [
     wire.Standing(PEER, 17, 1.7e9),
     wire.TellProgress("run", PROGRESS, [wire.Standing(PEER, 17, 1.7e9)]),
     wire.ProgressTold(PROGRESS),
+    wire.Trainers([CONTACT]),
+    wire.WhoTrains("run"),
     wire.ManifestReply(b"s" * 16, 3, b"\xc0", [([2, 3], "float32", "none", 24)], 1 << 20, [b"h" * 32], [0]),
     wire.ManifestPending(busy=True),
     wire.GetManifest("run"),
@@ -177,6 +179,7 @@ def test_scopes_are_prefix_and_run() -> None:
     assert wire.Join("run_grad.0b01@x", b"", {}, 0.0, MEMBER).scope == "run_grad"
     assert wire.GetManifest("run").scope == wire.FetchChunks("run", b"s" * 16, []).scope == "run"
     assert wire.TellProgress("run", PROGRESS).scope == "run"
+    assert wire.WhoTrains("run").scope == "run"
     assert wire.DhtPing().scope == ""
 
 

@@ -7,10 +7,16 @@ import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+import pytest
+
 from shoal import sim
+from shoal.averager.directory import DhtDirectory
 from shoal.core import PeerCore
 from shoal.dht.routing import id_of_key, key_of, node_id
+from shoal.matchmaking.machine import GroupMachine
 from shoal.optim.collaboration import Collaboration
+from shoal.optim.gossip import ProgressGossip
+from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork
 from shoal.wire import (
@@ -26,6 +32,7 @@ from shoal.wire import (
     ManifestPending,
     Progress,
     TellProgress,
+    Trainers,
 )
 from tests.sim.averaging_kit import start_core
 from tests.sim.optimizer_kit import Run
@@ -258,27 +265,97 @@ async def hide(run: Run, count: int) -> None:
         await run.swarm.start_peer(name, start)
 
 
+async def _joined_hidden(run: Run, newcomers: Sequence[str], for_s: float, *, keys: int = 20) -> None:
+    """Three train; twenty DHT nodes hide all from these newcomers, who train with them for so long."""
+    done = asyncio.Event()
+    for name in NAMES:
+        await run.add(name)
+    tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=done.is_set)) for name in NAMES]
+    await sim.sleep(5.0)
+    await hide(run, keys)
+    await sim.sleep(25.0)
+    for seed, name in enumerate(newcomers, 7):
+        await run.add(name, seed=seed)
+    trainers = [(name, run.swarm.peer(name)) for name in newcomers]
+    tasks += [run.swarm.spawn(name, new.train(4, duration_s=0.5, until=done.is_set)) for name, new in trainers]
+    await sim.sleep(for_s)
+    done.set()
+    await asyncio.wait(tasks, timeout=60.0)
+
+
 def test_twenty_keys_in_the_dht_hide_a_run_from_a_newcomer() -> None:
     """It asks the peer that it was given, has the state of the run, and does not begin its own."""
 
     async def main() -> None:
-        run, done = Run(target=24), asyncio.Event()
-        for name in NAMES:
-            await run.add(name)
-        tasks = [
-            run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=done.is_set)) for name in NAMES
-        ]
-        await sim.sleep(5.0)
-        await hide(run, 20)
-        await sim.sleep(25.0)
-        new = await run.add("new", seed=7)
-        tasks.append(run.swarm.spawn("new", new.train(4, duration_s=0.5, until=done.is_set)))
-        await sim.sleep(10.0)
-        first = run.swarm.peer("p0").collaboration.epoch
+        run = Run(target=24)
+        await _joined_hidden(run, ["new"], 10.0)
+        first, new = run.swarm.peer("p0").collaboration.epoch, run.swarm.peer("new")
         assert first > 10
         assert new.alone == 0
         assert first - 1 <= new.collaboration.epoch <= first + 1
-        done.set()
-        await asyncio.wait(tasks, timeout=60.0)
 
     sim.run(main, seed=5)
+
+
+def hide_searches(patch: pytest.MonkeyPatch, hidden: Callable[[], set[PeerID]]) -> None:
+    """No search of these peers shows in the directory of groups, and none shows there to them.
+
+    Keys near that of a group do so: its name is known as long as its epoch lasts.
+    """
+    declare, read = DhtDirectory.declare, DhtDirectory.read
+
+    async def shown(directory: DhtDirectory, found: list[tuple[Contact, float]]) -> list[tuple[Contact, float]]:
+        blind = directory._endpoint.peer_id in hidden()
+        return [] if blind else [each for each in found if each[0].peer not in hidden()]
+
+    async def declared(directory: DhtDirectory, *entry: Any) -> list[tuple[Contact, float]]:
+        return await shown(directory, await declare(directory, *entry))
+
+    async def listed(directory: DhtDirectory, group_key: str) -> list[tuple[Contact, float]]:
+        return await shown(directory, await read(directory, group_key))
+
+    patch.setattr(DhtDirectory, "declare", declared)
+    patch.setattr(DhtDirectory, "read", listed)
+
+
+def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They ask a peer that they know for the others of the run, and one at their state for its group."""
+
+    async def main() -> None:
+        run, newcomers = Run(target=24), ["new", "too"]
+        hide_searches(monkeypatch, lambda: {run.swarm.identity(name).peer_id for name in newcomers})
+        await _joined_hidden(run, newcomers, 20.0)
+        committed = run.swarm.peer("p0").collaboration._committed.samples
+        peers = [run.swarm.identity(name).peer_id for name in (*NAMES, *newcomers)]
+        counted = [committed.get(peer, 0) for peer in peers]
+        assert min(counted) > 0.5 * max(counted), counted
+        assert run.agree([*NAMES, *newcomers])
+
+    sim.run(main, seed=5)
+
+
+def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No message more, where nothing is hidden: three train, and two others come."""
+    asked: list[object] = []
+    unseen, introduce = GroupMachine._unseen, ProgressGossip._introduce
+
+    def noted_unseen(*args: Any) -> Contact | None:
+        if (found := unseen(*args)) is not None:
+            asked.append(found)
+        return found
+
+    monkeypatch.setattr(GroupMachine, "_unseen", noted_unseen)
+
+    def noted_introduce(*args: Any) -> Trainers:
+        asked.append(args)
+        return introduce(*args)
+
+    monkeypatch.setattr(ProgressGossip, "_introduce", noted_introduce)
+
+    async def main() -> None:
+        run = Run(target=24)
+        await _joined_hidden(run, ["new", "too"], 10.0, keys=0)
+        assert run.swarm.peer("new").collaboration.epoch > 5
+
+    sim.run(main, seed=5)
+    assert not asked

@@ -67,6 +67,7 @@ class Play:
         memory: Memory | None = None,
         rules: Rules | None = None,
         silent: Callable[[PeerID, bool], bool] | None = None,
+        contact: Callable[[PeerID], Contact] = Contact,
     ) -> None:
         self.silent: set[PeerID] = set()
         self.now = 0.0
@@ -82,6 +83,7 @@ class Play:
             wall_offset_s=WALL_S,
             expected=expected,
             silent=silent or (lambda peer, soon: peer in self.silent),
+            contact_of=contact,
         )
         self.first = self._note(self.machine.start(0.0))
 
@@ -743,6 +745,51 @@ def test_expected_peers_start_the_group_at_once_when_all_have_joined() -> None:
     play.settle()
     play.joins(60, at=1.0)
     assert play.joins(61, at=1.001)[1:] == [Start((peer_id(60), peer_id(61))), Withdraw()]
+
+
+def asked(said: list[Action]) -> list[PeerID]:
+    """The peers that these actions ask to lead."""
+    return [action.contact.peer for action in said if isinstance(action, Ask)]
+
+
+def hidden(*numbers: int) -> Play:
+    """One that expects these, and finds nobody in the directory."""
+    peers = {peer_id(number): contact_of(number) for number in numbers}
+    play = Play(expected=lambda: frozenset(peers), contact=lambda peer: peers[peer])
+    play.settle()
+    return play
+
+
+def test_an_expected_peer_that_the_directory_hides_is_asked() -> None:
+    """After the longest quiet time, then twice a second: each in turn, so that none can keep us from the others."""
+    play = hidden(40, 60, 61)
+    assert asked(play.wait(0.49)) == []
+    assert asked(play.wait(0.7)) == [peer_id(60)]
+    play.hear(AskRefused(peer_id(60), "not-looking", ""))
+    assert asked(play.wait(1.1)) == []
+    assert asked(play.wait(1.2)) == [peer_id(61)]
+    play.hear(AskLost(peer_id(61), "no answer"))
+    assert asked(play.wait(1.8)) == [peer_id(40)]
+    play.hear(AskRefused(peer_id(40), "not-looking", ""))
+    assert asked(play.wait(2.4)) == [peer_id(60)]
+    assert play.hear(AskRedirected(peer_id(60), contact_of(40))) == [Ask(contact_of(40), MINE)]
+
+
+def test_nobody_is_asked_while_the_directory_shows_an_expected_peer_or_one_has_come() -> None:
+    """A later declarer will come, and a follower has found us: nothing is hidden."""
+    play = hidden(60, 61)
+    play.others = (declared(60, MINE + 1),)
+    assert asked(play.wait(2.0)) == []
+    play = hidden(60, 61)
+    play.joins(60)
+    assert asked(play.wait(2.0)) == []
+
+
+def test_a_hidden_peer_without_an_address_is_not_asked() -> None:
+    """A client leads nobody."""
+    play = Play(expected=lambda: frozenset({peer_id(60)}))
+    play.settle()
+    assert asked(play.wait(2.0)) == []
 
 
 def test_expected_peers_are_waited_for_to_the_end_of_the_window() -> None:

@@ -49,12 +49,15 @@ class Lookout:
         memory: the memory that is kept between searches.
         declarers: the peers that are known to search; filled by reads.
         now: loop time, seconds.
+
+    Attributes:
+        declared_at: when the last declaration was stored, or failed; of a client: when the search began.
     """
 
     def __init__(self, me: PeerID, rules: Rules, memory: Memory, declarers: Declarers, *, now: float) -> None:
         self._me, self._rules, self._memory, self._declarers = me, rules, memory, declarers
         self._listed = self._declaring = False
-        self._declare_begun = self._declared_at = self._last_join = now
+        self._declare_begun = self.declared_at = self._last_join = now
         self._declare_again_at = math.inf
         self._reading = self._disappointed = False
         self._read_begun = self._last_read = -math.inf
@@ -76,13 +79,13 @@ class Lookout:
     def declared(self, declarations: Iterable[Declaration], now: float) -> None:
         """The declaration is stored; `declarations` were there already."""
         if self._declaring:
-            self._declaring, self._declared_at = False, now
+            self._declaring, self.declared_at = False, now
             self._looked(declarations, self._declare_begun, now)
 
     def declare_failed(self, now: float) -> None:
         """The declaration is not stored, as far as is known: read at once, and try again in a while."""
         if self._declaring:
-            self._declaring, self._declared_at = False, now
+            self._declaring, self.declared_at = False, now
             self._declare_again_at = now + _DECLARE_AGAIN_S
             self.disappointed()
 
@@ -104,7 +107,7 @@ class Lookout:
         """Read the directory if it is time to."""
         if self._reading or now < self._next_read(followers, now):
             return []
-        if max(self._read_begun, self._declared_at) >= self._last_join:
+        if max(self._read_begun, self.declared_at) >= self._last_join:
             self._poll_s = min(2 * self._poll_s, _POLL_MAX_S)
         self._reading, self._read_begun = True, now
         return [ReadDirectory()]
@@ -147,20 +150,20 @@ class Lookout:
     def awaits_followers(self, now: float) -> bool:
         """Return whether so little time has passed that others may still be on their way to us."""
         wait_s = 4 * max(self._rules.settle_s, self._read_s)
-        return now < max(self._last_join, self._declared_at) + wait_s
+        return now < max(self._last_join, self.declared_at) + wait_s
 
     def _next_read(self, followers: Followers, now: float) -> float:
         if self._disappointed or (self._read_begun == -math.inf and not self._rules.leads):
             return now
         if self._declaring:
             return math.inf
-        poll = max(self._read_begun, self._declared_at) + self._poll_s
+        poll = max(self._read_begun, self.declared_at) + self._poll_s
         if followers and self._read_begun < (settled := self._settled(followers)):
             return min(settled, poll)
         return poll
 
     def _settled(self, followers: Followers) -> float:
-        return max(self._last_join, self._declared_at) + self.settle_s(followers)
+        return max(self._last_join, self.declared_at) + self.settle_s(followers)
 
     def settle_s(self, followers: Followers) -> float:
         """The quiet time, seconds."""

@@ -126,6 +126,7 @@ class GroupMachine:
             as all of them that are alive have joined, and otherwise waits for them to the end of the window.
         silent: called every `look_s` for a peer that is waited for; returns whether to stop waiting for it. The
             second argument is True for an expected member: giving up the leader costs more.
+        contact_of: returns what is known of an expected peer's addresses.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
@@ -141,8 +142,12 @@ class GroupMachine:
         wall_offset_s: float,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
+        contact_of: Callable[[PeerID], Contact] = Contact,
     ) -> None:
         self._me, self._rules, self._memory, self._expected, self._silent = me, rules, memory, expected, silent
+        self._contact_of = contact_of
+        self._asked_unseen: list[PeerID] = []  # beside the directory, in this search
+        self._asked_unseen_at = -math.inf
         self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
         self._lookout = Lookout(me, rules, memory, self._declarers, now=now)
         self._out: list[Action] = []
@@ -446,6 +451,10 @@ class GroupMachine:
         may_start = self._group.can_start and not earlier and expected is None
         if leader is not None and not self._lookout.outdated(now):
             self._ask(leader.contact)
+        elif (unseen := self._unseen(expected or frozenset(), now)) is not None:
+            self._asked_unseen_at = now
+            self._asked_unseen.append(unseen.peer)
+            self._ask(unseen)
         elif may_start and self._lookout.all_joined(self._followers, now, lambda peer: self._silent(peer, False)):
             self._start()
         else:
@@ -482,6 +491,20 @@ class GroupMachine:
         if expected is None:
             return None
         return frozenset(p for p in expected - {self._me} if p in self._followers or not self._gone(p)) or None
+
+    def _unseen(self, expected: frozenset[PeerID], now: float) -> Contact | None:
+        """An expected peer to ask, as none has come here or stands in the directory: lying nodes there may hide them.
+
+        Whatever it says shows the way: it leads, sends us to its leader, or has heard of us now and comes here.
+        """
+        due = max(self._lookout.declared_at, self._asked_unseen_at) + self._rules.settle_max_s
+        if now < due or not expected or self._followers:
+            return None
+        if any(each.peer in expected for each in self._declarers.earlier(None, (), now)):
+            return None
+        able = [peer for peer in expected if not self._declarers.set_aside(peer, now)]
+        able.sort(key=lambda peer: (self._asked_unseen.count(peer), peer < self._me, peer))
+        return next((contact for contact in map(self._contact_of, able) if contact.addresses), None)
 
     def _gone(self, peer: PeerID) -> bool:
         """Return whether an expected peer is not waited for. One that was lost before this search may be here again."""

@@ -264,6 +264,7 @@ class Matchmaker:
             wall_offset_s=self._env.clock.time() - now,
             expected=expected,
             silent=self._is_silent,
+            contact_of=self._endpoint.contact_of,
         )
         terms = Terms(
             group_key=group_key,

@@ -28,7 +28,7 @@ from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
-from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, decode, encode
+from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
 
 __all__ = ["ProgressGossip"]
 
@@ -145,6 +145,7 @@ class ProgressGossip:
         self._undo = [
             endpoint.serve(TellProgress, self._told, scope=self._run_id),
             endpoint.take_notes(TellProgress, self._noted, scope=self._run_id),
+            endpoint.serve(WhoTrains, self._introduce, scope=self._run_id),
             endpoint.on_lost(self._peer_lost),
         ]
         return [self._publish_loop(), self._look_loop()]
@@ -299,9 +300,7 @@ class ProgressGossip:
             found = await self._look()
             if looks == 1:
                 await self._ask_who_lives(found)
-            elif not self._known.peers:
-                for peer in self._initial_peers():
-                    self._call(peer)
+            await self._look_behind(found)
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
             self._on_news()
@@ -365,7 +364,8 @@ class ProgressGossip:
         loop, endpoint = asyncio.get_running_loop(), self._core.endpoint
         until = loop.time() + _FIRST_ANSWER_S
         writers = [peer for peer in written if peer != self._core.peer_id]
-        to_ask = [peer for peer in writers if endpoint.reachable(peer)] or self._initial_peers()
+        to_ask = [peer for peer in writers if endpoint.reachable(peer)]
+        to_ask += [peer for peer in self._initial_peers() if peer not in written]
         self._core.env.rng.shuffle(to_ask)
         for peer in to_ask[:_ASKED_AT_FIRST]:
             if peer not in self._telling:
@@ -391,6 +391,32 @@ class ProgressGossip:
         for contact in contacts:
             self._core.endpoint.learn(contact)
         return [contact.peer for contact in contacts[:_ASKED_ANEW] if self._deaf.get(contact.peer, now) <= now]
+
+    async def _look_behind(self, written: Collection[PeerID]) -> None:
+        """After a look: has the DHT hidden a peer that we were given, or one that another peer told of?
+
+        The first is called if nobody is known. A peer that knows more than the DHT shows is asked for others.
+        """
+        hidden = [peer for peer in self._initial_peers() if peer not in written]
+        if not self._known.peers:
+            for peer in hidden:
+                self._call(peer)
+        tellers = [teller for peer, teller in self._known.named.items() if self._known.progress_of(peer) is None]
+        self._known.named.clear()
+        asked = next((peer for peer in (*hidden, *tellers) if self._known.progress_of(peer) is not None), None)
+        if asked is None:
+            return
+        with suppress(PeerError):
+            known = await self._core.endpoint.call(asked, WhoTrains(self._run_id), timeout_s=_CALL_TIMEOUT_S)
+            for contact in known.contacts[:_ASKED_ANEW]:
+                if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:
+                    self._core.endpoint.learn(contact)
+                    self._call(contact.peer)
+
+    def _introduce(self, _: PeerID, request: WhoTrains) -> Trainers:
+        contacts = [self.contact(peer) for peer in self._known.peers]
+        reachable = [contact for contact in contacts if contact.addresses]
+        return Trainers(self._core.env.rng.sample(reachable, min(_ASKED_ANEW, len(reachable))))
 
     async def _first_answers(self, asked: set[asyncio.Task[None]]) -> None:
         """Wait for all, but not for long; once somebody has answered, for twice as long as that took at most."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +57,9 @@ def step(training: TrainingState, number: int, without: Sequence[int] = ()) -> N
         parameter.grad = None if index in without else gradient
     assert training.accumulate(1)
     training.use_own_mean()
-    torch.manual_seed(number)  # some draw numbers
+    torch.manual_seed(number)  # some draw numbers, of torch's, NumPy's (Kron) or Python's (SaRA)
+    np.random.seed(number)  # noqa: NPY002 (the generator that they draw on)
+    random.seed(number)
     training.step()
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import shoal
-from shoal.allreduce.commit import DeciderRules, MemberRules
+from shoal.allreduce.commit import CommitRules, MemberRules
 from shoal.allreduce.reducer import ReducerRules
 from shoal.averager import AveragerSettings
 from shoal.events import Event, GroupFormed, RoundFinished
@@ -204,7 +204,7 @@ def hook() -> None:
     _before(ReducerRules, "contributed", "reducing")
     # A member holds all and has not reported the last part yet; the decider has decided, and told nobody.
     _after(MemberRules, "averaged", "before commit", if_=lambda rules, _: rules.commit is None and not rules.missing())
-    _after(DeciderRules, "_maybe_commit", "before commit", if_=lambda _, sends: bool(sends))
+    _after(CommitRules, "commit", "before commit", if_=lambda _, decided: bool(decided))
     _before(MemberRules, "committed", "after commit")
 
 

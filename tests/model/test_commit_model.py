@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.allreduce.commit import Ask, Average, Contribute, DeciderRules, MemberRules, Send
+from shoal.allreduce.commit import Ask, Average, CommitRules, Contribute, MemberRules
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
 from shoal.wire import Assign, Commit, Held, Report
 from tests.model import commit_model
 from tests.model.commit_model import DECIDER, PARTS, PEERS, Broken
@@ -159,8 +160,8 @@ def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pyt
         commit_model.explore((1, 2), crashes=1)
 
 
-def _decider(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> DeciderRules:
-    return DeciderRules(b"r" * 16, owner, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+def _decider(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> Coordinator:
+    return Coordinator(b"r" * 16, owner, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
 
 
 class World:
@@ -210,9 +211,10 @@ class World:
         """The decider reads a member's next report."""
         self.tell(self.decider.reported(peer, self.reports[peer].pop(0), 0.0))
 
-    def tell(self, sends: list[Send]) -> None:
-        for member, message in sends:
-            self.control[member].append(message)
+    def tell(self, actions: list[CoordinatorAction]) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self.control[action.member].append(action.message)
 
     def obey(self, peer: int) -> None:
         """A member reads the decider's next message."""
@@ -246,16 +248,17 @@ class World:
             elif not self.alive[peer]:
                 self.members[peer] = MemberRules(peer, (), contributes=self.contributes[peer])
                 self.members[peer].failed = "dead"
-        if self.decider.verdict is not None or not self.alive[DECIDER]:
-            verdict = self.decider.verdict
+        if self.decider.rules.verdict is not None or not self.alive[DECIDER]:
+            verdict = self.decider.rules.verdict
             self.decider = _decider((), (), ())
-            self.decider.verdict = verdict
-        self.reports = [queue if peer in self.decider.live else [] for peer, queue in enumerate(self.reports)]
+            self.decider.rules.verdict = verdict
+        self.reports = [queue if peer in self.decider.rules.live else [] for peer, queue in enumerate(self.reports)]
         self.averages = sorted({a for a in self.averages if self.members[a[3]].wants(a[0], a[1])})
 
 
 def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
     """Every step from here: (method, whether it must happen sooner or later, arguments)."""
+    rules = world.decider.rules
     for work in world.averaging:
         yield "finish", True, work
     for average in world.averages:
@@ -269,9 +272,9 @@ def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, .
             yield "obey", True, (peer,)
         if world.control[peer] and not world.alive[DECIDER] and peer != DECIDER:
             yield "cut", False, (peer,)
-        if peer != DECIDER and peer in world.decider.live and world.alive[DECIDER] and world.decider.verdict is None:
+        if peer != DECIDER and peer in rules.live and world.alive[DECIDER] and rules.verdict is None:
             yield "suspect", not world.alive[peer], (peer,)
-        if peer == DECIDER and world.may_step_aside and len(world.decider.live) == len(PEERS) and world.alive[peer]:
+        if peer == DECIDER and world.may_step_aside and len(rules.live) == len(PEERS) and world.alive[peer]:
             yield "step_aside", False, ()
         commit = world.members[peer].commit
         for other in PEERS:
@@ -293,10 +296,10 @@ def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
         case "cut":
             world.control[arguments[0]] = []
         case "suspect":
-            world.tell(world.decider.lost(arguments[0], 0.0))
+            world.tell(world.decider.leave_out(arguments[0], "suspected", 0.0))
         case "step_aside":
             world.aside = True
-            world.tell(world.decider.lost(DECIDER, 0.0))
+            world.tell(world.decider.leave_out(DECIDER, "suspected", 0.0))
         case "relay":
             commit = world.members[arguments[1]].commit
             assert commit is not None
@@ -320,7 +323,7 @@ def _check(world: World) -> None:
 
 
 def _check_end(world: World) -> None:
-    if not world.alive[DECIDER] or world.decider.verdict is None:
+    if not world.alive[DECIDER] or world.decider.rules.verdict is None:
         if world.alive[DECIDER]:
             raise Broken("the decider lives and there is no verdict")
         return
@@ -329,7 +332,7 @@ def _check_end(world: World) -> None:
         without = world.aside or not world.contributes[DECIDER]
         if without and others and not any(world.alive[other] for other in others):
             continue  # see `commit_model.check_end`
-        if isinstance(world.decider.verdict, Commit) and world.alive[peer] and not world.members[peer].succeeded:
+        if isinstance(world.decider.rules.verdict, Commit) and world.alive[peer] and not world.members[peer].succeeded:
             raise Broken(f"peer {peer} lives and never gets the average")
 
 
@@ -384,17 +387,17 @@ def _search(world: World, crashes: int) -> int:
     ("owner", "auxiliary", "crashes", "broken"),
     [
         ((1, 2), {1}, 0, lambda rules: rules.live),  # waits for everybody
-        ((0, 1), {0, 1}, 1, lambda rules: {rules.me}),  # is content with what it holds itself
+        ((0, 1), {0, 1}, 1, lambda rules: {DECIDER}),  # is content with what it holds itself
     ],
 )
 def test_the_search_finds_a_decider_that_counts_the_wrong_members(
     owner: tuple[int, int],
     auxiliary: set[int],
     crashes: int,
-    broken: Callable[[DeciderRules], set[int]],
+    broken: Callable[[CommitRules], set[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in the model: who must hold all parts before the commit is what makes the verdict possible, and worth it."""
-    monkeypatch.setattr(DeciderRules, "_takers", broken)
+    monkeypatch.setattr(CommitRules, "takers", property(broken))
     with pytest.raises(Broken):
         _search(World(owner, auxiliary), crashes)

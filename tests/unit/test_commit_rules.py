@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from shoal.allreduce.commit import Average, DeciderRules, MemberRules
-from shoal.allreduce.stragglers import Stragglers
+from shoal.allreduce.commit import Average, MemberRules
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send, Stragglers
 from shoal.wire import Abort, Assign, Commit, Held, Report
 
 ROUND = b"r" * 16
 
 
-def decider(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> DeciderRules:
+def decider(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
     """Of a group in which everybody can reduce; the first decides."""
     reduces = [True] * len(contributes)
-    return DeciderRules(ROUND, owners, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
+    return Coordinator(ROUND, owners, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
+
+
+def sends(actions: list[CoordinatorAction]) -> list[Send]:
+    """What the decider tells the members."""
+    return [action for action in actions if isinstance(action, Send)]
 
 
 def held(part: int, attempt: int = 0) -> Held:
@@ -25,25 +30,25 @@ def test_the_commit_waits_for_those_who_contribute() -> None:
     rules = decider([2, 1], [True, True, False])
     assert not rules.reported(2, Report([held(0)]), 1.0)
     assert not rules.reported(0, Report([held(0), held(1)]), 1.0)
-    sends = rules.reported(1, Report([held(0), held(1)]), 1.0)
-    assert [send.member for send in sends] == [0, 1, 2]
-    assert all(isinstance(send.message, Commit) for send in sends)
+    told = sends(rules.reported(1, Report([held(0), held(1)]), 1.0))
+    assert [send.member for send in told] == [0, 1, 2]
+    assert all(isinstance(send.message, Commit) for send in told)
 
 
 def test_without_contributors_there_is_no_commit() -> None:
     """The last of them is left out: the round ends, however many auxiliary members there are."""
     rules = decider([0, 1], [False, False, True, False])
-    [*_, last] = rules.lost(2, 1.0)
+    [*_, last] = sends(rules.leave_out(2, "lost", 1.0))
     assert isinstance(last.message, Abort)
     assert last.message.reason == "no member that contributes values is left"
-    assert rules.verdict is last.message
+    assert rules.rules.verdict is last.message
 
 
 def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
     """One contributor with one auxiliary member are two members; one alone is too few."""
     rules = decider([1], [True, True, False])
-    assert [send.message for send in rules.lost(1, 1.0)] == [Assign([0], 1, 2)] * 2
-    [*_, last] = rules.lost(2, 2.0)
+    assert [send.message for send in sends(rules.leave_out(1, "lost", 1.0))] == [Assign([0], 1, 2)] * 2
+    [*_, last] = sends(rules.leave_out(2, "lost", 2.0))
     assert isinstance(last.message, Abort)
     assert "too few" in last.message.reason
 
@@ -55,7 +60,7 @@ def test_a_dead_auxiliary_owner_is_replaced_for_those_who_lack_its_parts() -> No
     rules.reported(1, Report([held(0)]), 1.0)
     told = {
         (send.member, tuple(send.message.parts), send.message.attempt, send.message.owner)
-        for send in rules.lost(3, 2.0)
+        for send in sends(rules.leave_out(3, "lost", 2.0))
         if isinstance(send.message, Assign)
     }
     assert {(parts, attempt) for _, parts, attempt, _ in told} == {((1,), 0), ((2,), 1)}
@@ -87,10 +92,9 @@ def test_an_auxiliary_member_succeeds_with_the_verdict() -> None:
 def test_the_last_contributor_is_never_too_slow() -> None:
     """Nobody else can hold its parts, so it looks as if it owed them: it is left out for silence only."""
     rules = decider([0, 1, 2, 3, 4], [True, False, False, False, False])
-    stragglers = Stragglers(margin_s=5.0, now=0.0)
     rules.reported(0, Report([held(part) for part in (0, 1, 2, 3)]), 1.0)
-    assert rules.slow(stragglers, 1.0) == []
-    assert rules.slow(stragglers, 100.0) == [4]
+    assert rules.slow(1.0) == []
+    assert rules.slow(100.0) == [4]
 
 
 def test_progress_counts_from_the_beginning() -> None:
@@ -98,9 +102,9 @@ def test_progress_counts_from_the_beginning() -> None:
     rules = decider([1, 2], [False, True, True])
     rules.begin(100.0)
     assert not rules.tick(104.0)
-    assert rules.live == {0, 1, 2}
+    assert rules.rules.live == {0, 1, 2}
     rules.tick(106.0)
-    assert rules.live != {0, 1, 2}
+    assert rules.rules.live != {0, 1, 2}
 
 
 def everything_but(missing: int, parts: int) -> Report:
@@ -118,13 +122,13 @@ def test_a_decider_whose_parts_are_all_that_is_missing_steps_aside() -> None:
         assert rules.tick(float(now)) == []
         for member in (1, 2):
             rules.reported(member, Report([]), float(now))
-    told = rules.tick(6.0)
+    told = sends(rules.tick(6.0))
     assert [(send.member, send.message) for send in told] == [(1, Assign([0], 1, 2)), (2, Assign([0], 1, 2))]
-    assert rules.live == {1, 2}
+    assert rules.rules.live == {1, 2}
     assert rules.reported(1, Report([held(0, 1)]), 7.0) == []
-    sends = rules.reported(2, Report([held(0, 1)]), 7.0)
-    assert [send.member for send in sends] == [0, 1, 2]
-    assert all(isinstance(send.message, Commit) for send in sends)
+    told = sends(rules.reported(2, Report([held(0, 1)]), 7.0))
+    assert [send.member for send in told] == [0, 1, 2]
+    assert all(isinstance(send.message, Commit) for send in told)
 
 
 def test_of_two_it_cannot_be_told_who_is_slow() -> None:
@@ -135,7 +139,7 @@ def test_of_two_it_cannot_be_told_who_is_slow() -> None:
         for member in (1, 2):
             rules.reported(member, Report([], moved_bytes=now), float(now))
         assert rules.tick(float(now)) == []
-    assert rules.live == {0, 1, 2}
+    assert rules.rules.live == {0, 1, 2}
 
 
 def test_a_decider_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
@@ -148,9 +152,9 @@ def test_a_decider_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
     assert rules.tick(3.5) == []
     rules.reported(1, Report([]), 3.5)
     assert rules.tick(4.4) == []
-    assert rules.live == {0, 1, 2, 3}
+    assert rules.rules.live == {0, 1, 2, 3}
     assert rules.tick(4.95) != []  # neither 2 nor 3, since 2.4 and from the beginning
-    assert rules.live == {1, 2, 3}
+    assert rules.rules.live == {1, 2, 3}
 
 
 def test_a_decider_that_stood_still_blames_nobody_for_it() -> None:
@@ -158,7 +162,7 @@ def test_a_decider_that_stood_still_blames_nobody_for_it() -> None:
     rules = decider([0, 1, 2, 3], [True] * 4)
     assert rules.tick(1.0) == []
     assert rules.tick(4.0) == []
-    assert rules.live == {0, 1, 2, 3}
+    assert rules.rules.live == {0, 1, 2, 3}
 
 
 class EverybodyIsLate(Stragglers):
@@ -170,7 +174,12 @@ class EverybodyIsLate(Stragglers):
 
 def test_of_several_slow_ones_only_as_many_are_left_out_as_can_be_done_without() -> None:
     """Two must be left, or `min_group_size`; and one that contributes."""
-    stragglers = EverybodyIsLate(margin_s=1.0, now=0.0)
-    assert decider([1, 2, 3], [True, False, True, True]).slow(stragglers, 1.0) == [0, 1]
-    assert decider([1, 2, 3], [True, False, True, True], min_group_size=3).slow(stragglers, 1.0) == [0]
-    assert decider([1, 2, 3], [False, True, False, False]).slow(stragglers, 1.0) == [2, 3]
+    every: list[tuple[list[bool], int, list[int]]] = [
+        ([True, False, True, True], 2, [0, 1]),
+        ([True, False, True, True], 3, [0]),
+        ([False, True, False, False], 2, [2, 3]),
+    ]
+    for contributes, least, late in every:
+        rules = decider([1, 2, 3], contributes, min_group_size=least)
+        rules.stragglers = EverybodyIsLate(margin_s=1.0, now=0.0)
+        assert rules.slow(1.0) == late

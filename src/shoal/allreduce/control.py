@@ -11,9 +11,9 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, Protocol
 
-from shoal.allreduce.commit import DeciderRules, Order, Send
+from shoal.allreduce.commit import Order
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Replaced, Send
 from shoal.allreduce.interface import is_sound
-from shoal.allreduce.stragglers import Stragglers
 from shoal.errors import PeerError
 from shoal.rpc import Endpoint, Stream
 from shoal.wire import Abort, AskVerdict, Commit, Leave, Member, Report
@@ -111,10 +111,9 @@ class Control(Protocol):
 class DeciderControl:
     """The decider's side: hears reports, decides, tells everybody."""
 
-    def __init__(self, round_: ControlledRound, rules: DeciderRules, streams: dict[int, Stream[Any, Any]]) -> None:
+    def __init__(self, round_: ControlledRound, machine: Coordinator, streams: dict[int, Stream[Any, Any]]) -> None:
         self.may_learn = True
-        self._round, self._rules, self._streams = round_, rules, streams
-        self._stragglers = Stragglers(margin_s=rules.stall_s / 2, now=self._now())
+        self._round, self._machine, self._streams = round_, machine, streams
         self._queues: dict[int, asyncio.Queue[Order | None]] = {i: asyncio.Queue() for i in streams}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -124,7 +123,7 @@ class DeciderControl:
             self._tasks.append(self._round.spawn(self._talk(member, stream)))
         for member in range(len(self._round.members)):
             if member not in self._streams and member != self._round.me:
-                self._leave_out(member, "it has no control stream", gone=True)
+                self.lost(member, "it has no control stream")
 
     async def _listen(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
         reason = "it gave up"
@@ -139,10 +138,10 @@ class DeciderControl:
                     break
                 if self._round.members[member].contributes:
                     self._round.heard()
-                self._reported(member, message)
+                self._do(self._machine.reported(member, message, self._now()))
         except PeerError as error:
             reason = error.message  # any error: without its stream a member cannot report
-        self._leave_out(member, reason, gone=True)
+        self.lost(member, reason)
 
     async def _talk(self, member: int, stream: Stream[Order, Any]) -> None:
         try:
@@ -150,59 +149,42 @@ class DeciderControl:
                 await stream.send(message)
             await stream.end()
         except PeerError as error:
-            self._leave_out(member, error.message, gone=True)
+            self.lost(member, error.message)
 
-    def _do(self, sends: list[Send]) -> None:
-        for member, message in sends:
-            if member == self._round.me:
-                # Not at once: its consequences may call this again.
-                asyncio.get_running_loop().call_soon(self._round.obey, message)
-            elif member in self._queues:
-                self._queues[member].put_nowait(message)
-                if isinstance(message, Commit | Abort):
-                    self._queues[member].put_nowait(None)
+    def _do(self, actions: list[CoordinatorAction]) -> None:
+        for action in actions:
+            match action:
+                case LeftOut(member, reason):
+                    if member == self._round.me:
+                        self._round.step_aside()
+                    self._round.blame(member, f"left out of the round: {reason}")
+                case Replaced(member):
+                    self._round.blame(member, "nobody gets its averages: others average its parts")
+                case Send(member, message) if member == self._round.me:
+                    # Not at once: its consequences may call this again.
+                    asyncio.get_running_loop().call_soon(self._round.obey, message)
+                case Send(member, message) if member in self._queues:
+                    self._queues[member].put_nowait(message)
+                    if isinstance(message, Commit | Abort):
+                        self._queues[member].put_nowait(None)
 
     def report(self, report: Report) -> None:
-        self._reported(self._round.me, report)
-
-    def _reported(self, member: int, report: Report) -> None:
-        before = list(self._rules.reduces)
-        self._do(self._rules.reported(member, report, self._now()))
-        for owner, reduced in enumerate(before):
-            if reduced and not self._rules.reduces[owner]:
-                self._round.blame(owner, "nobody gets its averages: others average its parts")
+        self._do(self._machine.reported(self._round.me, report, self._now()))
 
     def lost(self, member: int, reason: str) -> None:
-        self._leave_out(member, reason, gone=True)
-
-    def _leave_out(self, member: int, reason: str, *, gone: bool = False) -> None:
-        waited_for = member in self._rules.live and self._rules.verdict is None
-        self._do((self._rules.gone if gone else self._rules.lost)(member, self._now()))
-        if waited_for:
-            self._left_out(member, reason)
-
-    def _left_out(self, member: int, reason: str) -> None:
-        if member == self._round.me:
-            self._round.step_aside()
-        self._round.blame(member, f"left out of the round: {reason}")
+        self._do(self._machine.gone(member, reason, self._now()))
 
     def begin(self, now: float) -> None:
-        self._rules.begin(now)
-        self._stragglers = Stragglers(margin_s=self._rules.stall_s / 2, now=now)
+        self._machine.begin(now)
 
     def tick(self, now: float) -> None:
-        before = set(self._rules.live)
-        self._do(self._rules.tick(now))
-        for member in before - self._rules.live:
-            self._left_out(member, "no progress")
-        for member in self._rules.slow(self._stragglers, now):
-            self._leave_out(member, "far slower than the others")
+        self._do(self._machine.tick(now))
 
     def give_up(self, reason: str) -> None:
-        self._do(self._rules.give_up(reason))
+        self._do(self._machine.give_up(reason))
 
     def cut_off(self, reason: str) -> None:
-        self._leave_out(self._round.me, reason)  # it goes on deciding
+        self._do(self._machine.leave_out(self._round.me, reason, self._now()))  # it goes on deciding
 
     async def finish(self) -> None:
         try:

@@ -15,8 +15,9 @@ from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
-from shoal.allreduce.commit import DeciderRules, MemberRules, Order
+from shoal.allreduce.commit import MemberRules, Order
 from shoal.allreduce.control import Control, DeciderControl, FollowerControl
+from shoal.allreduce.coordinator import Coordinator
 from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.exchange import Exchange
 from shoal.allreduce.interface import (
@@ -103,7 +104,7 @@ class Round:
     def _make_control(self, group: FormedGroup, owners: list[int]) -> Control:
         if self.me != self.decider:
             return FollowerControl(self, group.controls[self.members[self.decider].contact.peer])
-        rules = DeciderRules(
+        machine = Coordinator(
             self.round_id,
             owners,
             [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
@@ -119,7 +120,7 @@ class Round:
             for index, member in enumerate(self.members)
             if member.contact.peer in group.controls
         }
-        return DeciderControl(self, rules, streams)
+        return DeciderControl(self, machine, streams)
 
     # ----------------------------------------------------------------------------------------------------- one round
 

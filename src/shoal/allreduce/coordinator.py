@@ -1,0 +1,384 @@
+"""The decider of a round: who is slow, who is lost, who averages in their place. Pure: events in, actions out.
+
+`CommitRules` says what may be committed. All that is decided here matters for progress alone: whoever is left out, and
+whoever averages a part anew, members that succeed hold equal averages.
+
+A member is left out
+
+- when its connection is lost, or when it is silent (the caller tells);
+- when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
+- when it is far slower than the others (`Stragglers`).
+
+The parts that it owned get another owner. If only the line between two members is bad, none of them is left out: the
+one that lacks parts gets another source for them, and an owner that nobody can get parts from owns none any more. The
+decider may be the slow one. Then it leaves itself out as a member, and goes on deciding.
+
+The decider is also a member. It learns about itself through `reported` as about others; its messages to itself are a
+`Send` to its own index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from shoal.allreduce.commit import CommitRules, Order
+from shoal.wire import Assign, Gone, Report
+
+__all__ = ["Coordinator", "CoordinatorAction", "LeftOut", "Replaced", "Send", "Stragglers"]
+
+
+class Send(NamedTuple):
+    """Tell `member` this."""
+
+    member: int
+    message: Order
+
+
+class LeftOut(NamedTuple):
+    """Nobody waits for this member any more."""
+
+    member: int
+    reason: str
+
+
+class Replaced(NamedTuple):
+    """Nobody can get parts from this member: others average its parts. It is still waited for."""
+
+    member: int
+
+
+CoordinatorAction = Send | LeftOut | Replaced
+
+
+class Coordinator:
+    """Decides on one round.
+
+    Args:
+        round_id: the id of the round.
+        owners: for each part, the index of the member that averages it at first.
+        reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
+        contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
+        me: index of the decider.
+        min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
+        stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
+        now: time at the beginning.
+
+    Attributes:
+        rules: what is held, and the verdict.
+        stragglers: compares the members' speeds.
+    """
+
+    def __init__(
+        self,
+        round_id: bytes,
+        owners: Sequence[int],
+        reduces: Sequence[bool],
+        contributes: Sequence[bool],
+        me: int,
+        *,
+        min_group_size: int,
+        stall_s: float,
+        now: float,
+    ) -> None:
+        self.rules = CommitRules(round_id, owners, contributes, min_group_size=min_group_size)
+        self.me, self.stall_s = me, stall_s
+        self.reduces = list(reduces)
+        self._told = False
+        self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: those it gets no parts from
+        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
+        self._given_at: dict[int, float] = {}  # part -> since when a member other than its owner holds it
+        self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
+        self._moved_bytes = [0] * len(reduces)
+        self._turn, self._ticked = me, now
+        self.begin(now)
+
+    # ------------------------------------------------------------------------------------------------------- events
+
+    def begin(self, now: float) -> None:
+        """Nobody owed progress before this moment."""
+        self._began = now
+        self._progress = [now] * len(self.reduces)
+        self._heard = [now] * len(self.reduces)
+        self.stragglers = Stragglers(margin_s=self.stall_s / 2, now=now)
+
+    def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
+        """A member reported the parts that it newly holds, and the owners that it cannot get parts from."""
+        rules = self.rules
+        self._heard[member] = now
+        if rules.verdict is not None or member not in rules.live:
+            return []
+        for held in report.held:
+            if rules.holds(member, held):
+                self._progress[member] = now
+                if member != rules.owner[held.part]:
+                    self._given_at.setdefault(held.part, now)
+        if report.moved_bytes > self._moved_bytes[member]:
+            self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
+        if member in rules.takers:
+            self._unreachable[member].update(lost for lost in report.lost if lost in rules.live and lost != member)
+        actions = self._replace_owners(now) if report.lost else []
+        for other in sorted(rules.live):
+            actions += self._help(other, now)
+        return actions + self._decide()
+
+    def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
+        """As `leave_out`, and the others are told, because only the decider has a connection with every member."""
+        actions = self.leave_out(member, reason, now)
+        if actions and self.rules.verdict is None:
+            actions += [Send(other, Gone(member)) for other in sorted(self.rules.live)]
+        return actions
+
+    def leave_out(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
+        """Wait for a member no longer: it is silent, or it gave up."""
+        rules = self.rules
+        if rules.verdict is not None or member not in rules.live:
+            return []
+        rules.leave_out(member)
+        parts = [part for part, owner in enumerate(rules.owner) if owner == member]
+        parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
+        return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
+
+    def tick(self, now: float) -> list[CoordinatorAction]:
+        """Time passes: leave out members that keep the others waiting; the decider itself, if it cannot hear them."""
+        if now - self._ticked > self.stall_s / 4:
+            self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
+        self._ticked = now
+        actions = self.leave_out(self.me, "no progress", now) if self._cannot_hear(now) else []
+        for member in self._owing():
+            if now - self._progress[member] >= self.stall_s and self._may_leave_out(member):
+                actions += self.leave_out(member, "no progress", now)
+        actions += self._hurry(now)
+        for member in self.slow(now):
+            actions += self.leave_out(member, "far slower than the others", now)
+        return actions
+
+    def give_up(self, reason: str) -> list[CoordinatorAction]:
+        """The decider itself cannot go on (its deadline, or its caller cancelled)."""
+        self.rules.abort(reason)
+        return self._decide()
+
+    def _decide(self) -> list[CoordinatorAction]:
+        """Commit if that is possible; tell everybody the verdict, once."""
+        self.rules.commit()
+        if self._told or (verdict := self.rules.verdict) is None:
+            return []
+        self._told = True
+        return [Send(member, verdict) for member in range(len(self.reduces))]
+
+    # ------------------------------------------------------------------------------------------------- other owners
+
+    def _move(self, parts: Iterable[int], now: float) -> list[CoordinatorAction]:
+        """Give these parts other owners."""
+        moved: dict[tuple[int, int], list[int]] = {}
+        for part in parts if self.rules.verdict is None else ():
+            new_owner, attempt = self._new_owner(part)
+            if new_owner is None:
+                self.rules.abort("no member is left that can reduce")
+                return []
+            moved.setdefault((new_owner, attempt), []).append(part)
+        return [send for (owner, attempt), found in moved.items() for send in self._assign(found, attempt, owner, now)]
+
+    def _new_owner(self, part: int) -> tuple[int | None, int]:
+        """A member that can reduce and already holds the part; else the next in turn, which averages it again."""
+        rules = self.rules
+        able = sorted(member for member in rules.live if self.reduces[member])
+        if not able:
+            return None, 0
+        holders = [member for member in able if part in rules.held[member]]
+        if holders:
+            return holders[part % len(holders)], rules.attempt[part]
+        self._turn += 1
+        return able[self._turn % len(able)], rules.attempt[part] + 1
+
+    def _assign(self, parts: list[int], attempt: int, owner: int, now: float) -> list[CoordinatorAction]:
+        for part in parts:
+            if attempt > self.rules.attempt[part]:
+                self._given_at.pop(part, None)
+            for source, named_at in zip(self._source, self._named_at, strict=True):
+                source.pop(part, None)
+                named_at[part] = now
+            self.rules.assign(part, attempt, owner)
+        self._progress[owner] = now
+        return [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.rules.live)]
+
+    def _help(self, member: int, now: float) -> list[CoordinatorAction]:
+        """Name another source for parts that `member` cannot get from its present source, as soon as there is one."""
+        moved: dict[tuple[int, int], list[int]] = {}
+        rules, unreachable, sources = self.rules, self._unreachable[member], self._source[member]
+        for part, owner in enumerate(rules.owner) if unreachable else ():
+            if part in rules.held[member] or sources.get(part, owner) not in unreachable:
+                continue
+            others = sorted(rules.live - unreachable - {member})
+            holders = [other for other in others if self.reduces[other] and part in rules.held[other]]
+            if holders:
+                sources[part] = holders[part % len(holders)]
+                self._named_at[member][part] = now
+                moved.setdefault((rules.attempt[part], sources[part]), []).append(part)
+        return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
+
+    def _replace_owners(self, now: float) -> list[CoordinatorAction]:
+        """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
+        rules, actions = self.rules, list[CoordinatorAction]()
+        for owner in sorted(set(rules.owner) & rules.live):
+            others = rules.takers - {owner}
+            if others and all(owner in self._unreachable[other] for other in others):
+                parts = [part for part, of in enumerate(rules.owner) if of == owner]
+                parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
+                if parts and rules.verdict is None:
+                    self.reduces[owner] = False
+                    actions += [Replaced(owner), *self._move(parts, now)]
+        return actions
+
+    def _hurry(self, now: float) -> list[CoordinatorAction]:
+        """Name another source for parts that a member has waited for far longer than another member had to.
+
+        If only the line between two members is slow, neither of them is slow: each can get the missing parts from a
+        third one. Far longer means twice as long plus a quarter of the limit of silence: before the member itself
+        counts as slow.
+        """
+
+        def limit(since: float, given_at: float) -> float:
+            return since + (given_at - self._began) + self.stall_s / 4
+
+        rules, actions = self.rules, list[CoordinatorAction]()
+        late = {part: at for part, at in self._given_at.items() if now >= limit(at, at)}
+        for member in sorted(rules.takers) if late and rules.verdict is None else ():
+            source, named_at = self._source[member], self._named_at[member]
+            waited_for = {
+                source.get(part, rules.owner[part])
+                for part, at in late.items()
+                if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
+            } - {member}
+            if waited_for:
+                self._unreachable[member] |= waited_for
+                actions += self._help(member, now)
+        return actions
+
+    # --------------------------------------------------------------------------------------------------- who is slow
+
+    def slow(self, now: float) -> list[int]:
+        """The members that are far slower than the others; the decider may be one, and then goes on deciding.
+
+        Nobody if too few members would be left, or none that contributes: waiting costs less than failing.
+        """
+        rules, slow = self.rules, set[int]()
+        if rules.verdict is not None:
+            return []
+        for each in self.stragglers.late(rules.owner, rules.held, rules.takers, now):
+            left = rules.live - slow - {each}
+            if each not in rules.live or (each == self.me and not self._may_step_aside()):
+                continue
+            if len(left) >= max(rules.min_group_size, 2) and left & rules.takers:
+                slow.add(each)
+        return sorted(slow)
+
+    def _cannot_hear(self, now: float) -> bool:
+        """Return whether the decider's own line is slow: for half of the limit most others' reports are missing.
+
+        Everybody reports once a second. On a slow line the values to and from the decider delay the reports.
+        """
+        others = self.rules.live - {self.me}
+        missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
+        return self._may_step_aside() and 2 * missing > len(others)
+
+    def _may_step_aside(self) -> bool:
+        """Return whether the others can go on without the decider's values: at least two of them have values.
+
+        With only one, nobody could tell which of the two is slow.
+        """
+        live = self.rules.live
+        return self.me in live and len(self.rules.takers - {self.me}) >= 2 and len(live) > self.rules.min_group_size
+
+    def _may_leave_out(self, member: int) -> bool:
+        """Return whether silence is the member's fault: it may be the decider's own, or nobody's."""
+        if member != self.me:
+            return True
+        others = self.rules.takers - {member}
+        complete = all(len(self.rules.held[other]) == len(self.rules.owner) for other in others)
+        return complete or (self._kept() == {member} and self._may_step_aside())
+
+    def _owing(self) -> list[int]:
+        """Members that keep the others waiting: owners of parts that nobody else holds, else those that lack parts."""
+        rules = self.rules
+        if rules.verdict is not None:
+            return []
+        if unheld := self._owners_alone(rules.live):
+            return sorted(unheld & rules.live)
+        if kept := self._kept():
+            return sorted(kept)
+        return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.owner))
+
+    def _owners_alone(self, among: set[int]) -> set[int]:
+        """The owners of parts that none of these members holds."""
+        held = self.rules.held
+        return {owner for part, owner in enumerate(self.rules.owner) if not any(part in held[other] for other in among)}
+
+    def _kept(self) -> set[int]:
+        """The members that have parts which no other member that should hold them holds."""
+        rules, takers = self.rules, self.rules.takers
+        kept = {
+            owner
+            for part, owner in enumerate(rules.owner)
+            if takers - {owner} and not any(part in rules.held[other] for other in takers - {owner})
+        }
+        return kept & rules.live
+
+
+class Stragglers:
+    """Finds members that keep a round waiting although they live and move bytes.
+
+    This is about slowness, not silence: a member at 1% of its speed makes progress all the time, and would make the
+    round a hundred times as long. Members are compared with each other. First the owners: an owner is done when another
+    member holds each of its parts. When all owners are done, the receivers: a receiver is done when it holds every
+    part. The median takes some time to be done; a member that is not done after twice that time and a margin is late.
+    So no member is late that needs at most twice as long as the median.
+
+    Args:
+        margin_s: how much longer than twice the median's time a member may take, seconds.
+        now: when the round began.
+    """
+
+    def __init__(self, *, margin_s: float, now: float) -> None:
+        self._margin_s, self._began, self._moved_at = margin_s, now, now
+        self._owner: list[int] = []
+        self._delivered_at: dict[int, float] = {}
+        self._complete_at: dict[int, float] = {}
+
+    def late(
+        self, owner: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int], now: float
+    ) -> list[int]:
+        """The members that are late, in order.
+
+        Args:
+            owner: of each part.
+            held: for each member, the parts that it holds.
+            takers: the members that are to hold every part.
+            now: time.
+        """
+        if self._owner != owner:
+            self._owner, self._moved_at = list(owner), now  # members that others wait for now get the whole time again
+        owners = set(owner)
+        waiting = {of for part, of in enumerate(owner) if not any(part in held[each] for each in takers if each != of)}
+        lacking = {each for each in takers if len(held[each]) < len(owner)}
+        _note(self._delivered_at, owners - waiting, now)
+        _note(self._complete_at, set(takers) - lacking, now)
+        if waiting:
+            return self._past_limit(waiting, self._delivered_at, len(owners), now)
+        return self._past_limit(lacking, self._complete_at, len(takers), now)
+
+    def _past_limit(self, waiting: Iterable[int], done_at: Mapping[int, float], count: int, now: float) -> list[int]:
+        middle = (count - 1) // 2
+        if len(done_at) <= middle:
+            return []
+        median = sorted(done_at.values())[middle]
+        limit = max(median, self._moved_at) + (median - self._began) + self._margin_s
+        return sorted(waiting) if now >= limit else []
+
+
+def _note(done_at: dict[int, float], done: set[int], now: float) -> None:
+    """Remember since when these are done; forget those that are not any more."""
+    for member in set(done_at) - done:
+        del done_at[member]
+    for member in done:
+        done_at.setdefault(member, now)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import shoal
 from shoal.allreduce.commit import CommitRules, MemberRules
-from shoal.allreduce.reducer import ReducerRules
+from shoal.allreduce.member import Contributions
 from shoal.averager import AveragerSettings
 from shoal.events import Event, GroupFormed, RoundFinished
 from shoal.matchmaking.search import Search
@@ -201,7 +201,7 @@ def hook() -> None:
     dht_module.TcpTransport = _Transport  # type: ignore[attr-defined]
     _before(Search, "run", "searching")
     _before(Stream, "send", "sending", if_=lambda _, message, *__: isinstance(message, PartData))
-    _before(ReducerRules, "contributed", "reducing")
+    _before(Contributions, "contributed", "reducing")
     # A member holds all and has not reported the last part yet; the decider has decided, and told nobody.
     _after(MemberRules, "averaged", "before commit", if_=lambda rules, _: rules.commit is None and not rules.missing())
     _after(CommitRules, "commit", "before commit", if_=lambda _, decided: bool(decided))

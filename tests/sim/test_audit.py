@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce import owner
-from shoal.allreduce.owner import PartOwner
+from shoal.allreduce import parts
 from shoal.allreduce.partition import Part
 from shoal.allreduce.vector import Vector
 from shoal.compression import CompressionBase
@@ -23,7 +22,7 @@ from tests.sim.test_averaging_faults import play
 ROUNDS = 3
 FOUND = r"the average is|the weights|is counted"
 
-add, begin_sum, mask, finish_part = Vector.add, Vector.begin_sum, owner._mask, PartOwner._finish_part
+add, begin_sum, mask = Vector.add, Vector.begin_sum, parts._mask
 
 
 def adds_twice(patch: pytest.MonkeyPatch) -> None:
@@ -48,12 +47,12 @@ def owns_twice(patch: pytest.MonkeyPatch) -> None:
 
 def names_too_few(patch: pytest.MonkeyPatch) -> None:
     """The last one of those that are counted in a part is not named."""
-    patch.setattr(owner, "_mask", lambda members, count: mask(set(sorted(members)[:-1]) or members, count))
+    patch.setattr(parts, "_mask", lambda members, count: mask(set(sorted(members)[:-1]) or members, count))
 
 
 def names_too_many(patch: pytest.MonkeyPatch) -> None:
     """All members of the group are named."""
-    patch.setattr(owner, "_mask", lambda members, count: mask(set(range(count)), count))
+    patch.setattr(parts, "_mask", lambda members, count: mask(set(range(count)), count))
 
 
 MUTANTS = (adds_twice, adds_nothing, owns_twice, names_too_few)

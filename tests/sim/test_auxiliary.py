@@ -128,7 +128,7 @@ class Trial:
         done = []
         for i, (member, result) in enumerate(zip(self.members, self.results, strict=True)):
             assert not member.peer.seen(Warned)
-            assert not member.auxiliary or not self.rounds[i]._exchange._outgoing  # it asks for nothing
+            assert not member.auxiliary or not self.rounds[i]._senders  # it asks for nothing
             tensor = member.vector.tensors[0]
             if member.auxiliary or result.outcome is None:
                 Untouchable.armed = False
@@ -529,7 +529,7 @@ def test_an_auxiliary_member_takes_over_the_parts_of_the_dead() -> None:
         assert commit is not None
         assert trial.contributors(commit) == {0, 2}
         assert any(held.attempt == 1 for held in commit.parts)
-        assert 3 in trial.rounds[0].rules.owner
+        assert 3 in trial.rounds[0].machine.rules.owner
 
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
@@ -544,7 +544,7 @@ def test_an_owner_that_no_values_reach_hands_its_parts_over() -> None:
         async def deaf(stream: Stream[Any, Any], sender: int) -> None:
             await asyncio.Event().wait()
 
-        trial.rounds[3]._exchange.serve = deaf  # type: ignore[method-assign]
+        trial.rounds[3]._serve = deaf  # type: ignore[method-assign]
         trial.start()
         await trial.wait()
         commit = trial.check()
@@ -567,7 +567,7 @@ def test_parts_that_come_when_everybody_was_counted_out() -> None:
         trial.start([2])
         await sleep(0.1)
         for sender in (0, 1):
-            trial.rounds[2]._exchange.exclude(sender)
+            trial.rounds[2]._do(trial.rounds[2].machine.exclude(sender))
         await trial.members[0].controls[trial.members[2].peer.peer_id].send(Assign([0, 1], 1, 2))
         await asyncio.wait({trial.running[0]}, timeout=5.0)
         failure = trial.results[2].failure
@@ -603,7 +603,7 @@ def test_an_owner_that_only_weights_of_zero_reach_hands_its_parts_over() -> None
         trial.weights = [0.0, 1.0, 2.0, 0.0]
         await trial.begin([0, 5000, 5000, 10_000])
         for sender in (1, 2):
-            trial.rounds[3]._exchange.exclude(sender)
+            trial.rounds[3]._do(trial.rounds[3].machine.exclude(sender))
         trial.start()
         await trial.wait()
         commit = trial.check()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any, cast
 
 import pytest
 import torch
 
-from shoal.allreduce.control import FollowerControl
+from shoal.allreduce.member import MemberMachine
 from shoal.allreduce.round import Round, RoundOptions
 from shoal.allreduce.streams import UpStream
 from shoal.compression import Float16Compression
 from shoal.errors import ConfigError, PeerRefused, PeerUnreachable, RoundFailed
 from shoal.events import PeerDropped, Warned
+from shoal.peer import PeerID
 from shoal.rpc import Stream
 from shoal.rpc.framing import Kind, pack, read_frame
 from shoal.sim import sleep
@@ -23,6 +23,7 @@ from shoal.wire import (
     AskVerdict,
     Assign,
     Commit,
+    Contact,
     Gone,
     Held,
     Leave,
@@ -147,15 +148,15 @@ def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
         await others[0].send(PartData(0, 0, 1.0), encoded(2.0, 200))
         await sleep(0.5)
         newer = Held(0, 1, b"\x06", 2.0, b"n" * 16)
-        round_.rules.expect(0, 1)  # as `Exchange.land` does when it receives another owner's average
+        round_.machine.rules.expect(0, 1)  # as `Parts.land` does when it receives another owner's average
         landing = a.vector.landing(round_.parts[0])
         assert landing is not None
         landing[:] = encoded(2.5, 200)
-        assert round_.rules.averaged(newer)
+        assert round_.machine.rules.averaged(newer)
         await others[1].send(PartData(0, 0, 1.0), encoded(3.0, 200))
         await sleep(0.5)
         assert bytes(landing) == encoded(2.5, 200)
-        assert round_.rules.held[0] is newer
+        assert round_.machine.rules.held[0] is newer
         running.cancel()
         await together(running)
         await round_.close(orderly=False)
@@ -356,7 +357,7 @@ def test_asking_a_million_times_is_remembered_once() -> None:
         for _ in range(50):
             await stream.write(question * 1000)
         await sleep(0.2)
-        inbound = rounds[0]._exchange._inbound[2]
+        inbound = rounds[0]._reducing[2]
         assert len(inbound._due) <= 2
         await hand.close()
         await asyncio.gather(*running)
@@ -638,9 +639,10 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
 
 def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
     """However often an owner says that it has nothing, while the decider's line is slow. What is held is told."""
-    control = FollowerControl(cast(Any, None), cast(Any, None))
+    members = [Member(Contact(PeerID(bytes([index]) * 32)), True, None, b"", True) for index in range(3)]
+    machine = MemberMachine(ROUND, 2, 0, members, [1, 1], silence_s=5.0, now=0.0)
+    machine.rules.averaged(HELD)
     for _ in range(1000):
-        control.report(Report(lost=[1]))
-    assert control._queue.qsize() == 64
-    control.report(Report(held=[HELD]))
-    assert control._queue.qsize() == 65
+        machine.source_lost(1, PartAbsent(1, 0))
+    assert machine.report(0) == Report([HELD], [1], 0)
+    assert machine.report(0) == Report()

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from shoal import sim
-from shoal.allreduce.part_work import PartWork
+from shoal.allreduce.parts import PartWork
 from shoal.allreduce.vector import Vector, describe
 from shoal.compression import Uniform8BitQuantization
 

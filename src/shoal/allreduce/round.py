@@ -4,6 +4,14 @@
 give averages and its verdict to members that were left out, until `close`: its owner closes the round when it needs the
 vector for the next one. `RoundTable` finds the round that an incoming stream belongs to, and remembers recent verdicts.
 
+What to do is decided by two pure machines: `MemberMachine`, and at the decider also `Coordinator`. Here are the tasks,
+the streams and the time. The decider and each other member talk on the stream by which the group was formed. When such
+a stream ends before the verdict, the decider leaves that member out; a member that loses the decider asks the others
+whether they know the verdict, and gives up when none of them can still learn it. Values and averages go on streams of
+their own, from each member to each owner. A stream of these that breaks costs the round nothing by itself: the owner
+leaves the sender out of the parts that are not done yet; the sender tells the decider which owner it cannot reach, and
+gets another source or another owner. An auxiliary member opens no such stream: it serves those of the others.
+
 An auxiliary member's time limits start with the first sign of a contributing member: such members may begin later, when
 their values are ready.
 """
@@ -12,14 +20,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
-from shoal.allreduce.commit import MemberRules, Order
-from shoal.allreduce.control import Control, DeciderControl, FollowerControl
-from shoal.allreduce.coordinator import Coordinator
-from shoal.allreduce.digest import PartDigests
-from shoal.allreduce.exchange import Exchange
+from shoal.allreduce.commit import Ask, Average, Contribute, Order
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, LeftOut, Replaced, Send
 from shoal.allreduce.interface import (
     MAX_WEIGHT,
     MIN_WEIGHT,
@@ -29,21 +34,43 @@ from shoal.allreduce.interface import (
     is_sound,
     is_weight,
 )
+from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
+from shoal.allreduce.partition import Part
+from shoal.allreduce.parts import Parts
 from shoal.allreduce.reference import common_reference
-from shoal.allreduce.streams import DownStream
+from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
 from shoal.clock import to_the_end
-from shoal.errors import ConfigError, PeerRefused, RoundFailed
+from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
-from shoal.rpc import LOOK_S, Endpoint
-from shoal.wire import Abort, AskVerdict, Assign, Commit, Gone, PartAbsent, Reduce, Report, Verdict
+from shoal.rpc import LOOK_S, Endpoint, Stream
+from shoal.wire import (
+    Abort,
+    AskVerdict,
+    Assign,
+    Commit,
+    Held,
+    Leave,
+    PartAbsent,
+    PartAverage,
+    PartData,
+    PartRequest,
+    Reduce,
+    Report,
+    Verdict,
+)
 
 __all__ = ["FormedGroup", "Outcome", "Round", "RoundOptions", "RoundTable"]
 
 _LOOK_S = LOOK_S / 2
 """A round stands still while it waits for a silent member: a finer look finds that out earlier."""
 
+_FAREWELL_S = 1.0
+"""A round waits so long at its end for the others to end their streams."""
+
+_ASK_TIMEOUT_S = 2.0
+_ASK_PAUSE_S = 0.1
 _ARRIVAL_S = 10.0
 _MAX_EARLY_STREAMS = 512
 _REMEMBERED_VERDICTS = 64
@@ -60,6 +87,9 @@ class Round:
             `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
         options: patience.
 
+    Attributes:
+        machine: this member's part, without input and output.
+
     Raises:
         ConfigError: the group's slices and parts do not fit the tensors, or the weight cannot be used.
     """
@@ -70,57 +100,62 @@ class Round:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.decider = group.my_index, group.decider
-        if not is_weight(weight):
-            raise ConfigError(f"weight must be 0, or within {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, got {weight!r}")
-        contributes = self.members[self.me].contributes
-        if not contributes:
-            if weight:
-                raise ConfigError(f"weight must be 0 for an auxiliary member, got {weight!r}")
-            vector.forget()
-        self.vector, self.weight, self.digests = vector, weight, PartDigests(group.round_id)
-        reference = common_reference(self.members)
-        if contributes and reference and reference != vector.reference_name:
-            raise ConfigError("the group was formed for another reference than ours")
-        vector.agree(on_reference=bool(reference))
-        self.parts = vector.parts(group.slices, group.part_bytes)
-        for part in self.parts:
-            if not self.members[part.owner].reduces:
-                raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
+        self.parts = _cut(group, vector, weight)
         owners = [part.owner for part in self.parts]
-        self.rules = MemberRules(self.me, owners, contributes=contributes)
         self._table, self._options = table, options
-        self._loop, self._closed = asyncio.get_running_loop(), False
+        self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
+        self.machine = MemberMachine(
+            self.round_id,
+            self.me,
+            self.decider,
+            self.members,
+            owners,
+            silence_s=options.silence_s,
+            now=self._loop.time(),
+        )
+        self._parts = Parts(
+            vector,
+            self.parts,
+            self.machine,
+            self.env.executor,
+            weight=weight,
+            members=len(self.members),
+            round_id=self.round_id,
+        )
+        self._coordinator = self._make_coordinator(owners) if self.me == self.decider else None
+        # Of the decider: to each other member; of another member: to the decider.
+        self._control: dict[int, Stream[Any, Any]] = {
+            index: group.controls[member.contact.peer]
+            for index, member in enumerate(self.members)
+            if member.contact.peer in group.controls
+        }
+        self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
+        self._talks: list[asyncio.Task[None]] = []
+        self._senders: dict[int, SenderStream] = {}
+        self._reducing: dict[int, ReducerStream] = {}
+        self._serving: set[DownStream] = set()
+        self._served = asyncio.Event()
+        self._moved_before = 0  # on streams that are over
         self._tasks: set[asyncio.Task[Any]] = set()
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = asyncio.Event()
         self._sign = asyncio.Event()
-        self._lost_sources: list[int] = []
         self._blamed: dict[tuple[PeerID, str], None] = {}
-        self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
-        self._exchange = Exchange(self, silence_s=options.silence_s)
-        self._control = self._make_control(group, owners)
         self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
 
-    def _make_control(self, group: FormedGroup, owners: list[int]) -> Control:
-        if self.me != self.decider:
-            return FollowerControl(self, group.controls[self.members[self.decider].contact.peer])
-        machine = Coordinator(
+    def _make_coordinator(self, owners: list[int]) -> Coordinator:
+        options = self._options
+        return Coordinator(
             self.round_id,
             owners,
             [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
             [member.contributes for member in self.members],
             self.me,
-            min_group_size=self._options.min_group_size,
+            min_group_size=options.min_group_size,
             # An owner may wait this long for a silent sender before it goes on without.
-            stall_s=(self._options.reducer_silence_s or 2 * self._options.silence_s) + 2 * self._options.report_s,
+            stall_s=(options.reducer_silence_s or 2 * options.silence_s) + 2 * options.report_s,
             now=self._loop.time(),
         )
-        streams = {
-            index: group.controls[member.contact.peer]
-            for index, member in enumerate(self.members)
-            if member.contact.peer in group.controls
-        }
-        return DeciderControl(self, machine, streams)
 
     # ----------------------------------------------------------------------------------------------------- one round
 
@@ -137,9 +172,9 @@ class Round:
             self.give_up("all members of the group are auxiliary: nobody has values to average")
             raise self._failure()
         self._table.add(self)
-        self._control.start()
-        self._exchange.start()
-        self.spawn(self._report_loop())
+        self._begin_control()
+        self._do(self.machine.start(self._loop.time()))
+        self._reporting = self.spawn(self._report_loop())
         self.spawn(self._tick_loop())
         self.spawn(self._look_loop())
         try:
@@ -150,19 +185,19 @@ class Round:
         except asyncio.CancelledError:
             self.give_up("cancelled")
             raise
-        if not self.rules.succeeded:
+        commit = self.machine.rules.commit
+        if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
-        assert self.rules.commit is not None
-        await to_the_end(self._exchange.settle_values(self.rules.commit))
-        return Outcome.of(self.rules.commit, self.members)
+        await to_the_end(self._parts.settle(commit))
+        return Outcome.of(commit, self.members)
 
     async def end_streams(self) -> None:
         """The verdict is known: end our streams, so that their connections can be used again.
 
         A round that succeeded goes on giving its averages to members that were left out, by streams of their own.
         """
-        if self.rules.succeeded:
-            await asyncio.gather(self._control.finish(), self._exchange.finish())
+        if self.machine.rules.succeeded:
+            await asyncio.gather(self._end_control(), self._end_data())
 
     async def close(self, *, orderly: bool = True) -> None:
         """Stop serving this round; afterwards nothing of it touches the vector. Safe to call twice.
@@ -177,86 +212,96 @@ class Round:
             if orderly:
                 await self.end_streams()
         finally:
-            self._exchange.stop()
+            self._over = True
+            for stream in list(self._serving):
+                stream.abort()
+            self._parts.stop()
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._exchange.settle()
+            await self._settled()
             self._table.remove(self)
-            self._let_go()
+            # Streams and tasks know this round. Python's cycle collector would free it late: it counts objects, and a
+            # round has few, with large buffers.
+            self._closed, self._unsubscribe = True, _nothing
+            self._talks.clear()
+            self._senders.clear()
+            self._reducing.clear()
 
-    def _let_go(self) -> None:
-        """Cut the references between the parts of a round, so that its memory is freed when nobody holds it any more.
-
-        Python's cycle collector would free it too, but late: it counts objects, and a round has few, with large
-        buffers.
-        """
-        if not self._closed:
-            self._closed = True
-            self._unsubscribe = _nothing
-            self._control.let_go()
-            self._exchange.let_go()
-
-    # ------------------------------------------------------------------------------------------------ what happens
-
-    @property
-    def decided(self) -> bool:
-        """Return whether a verdict is known, or was given up."""
-        return self.rules.commit is not None or self.rules.failed is not None
+    # -------------------------------------------------------------------------------------------------- what happens
 
     @property
     def verdict(self) -> Verdict:
         """The state of the verdict, as others may hear it."""
-        return Verdict(self.rules.commit, self._control.may_learn and self.rules.failed is None)
+        rules = self.machine.rules
+        return Verdict(rules.commit, self.machine.may_learn and rules.failed is None)
 
     def obey(self, message: Order) -> None:
         """The decider says something (or another member relays its commit)."""
         if self._closed:
             return
-        self.heard()
-        match message:
-            case Assign():
-                if 0 <= message.owner < len(self.members) and all(0 <= p < len(self.parts) for p in message.parts):
-                    self._exchange.act(self.rules.assigned(message))
-            case Gone(member):
-                # We may never have had a connection with it, whose end would tell.
-                if 0 <= member < len(self.members) and member != self.me:
-                    if self.me != self.decider:  # it has said so already
-                        self.blame(member, "gone: the decider has lost it")
-                    self._exchange.exclude(member)
-            case Commit():
-                if self._fits(message):
-                    for part in self.rules.committed(message):
-                        self._fetch(part)
-            case Abort():
-                self.give_up(message.reason)
-        self._check()
-
-    def _fits(self, commit: Commit) -> bool:
-        """Return whether this can be the verdict of this round."""
-        return (
-            commit.round_id == self.round_id
-            and [held.part for held in commit.parts] == list(range(len(self.parts)))
-            and all(is_sound(held, len(self.members)) for held in commit.parts)
-        )
-
-    def heard(self) -> None:
-        """Another member has begun the round."""
         self._sign.set()
+        self._do(self.machine.obey(message, self._loop.time()))
+        if isinstance(message, Assign):
+            self._parts.assigned()
+
+    def _do(self, actions: Iterable[MemberAction]) -> None:
+        """Carry out what this member is to do."""
+        for action in actions:
+            match action:
+                case Average(part, attempt):
+                    self._free(part)
+                    self._parts.own(part, attempt)
+                    self.spawn(self._begin(part, attempt))
+                case Finish(part, attempt):
+                    self.spawn(self._finish(part, attempt))
+                case Contribute(part, _, member) | Ask(part, _, member):
+                    self._free(part)
+                    self._sender_to(member).put(action)
+                case Blame(member, reason):
+                    self._blame(member, reason)
+                case CutOff(reason) if self._coordinator is not None:  # it goes on deciding
+                    self._tell(self._coordinator.leave_out(self.me, reason, self._loop.time()))
+                case CutOff(reason):
+                    self.give_up(reason)
+                case AskOthers():
+                    self.spawn(self._ask_others())
+        self._look_at_machine()
+
+    def _tell(self, actions: Iterable[CoordinatorAction]) -> None:
+        """Carry out what the decider is to do."""
+        for action in actions:
+            match action:
+                case LeftOut(member, reason):
+                    if member == self.me and self.machine.rules.commit is None:
+                        self._step_aside()
+                    self._blame(member, f"left out of the round: {reason}")
+                case Replaced(member):
+                    self._blame(member, "nobody gets its averages: others average its parts")
+                case Send(member, message) if member == self.me:
+                    self._loop.call_soon(self.obey, message)  # not at once: its consequences may call this again
+                case Send(member, message) if member in self._to_say:
+                    self._to_say[member].put_nowait(message)
+                    if isinstance(message, Commit | Abort):
+                        self._to_say[member].put_nowait(None)
+
+    def _look_at_machine(self) -> None:
+        if self.machine.news:
+            self._news.set()
+        rules = self.machine.rules
+        if not self._done.done() and (rules.succeeded or rules.failed is not None):
+            self._done.set_result(None)
 
     def give_up(self, reason: str) -> None:
         """Fail the round here, unless it succeeded."""
-        if self.rules.give_up(reason):
-            self._control.give_up(reason)
-            self._check()
+        if self.machine.give_up(reason):
+            if self._coordinator is not None:
+                self._tell(self._coordinator.give_up(reason))
+            self._look_at_machine()
 
-    def cut_off(self, reason: str) -> None:
-        """The values of the others do not come here: another member must average the parts owned here."""
-        self._control.cut_off(reason)
-
-    def blame(self, member: int, reason: str) -> None:
+    def _blame(self, member: int, reason: str) -> None:
         """A member did not do its part: an event says so, once, and the error does if the round fails."""
-        if self.decided:
+        if self.machine.decided:
             return  # a member that leaves after the verdict harms nobody
         peer = self.members[member].contact.peer
         if (peer, reason) not in self._blamed:
@@ -266,83 +311,287 @@ class Round:
     def _failure(self) -> RoundFailed:
         """Return why there is no average here, and which members are to blame for it."""
         peers = dict.fromkeys(peer for peer, _ in self._blamed)
-        return RoundFailed(self.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
-
-    def step_aside(self) -> None:
-        """Stop sending and receiving values: this member, the decider, has left itself out."""
-        if self.rules.commit is None:
-            self._exchange.step_aside()
-
-    def news(self) -> None:
-        """A part is held that was not held before."""
-        self._news.set()
-        self._check()
-
-    def source_lost(self, member: int, absent: PartAbsent | None) -> None:
-        """A member does not give a part that it was asked for."""
-        if (commit := self.rules.commit) is not None:
-            for part in [absent.part] if absent is not None else self.rules.missing():
-                old = absent is not None and absent.attempt != commit.parts[part].attempt
-                # Others may still be giving the part: only a refusal by the member asked last leaves us without it.
-                if self.rules.held[part] is None and self._asked.get(part) == member and not old:
-                    self._fetch(part)
-        else:
-            if absent is None:
-                self.blame(member, "its averages stopped")
-            self._lost_sources.append(member)
-            self._news.set()
-
-    def _fetch(self, part: int) -> None:
-        """After the commit: ask one member after another for a part that is missing here."""
-        assert self.rules.commit is not None
-        owner = self.rules.owner[part]
-        # The owner comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
-        # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
-        count = len(self.members)
-        order = sorted(range(count), key=lambda i: (not self.members[i].contributes, i == owner, (i + part) % count))
-        sources = [i for i in order if i != self.me and self.members[i].reduces]
-        turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
-        if turn >= len(sources):
-            self.give_up("committed, but nobody who holds the averages could be reached")
-        else:
-            self._asked[part] = sources[turn]
-            self._exchange.ask(part, self.rules.commit.parts[part].attempt, sources[turn])
-
-    def _check(self) -> None:
-        if not self._done.done() and (self.rules.succeeded or self.rules.failed is not None):
-            self._done.set_result(None)
+        return RoundFailed(self.machine.rules.failed or "no verdict", tuple(peers), round_id=self.round_id)
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         for index, member in enumerate(self.members):
             if member.contact.peer == peer:
                 # The decider first: if no contributing member is left, that is the better reason.
-                self._control.lost(index, reason)
-                self._exchange.exclude(index)
+                self._control_lost(index, reason)
+                self._do(self.machine.exclude(index))
 
-    # -------------------------------------------------------------------------------------------------------- loops
+    # --------------------------------------------------------------------------------------------------------- control
+
+    def _begin_control(self) -> None:
+        if self._coordinator is None:
+            self._talks.append(self.spawn(self._obey_decider(self._control[self.decider])))
+            return
+        for member, stream in self._control.items():
+            self._talks += [self.spawn(self._hear(member, stream)), self.spawn(self._talk(member, stream))]
+        for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
+            self._control_lost(member, "it has no control stream")
+
+    async def _obey_decider(self, stream: Stream[Any, Any]) -> None:
+        try:
+            while (received := await stream.recv()) is not None:
+                message, nbytes = received
+                if nbytes or not isinstance(message, Order):
+                    stream.abort()
+                    break
+                self.obey(message)
+        except PeerError:
+            pass  # the decider is lost, for whatever reason
+        self._control_lost(self.decider, "its control stream ended")
+
+    async def _hear(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
+        assert self._coordinator is not None
+        reason = "it gave up"
+        try:
+            while (received := await stream.recv()) is not None:
+                message, nbytes = received
+                if isinstance(message, Leave):
+                    break
+                if nbytes or not all(is_sound(held, len(self.members)) for held in message.held):
+                    stream.abort()
+                    reason = "a malformed report"
+                    break
+                if self.members[member].contributes:
+                    self._sign.set()
+                self._tell(self._coordinator.reported(member, message, self._loop.time()))
+        except PeerError as error:
+            reason = error.message  # any error: without its stream a member cannot report
+        self._control_lost(member, reason)
+
+    async def _talk(self, member: int, stream: Stream[Any, Any]) -> None:
+        """Tell a member what the decider has to say, up to the verdict."""
+        try:
+            while (message := await self._to_say[member].get()) is not None:
+                await stream.send(message)
+            await stream.end()
+        except PeerError as error:
+            self._control_lost(member, error.message)
+
+    def _control_lost(self, member: int, reason: str) -> None:
+        """No word comes from a member, or goes to it, any more."""
+        if self._coordinator is not None:
+            self._tell(self._coordinator.gone(member, reason, self._loop.time()))
+        elif member == self.decider:
+            self._do(self.machine.decider_lost(reason))
+
+    async def _ask_others(self) -> None:
+        others = [m.contact for i, m in enumerate(self.members) if i not in (self.me, self.decider)]
+        hope = True
+        while hope and not self.machine.decided:
+            hope = False
+            calls = (self.endpoint.call(c, AskVerdict(self.round_id), timeout_s=_ASK_TIMEOUT_S) for c in others)
+            for verdict in await asyncio.gather(*calls, return_exceptions=True):
+                if isinstance(verdict, BaseException):
+                    if not isinstance(verdict, PeerError):
+                        raise verdict
+                elif verdict.commit is not None and not self.machine.decided:
+                    self.obey(verdict.commit)
+                else:
+                    hope = hope or verdict.may_learn
+            if hope and not self.machine.decided:
+                await asyncio.sleep(_ASK_PAUSE_S)
+        if not self.machine.decided:
+            self.give_up("outcome unknown: the decider was lost before its verdict came")
+
+    async def _end_control(self) -> None:
+        """All was said: end the streams in order."""
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                if self._coordinator is None:
+                    self._reporting.cancel()  # it may be about to send
+                    await self._control[self.decider].end()
+                await asyncio.gather(*self._talks, return_exceptions=True)
+        except (PeerError, TimeoutError):
+            # A member that does not take the verdict in this time asks the others for it.
+            if self._coordinator is None:
+                self._control[self.decider].abort()
+
+    # ------------------------------------------------------------------------------------------ values and averages
+
+    async def _begin(self, part: int, attempt: int) -> None:
+        self._do(await self._parts.begin(part, attempt))
+
+    async def _finish(self, part: int, attempt: int) -> None:
+        match await self._parts.finish(part, attempt):
+            case CutOff() as cut_off:
+                self._do([cut_off])
+            case Held() as held:
+                if any(held.contributors):
+                    for stream in self._reducing.values():  # give it to everybody who has a stream to us
+                        stream.offer(part)
+                self._holds_more()
+
+    def _holds_more(self) -> None:
+        """A part is held that was not held before."""
+        self._news.set()
+        self._look_at_machine()
+
+    def _free(self, part: int) -> None:
+        """Stop receiving older bytes of a part: their sender may be stuck, and the part's memory is needed."""
+        for sender in self._senders.values():
+            if sender.landing == part:
+                sender.abort()
+
+    def _sender_to(self, owner: int) -> SenderStream:
+        sender = self._senders.get(owner)
+        if sender is None or sender.done:
+            if sender is not None:
+                self._moved_before += sender.moved_bytes
+            contact, opening = self.members[owner].contact, Reduce(self.round_id)
+            sender = self._senders[owner] = SenderStream(
+                self.endpoint,
+                contact,
+                opening,
+                values=self._parts.contribution,
+                receive=lambda *answer: self._answered(owner, *answer),
+            )
+            self.spawn(self._send(owner, sender))
+        return sender
+
+    async def _send(self, owner: int, sender: SenderStream) -> None:
+        try:
+            await sender.run()
+        except PeerError as error:
+            if isinstance(error, PeerProtocolError):
+                self._blame(owner, error.message)
+            if not sender.retired:
+                self._do(self.machine.source_lost(owner, None))
+
+    async def _answered(
+        self, owner: int, sender: SenderStream, stream: UpStream, message: PartAverage | PartAbsent, nbytes: int
+    ) -> None:
+        if isinstance(message, PartAverage):
+            if await self._parts.land(sender, stream, message.held, nbytes):
+                self._holds_more()
+        elif nbytes or not 0 <= message.part < len(self.machine.rules.owner):
+            raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
+        else:
+            self._do(self.machine.source_lost(owner, message))
+
+    async def serve(self, stream: DownStream) -> None:
+        """Serve a member's stream: take its values, give it averages (for `RoundTable`)."""
+        for index, member in enumerate(self.members):
+            if member.contact.peer == stream.peer_id and index != self.me and member.contributes:
+                self._sign.set()
+                await self._serve(stream, index)
+                return
+        raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+
+    async def _serve(self, stream: DownStream, sender: int) -> None:
+        if self._over:
+            raise PeerRefused("the round is over")
+        served = ReducerStream(stream, self._parts.average)
+        if (older := self._reducing.get(sender)) is not None:
+            self._moved_before += older.moved_bytes
+        self._reducing[sender] = served
+        self._serving.add(stream)
+        for part, held in enumerate(self.machine.rules.held):
+            if held is not None and self.machine.rules.owner[part] == self.me:
+                served.offer(part)
+        pump = self.spawn(served.pump())
+        try:
+            while (received := await stream.recv()) is not None:
+                message, nbytes = received
+                if isinstance(message, PartData):
+                    self._do(await self._parts.add(message, nbytes, sender, stream.peer_id, served.read))
+                else:
+                    self._requested(served, message, nbytes)
+            served.close()
+            await asyncio.wait((pump,))  # not `await pump`: it may have been cancelled with the round
+        except PeerError as error:
+            if isinstance(error, PeerProtocolError):
+                self._blame(sender, error.message)
+            elif not self._over:
+                self._blame(sender, f"its values stopped: {error.message}")
+            self._do(self.machine.exclude(sender))
+            raise
+        finally:
+            pump.cancel()
+            self._serving.discard(stream)
+            self._served.set()
+
+    def _requested(self, served: ReducerStream, message: PartRequest, nbytes: int) -> None:
+        part = self._parts.named(message.part, message.attempt, served.stream.peer_id).number
+        if nbytes:
+            raise PeerProtocolError("a request with a payload", served.stream.peer_id)
+        rules = self.machine.rules
+        held = rules.held[part]
+        if held is not None and held.attempt >= message.attempt:
+            served.offer(part)
+        elif rules.owner[part] != self.me or rules.failed is not None or rules.commit is not None:
+            served.refuse(part, message.attempt)
+        # otherwise it is made here, and given to everybody when it is done
+
+    @property
+    def _moved_bytes(self) -> int:
+        """Bytes of values and averages, sent and received so far."""
+        streams: list[SenderStream | ReducerStream] = [*self._senders.values(), *self._reducing.values()]
+        return self._moved_before + sum(stream.moved_bytes for stream in streams)
+
+    def _step_aside(self) -> None:
+        """The decider left itself out because it is slow: from now on it only decides. After the commit it may ask."""
+        for sender in self._senders.values():
+            self._moved_before += sender.moved_bytes
+            sender.retire()
+        self._senders.clear()
+        for stream in list(self._serving):
+            stream.abort()
+
+    async def _end_data(self) -> None:
+        """End our streams in order, and give the others a moment to end theirs."""
+        await asyncio.gather(*(sender.finish() for sender in self._senders.values()))
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await self._settled()
+        except TimeoutError:
+            pass  # a member that still wants something asks another one
+
+    async def _settled(self) -> None:
+        """Wait until no stream is served: then, without the round's tasks, nothing uses the vector any more."""
+        while self._serving:
+            self._served.clear()
+            await self._served.wait()
+
+    # ----------------------------------------------------------------------------------------------------------- loops
 
     async def _report_loop(self) -> None:
-        while not self.decided:
+        while not self.machine.decided:
             try:
                 async with asyncio.timeout(self._options.report_s):
                     await self._news.wait()
             except TimeoutError:
                 pass  # a report is sent even without news: it carries the bytes moved
             self._news.clear()
-            lost, self._lost_sources = self._lost_sources, []
-            self._control.report(Report(self.rules.take_report(), sorted(set(lost)), self._exchange.moved_bytes))
+            report = self.machine.report(self._moved_bytes)
+            if self._coordinator is not None:
+                self._tell(self._coordinator.reported(self.me, report, self._loop.time()))
+                continue
+            try:
+                await self._control[self.decider].send(report)  # news that come meanwhile go into the next one
+            except PeerError as error:
+                self._control_lost(self.decider, error.message)
+                return
 
     async def _tick_loop(self) -> None:
         period_s = min(self._options.report_s, self._options.silence_s / 4)
-        if not self.rules.contributes:
+        if not self.machine.rules.contributes:
             await self._sign.wait()
-            self._exchange.begin(self._loop.time())
-            self._control.begin(self._loop.time())
-        while not self.decided:
+            self.machine.contributions.begin(self._loop.time())
+            if self._coordinator is not None:
+                self._coordinator.begin(self._loop.time())
+        while not self.machine.decided:
             await asyncio.sleep(period_s)
             now = self._loop.time()
-            self._exchange.tick(now)
-            self._control.tick(now)
+            for sender, stream in self._reducing.items():
+                if stream.grew():
+                    self.machine.contributions.heard(sender, now)
+            self._do(self.machine.tick(now))
+            if self._coordinator is not None:
+                self._tell(self._coordinator.tick(now))
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.
@@ -352,19 +601,15 @@ class Round:
         """
         others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
         while not self._done.done():
-            committed = self.rules.commit is not None
-            for index in sorted(self._awaited() if committed else others):
+            committed = self.machine.rules.commit is not None
+            for index in sorted(self.machine.awaited if committed else others):
                 if not self._done.done() and self.endpoint.is_silent(self.members[index].contact.peer):
                     if committed:
-                        self.source_lost(index, None)
+                        self._do(self.machine.source_lost(index, None))
                     else:
                         others.discard(index)
                         self._peer_lost(self.members[index].contact.peer, "silent")
             await asyncio.sleep(_LOOK_S)
-
-    def _awaited(self) -> set[int]:
-        """The members that were asked for averages which are still missing."""
-        return {self._asked[part] for part in self.rules.missing() if part in self._asked}
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a task of this round; an error in it fails the round here."""
@@ -379,14 +624,29 @@ class Round:
             self.env.events.emit(Warned(where="round", message=f"{type(error).__name__}: {error}"))
             self.give_up(f"internal error: {type(error).__name__}: {error}")
 
-    async def serve(self, stream: DownStream) -> None:
-        """Serve a member's stream of data (for `RoundTable`)."""
-        for index, member in enumerate(self.members):
-            if member.contact.peer == stream.peer_id and index != self.me and member.contributes:
-                self.heard()
-                await self._exchange.serve(stream, index)
-                return
-        raise PeerRefused("not a member of this round that contributes", stream.peer_id)
+
+def _cut(group: FormedGroup, vector: Vector, weight: float) -> list[Part]:
+    """The parts of a round of this group, whose values are in `vector`.
+
+    Raises:
+        ConfigError: slices and parts do not fit the tensors, or the weight cannot be used.
+    """
+    if not is_weight(weight):
+        raise ConfigError(f"weight must be 0, or within {MIN_WEIGHT:g}..{MAX_WEIGHT:g}, got {weight!r}")
+    contributes = group.members[group.my_index].contributes
+    if not contributes:
+        if weight:
+            raise ConfigError(f"weight must be 0 for an auxiliary member, got {weight!r}")
+        vector.forget()
+    reference = common_reference(group.members)
+    if contributes and reference and reference != vector.reference_name:
+        raise ConfigError("the group was formed for another reference than ours")
+    vector.agree(on_reference=bool(reference))
+    parts = vector.parts(group.slices, group.part_bytes)
+    for part in parts:
+        if not group.members[part.owner].reduces:
+            raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
+    return parts
 
 
 def _nothing() -> None:
@@ -418,8 +678,8 @@ class RoundTable:
     def remove(self, round_: Round) -> None:
         """A round is over; its verdict stays known for a while."""
         self._rounds.pop(round_.round_id, None)
-        if round_.rules.commit is not None:
-            self._verdicts[round_.round_id] = round_.rules.commit
+        if round_.machine.rules.commit is not None:
+            self._verdicts[round_.round_id] = round_.machine.rules.commit
             while len(self._verdicts) > _REMEMBERED_VERDICTS:
                 self._verdicts.popitem(last=False)
 

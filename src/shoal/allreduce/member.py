@@ -1,0 +1,317 @@
+"""One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
+
+`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the owner of
+parts. Before the verdict, a source that fails is reported to the decider, which names another one. After the commit a
+member asks one holder after another for the averages that it lacks. A member that loses the decider asks the others
+for the verdict.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order
+from shoal.allreduce.interface import is_sound
+from shoal.wire import Abort, Assign, Commit, Gone, Member, PartAbsent, Report
+
+__all__ = ["AskOthers", "Blame", "Contributions", "CutOff", "Finish", "MemberAction", "MemberMachine", "Work"]
+
+Work = tuple[int, int]
+"""(part, attempt)."""
+
+
+class Finish(NamedTuple):
+    """All contributions that are waited for are here: divide the sum of this part."""
+
+    part: int
+    attempt: int
+
+
+class CutOff(NamedTuple):
+    """The values of the others do not come here: another member must average the parts that are owned here."""
+
+    reason: str
+
+
+class Blame(NamedTuple):
+    """A member did not do its part."""
+
+    member: int
+    reason: str
+
+
+class AskOthers(NamedTuple):
+    """The decider is lost: ask the others for its verdict."""
+
+
+MemberAction = Contribute | Ask | Average | Finish | Blame | CutOff | AskOthers
+
+
+class MemberMachine:
+    """One member of a round.
+
+    Args:
+        round_id: the id of the round.
+        me: index of this member in the group.
+        decider: index of the member that decides.
+        members: the group.
+        owners: for each part, the index of the member that averages it at first.
+        silence_s: how long a sender may be silent that owes values.
+        now: time at the beginning.
+
+    Attributes:
+        rules: what is held, and the verdict.
+        contributions: of the parts that are owned here.
+        may_learn: whether the verdict can still come from the decider.
+        news: whether there is something to report.
+    """
+
+    def __init__(
+        self,
+        round_id: bytes,
+        me: int,
+        decider: int,
+        members: Sequence[Member],
+        owners: Sequence[int],
+        *,
+        silence_s: float,
+        now: float,
+    ) -> None:
+        self.me, self.decider = me, decider
+        self.rules = MemberRules(me, owners, contributes=members[me].contributes)
+        contributing = [index for index, member in enumerate(members) if member.contributes]
+        self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
+        self.may_learn, self.news = True, False
+        self._round_id, self._members = round_id, members
+        self._lost_sources: set[int] = set()
+        self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
+
+    @property
+    def decided(self) -> bool:
+        """Return whether a verdict is known, or was given up."""
+        return self.rules.commit is not None or self.rules.failed is not None
+
+    @property
+    def awaited(self) -> set[int]:
+        """After the commit: the members that were asked for averages which are still missing."""
+        return {self._asked[part] for part in self.rules.missing() if part in self._asked}
+
+    # -------------------------------------------------------------------------------------------------------- events
+
+    def start(self, now: float) -> list[MemberAction]:
+        """Send values to every owner, and begin to average the parts that are owned here."""
+        actions: list[MemberAction] = []
+        for part, owner in enumerate(self.rules.owner):
+            if owner == self.me:
+                actions += self._own(Average(part, 0), now)
+            elif self.rules.contributes:
+                actions.append(Contribute(part, 0, owner))
+        return actions
+
+    def obey(self, message: Order, now: float) -> list[MemberAction]:
+        """The decider says something (or another member relays its commit)."""
+        rules, members, actions = self.rules, len(self._members), list[MemberAction]()
+        match message:
+            case Assign() if 0 <= message.owner < members and all(0 <= p < len(rules.owner) for p in message.parts):
+                for action in rules.assigned(message):
+                    actions += self._own(action, now) if isinstance(action, Average) else [action]
+            case Gone(member) if 0 <= member < members and member != self.me:
+                # We may never have had a connection with it, whose end would tell.
+                if self.me != self.decider:  # it has said so already
+                    actions.append(Blame(member, "gone: the decider has lost it"))
+                actions += self.exclude(member)
+            case Commit() if self._fits(message):
+                for part in rules.committed(message):
+                    actions += self._fetch(part)
+            case Abort():
+                self.give_up(message.reason)
+        return actions
+
+    def _own(self, average: Average, now: float) -> list[MemberAction]:
+        ready = self.contributions.own(average.part, average.attempt, now)
+        return [average, *(Finish(*work) for work in ready)]
+
+    def _fits(self, commit: Commit) -> bool:
+        """Return whether this can be the verdict of this round."""
+        return (
+            commit.round_id == self._round_id
+            and [held.part for held in commit.parts] == list(range(len(self.rules.owner)))
+            and all(is_sound(held, len(self._members)) for held in commit.parts)
+        )
+
+    def exclude(self, member: int) -> list[MemberAction]:
+        """Wait for this member's contributions no longer."""
+        return [Finish(*work) for work in self.contributions.exclude(member)]
+
+    def decider_lost(self, reason: str) -> list[MemberAction]:
+        """The decider tells nothing any more."""
+        if not self.may_learn or self.me == self.decider:
+            return []
+        self.may_learn = False
+        asks = [] if self.decided else [AskOthers()]
+        return [Blame(self.decider, f"lost, and it was to decide: {reason}"), *asks]
+
+    def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
+        """A member does not give a part that it was asked for (None: it gives no part at all)."""
+        rules = self.rules
+        if (commit := rules.commit) is None:
+            self._lost_sources.add(member)
+            self.news = True
+            return [Blame(member, "its averages stopped")] if absent is None else []
+        actions: list[MemberAction] = []
+        for part in [absent.part] if absent is not None else rules.missing():
+            old = absent is not None and absent.attempt != commit.parts[part].attempt
+            # Others may still be giving the part: only a refusal by the member asked last leaves us without it.
+            if rules.held[part] is None and self._asked.get(part) == member and not old:
+                actions += self._fetch(part)
+        return actions
+
+    def _fetch(self, part: int) -> list[MemberAction]:
+        """After the commit: ask one member after another for a part that is missing here."""
+        assert self.rules.commit is not None
+        owner, members, count = self.rules.owner[part], self._members, len(self._members)
+        # The owner comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
+        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == owner, (i + part) % count))
+        sources = [i for i in order if i != self.me and members[i].reduces]
+        turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
+        if turn >= len(sources):
+            self.give_up("committed, but nobody who holds the averages could be reached")
+            return []
+        self._asked[part] = sources[turn]
+        return [Ask(part, self.rules.commit.parts[part].attempt, sources[turn])]
+
+    def tick(self, now: float) -> list[MemberAction]:
+        """Time passes: senders that are silent, or far behind the others, are waited for no longer."""
+        actions: list[MemberAction] = []
+        for sender in self.contributions.stalled(now):
+            actions.append(Blame(sender, "too slow: left out of the parts that are not averaged yet"))
+            actions += self.exclude(sender)
+        return actions
+
+    def report(self, moved_bytes: int) -> Report:
+        """The news for the decider; without any it tells the bytes that were moved."""
+        lost, self._lost_sources, self.news = self._lost_sources, set(), False
+        return Report(self.rules.take_report(), sorted(lost), moved_bytes)
+
+    def give_up(self, reason: str) -> bool:
+        """Fail the round here; False if it has succeeded already."""
+        given_up = self.rules.give_up(reason)
+        if given_up and self.me != self.decider:
+            self.may_learn = False
+        return given_up
+
+
+class Contributions:
+    """The contributions that an owner of parts has got and still waits for. The numbers are added elsewhere.
+
+    Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it
+    still owes. A sender is left out of parts that are not done yet
+
+    - when it is lost (`exclude`);
+    - when it was *silent*: no byte for `silence_s` while it owes something;
+    - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the
+      time that the median needed to get there. So it would need more than twice as long as the others, plus
+      `silence_s`. With two other senders the median is the slower one, so that three senders of which two are slow go
+      on together. Its contributions to parts that are done stay. A part is ready when the owner waits for no more
+      senders.
+
+    Args:
+        me: index of the owner in its group; its own contribution is counted like the others'.
+        members: indices of all members that contribute; the owner is among them unless it is an auxiliary member.
+        silence_s: see above.
+        now: time at the beginning.
+    """
+
+    def __init__(self, me: int, members: Iterable[int], *, silence_s: float, now: float) -> None:
+        self.me, self.silence_s, self._start = me, silence_s, now
+        self.senders = set(members)
+        self.excluded: set[int] = set()
+        self._waiting: dict[Work, set[int]] = {}
+        self.contributors: dict[Work, set[int]] = {}
+        self._others: dict[Work, int] = {}
+        self._heard = dict.fromkeys(self.senders, now)
+        self._delivered = {sender: array("d") for sender in self.senders}  # when: its 1st, 2nd, 3rd … contribution
+
+    def begin(self, now: float) -> None:
+        """Nobody was silent or behind before this moment."""
+        self._start = now
+        for sender in self._heard:
+            self._heard[sender] = now
+
+    def own(self, part: int, attempt: int, now: float) -> list[Work]:
+        """Start to collect contributions for a part. Older attempts of it are forgotten."""
+        for work in [old for old in self._waiting if old[0] == part]:
+            del self._waiting[work]
+        work = (part, attempt)
+        self._waiting[work] = self.senders - self.excluded
+        self.contributors[work] = set()
+        self._others[work] = 0
+        for sender in self._heard:
+            self._heard[sender] = now
+        return self._ready([work])
+
+    def expects(self, part: int, attempt: int, sender: int) -> bool:
+        """Return whether a contribution of this sender to this part would still count."""
+        return sender in self._waiting.get((part, attempt), ())
+
+    def heard(self, sender: int, now: float) -> None:
+        """Bytes came from this sender."""
+        self._heard[sender] = now
+
+    def contributed(self, part: int, attempt: int, sender: int, *, counts: bool, now: float) -> list[Work]:
+        """A contribution is complete and added (`counts`: its weight is above 0). Returns the parts that are ready."""
+        work = (part, attempt)
+        if not self.expects(part, attempt, sender):
+            return []
+        self._waiting[work].discard(sender)
+        if counts:
+            self.contributors[work].add(sender)
+        self._others[work] += sender != self.me
+        self._heard[sender] = now
+        self._delivered[sender].append(now)
+        return self._ready([work])
+
+    def exclude(self, sender: int) -> list[Work]:
+        """Wait for this sender no longer. Returns the parts that are ready now."""
+        if sender in self.excluded or sender == self.me:
+            return []
+        self.excluded.add(sender)
+        for waiting in self._waiting.values():
+            waiting.discard(sender)
+        return self._ready(list(self._waiting))
+
+    def cut_off(self, part: int, attempt: int) -> bool:
+        """Return whether a member that should contribute to this part, even with weight 0, is missing in it."""
+        return self._others[part, attempt] < len(self.senders - {self.me})
+
+    def stalled(self, now: float) -> list[int]:
+        """Senders to leave out: silent, or far behind the others."""
+        return [sender for sender, limit in self._limits().items() if now >= limit]
+
+    def _limits(self) -> dict[int, float]:
+        """For each sender that owes something, the time until which the owner waits if nothing more comes from it."""
+        owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
+        passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
+        limits = {}
+        for sender in owing:
+            silent = self._heard[sender] + self.silence_s
+            at = passed[len(self._delivered[sender])]
+            limits[sender] = silent if at is None else min(silent, at + (at - self._start) + self.silence_s)
+        return limits
+
+    def _passed(self, place: int) -> float | None:
+        """Return when the median of the other senders passed this place; None if it has not."""
+        senders = self.senders - self.excluded - {self.me}
+        others = len(senders) - 1
+        needed = others - (others - 1) // 2
+        times = sorted(times[place] for sender in senders if len(times := self._delivered[sender]) > place)
+        return times[needed - 1] if 0 < needed <= len(times) else None
+
+    def _ready(self, works: Iterable[Work]) -> list[Work]:
+        ready = [work for work in works if not self._waiting[work]]
+        for work in ready:
+            del self._waiting[work]
+        return ready

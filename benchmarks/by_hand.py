@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector
+from shoal.allreduce.vector import PartDigests, Vector
 
 __all__ = ["average_part"]
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.by_hand import average_part
-from shoal.allreduce.digest import PartDigests
-from shoal.allreduce.vector import Vector, describe
+from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,

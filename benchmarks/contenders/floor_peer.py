@@ -11,9 +11,8 @@ import torch
 
 from benchmarks.contenders.transport_peer import TransportPeer
 from benchmarks.contenders.worker import Options, Times, now, serve
-from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector, describe
+from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import codec_by_name
 from shoal.peer import Address
 from shoal.transport.base import Connection

@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector, describe
+from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import (
     BlockwiseQuantization,
     CompressionBase,

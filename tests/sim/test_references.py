@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.reference import common_reference
+from shoal.allreduce.run_buffers import common_reference
 from shoal.averager import Averager
 from shoal.compression import (
     BFloat16Compression,

@@ -6,7 +6,7 @@ import hashlib
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from shoal.allreduce.digest import NO_DIGEST, PartDigests
+from shoal.allreduce.vector import NO_DIGEST, PartDigests
 
 ROUND = b"round id 16 byte"
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from benchmarks.by_hand import average_part
-from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.interface import MAX_WEIGHT, MIN_WEIGHT, is_weight
 from shoal.allreduce.partition import Part
-from shoal.allreduce.vector import Vector, describe
+from shoal.allreduce.vector import PartDigests, Vector, describe
 from shoal.compression import CompressionBase, Float16Compression, NoCompression
 from shoal.errors import ConfigError, PeerProtocolError
 from tests.codecs import CODECS

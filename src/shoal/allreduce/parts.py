@@ -12,12 +12,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec, TypeVar
 
-from shoal.allreduce.digest import NO_DIGEST, PartDigests
 from shoal.allreduce.interface import has_member, is_sound, is_weight
 from shoal.allreduce.member import CutOff, Finish, MemberMachine, Work
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import SenderStream, UpStream
-from shoal.allreduce.vector import Vector
+from shoal.allreduce.vector import NO_DIGEST, PartDigests, Vector
 from shoal.clock import Executor, to_the_end
 from shoal.errors import PeerProtocolError
 from shoal.peer import PeerID

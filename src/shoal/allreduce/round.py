@@ -37,7 +37,7 @@ from shoal.allreduce.interface import (
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
-from shoal.allreduce.reference import common_reference
+from shoal.allreduce.run_buffers import common_reference
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
 from shoal.clock import to_the_end

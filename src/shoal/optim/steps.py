@@ -15,10 +15,9 @@ from dataclasses import dataclass
 import msgspec
 import torch
 
-from shoal.allreduce.digest import PartDigests
 from shoal.allreduce.interface import Outcome
-from shoal.allreduce.reference import common_reference
-from shoal.allreduce.vector import Vector
+from shoal.allreduce.run_buffers import common_reference
+from shoal.allreduce.vector import PartDigests, Vector
 from shoal.averager import StepResult
 from shoal.compression import view_bytes
 from shoal.errors import ConfigError, PeerProtocolError

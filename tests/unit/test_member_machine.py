@@ -1,0 +1,159 @@
+"""One member of a round, event by event: what it sends, averages, asks for, and when it gives up."""
+
+from __future__ import annotations
+
+import pytest
+
+from shoal.allreduce.commit import Ask, Average, Contribute
+from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine
+from shoal.peer import PeerID
+from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
+
+ROUND = b"r" * 16
+DECIDER = 0
+
+
+def machine(owners: list[int], me: int = 1, group: str = "ttt") -> MemberMachine:
+    """A member of a group of `t`rainers, `a`uxiliary members and `c`lients; the first decides."""
+    members = [
+        Member(Contact(PeerID(bytes([index]) * 32)), kind != "c", None, b"", kind != "a")
+        for index, kind in enumerate(group)
+    ]
+    return MemberMachine(ROUND, me, DECIDER, members, owners, silence_s=5.0, now=0.0)
+
+
+def held(part: int, attempt: int = 0) -> Held:
+    """An average of all three."""
+    return Held(part, attempt, b"\x07", 3.0, bytes([part]) * 16)
+
+
+def commit(*attempts: int) -> Commit:
+    """The verdict: these attempts of the parts, in order."""
+    return Commit(ROUND, [held(part, attempt) for part, attempt in enumerate(attempts)])
+
+
+def test_a_member_sends_its_values_to_each_owner_and_averages_its_own_parts() -> None:
+    """An auxiliary member has no values to send."""
+    assert machine([0, 1, 2]).start(0.0) == [Contribute(0, 0, 0), Average(1, 0), Contribute(2, 0, 2)]
+    assert machine([0, 1, 2], group="tat").start(0.0) == [Average(1, 0)]
+
+
+def test_an_owner_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
+    """It got the part when everybody else was left out, and has no values of its own."""
+    auxiliary = machine([0, 0, 2], me=1, group="tat")
+    assert auxiliary.exclude(0) == auxiliary.exclude(2) == []
+    assert auxiliary.obey(Assign([0], 1, 1), 1.0) == [Average(0, 1), Finish(0, 1)]
+
+
+def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() -> None:
+    """By the attempt, and by the owner that the decider names."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
+    assert member.obey(Assign([0], 1, 2), 1.0) == [Contribute(0, 1, 2)]
+    assert member.obey(Assign([0], 1, 2), 1.0) == [Ask(0, 1, 2)]
+
+
+@pytest.mark.parametrize("order", [Assign([3], 1, 1), Assign([-1], 1, 1), Assign([0], 1, 3), Gone(7), Gone(1)])
+def test_orders_that_name_what_is_not_in_the_round_change_nothing(order: Assign | Gone) -> None:
+    """Nor is this member itself gone."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    assert member.obey(order, 1.0) == []
+    assert member.rules.attempt == [0, 0, 0]
+
+
+def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:
+    """The part is finished with those that came."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    for sender in (1, 0):
+        assert member.contributions.contributed(1, 0, sender, counts=True, now=1.0) == []
+    assert member.obey(Gone(2), 1.0) == [Blame(2, "gone: the decider has lost it"), Finish(1, 0)]
+
+
+def test_a_silent_sender_is_left_out_and_blamed() -> None:
+    """After `silence_s`, by the owner alone: the decider hears of it in the contributors."""
+    member = machine([0, 1, 2])
+    member.start(0.0)
+    member.contributions.contributed(1, 0, 1, counts=True, now=0.0)
+    member.contributions.contributed(1, 0, 0, counts=True, now=4.0)
+    assert member.tick(4.9) == []
+    [blame, finish] = member.tick(5.0)
+    assert isinstance(blame, Blame)
+    assert blame.member == 2
+    assert finish == Finish(1, 0)
+
+
+def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another() -> None:
+    """The owner comes last among the trainers, then the auxiliary members; a client is never asked."""
+    member = machine([2], me=1, group="tttac")
+    member.start(0.0)
+    assert member.obey(commit(0), 1.0) == [Ask(0, 0, 0)]
+    assert member.awaited == {0}
+    assert member.source_lost(2, None) == []  # it was not asked
+    assert member.source_lost(0, PartAbsent(0, 1)) == []  # an answer from before the commit
+    assert member.source_lost(0, PartAbsent(0, 0)) == [Ask(0, 0, 2)]
+    assert member.source_lost(2, None) == [Ask(0, 0, 3)]
+    assert member.source_lost(3, None) == []
+    assert member.rules.failed == "committed, but nobody who holds the averages could be reached"
+
+
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        Commit(b"x" * 16, [held(0)]),
+        Commit(ROUND, []),
+        Commit(ROUND, [held(1)]),
+        Commit(ROUND, [Held(0, 0, b"\x00", 3.0, b"d" * 16)]),
+        Commit(ROUND, [Held(0, 0, b"\xff", 3.0, b"d" * 16)]),
+    ],
+)
+def test_a_commit_that_cannot_be_of_this_round_is_none(verdict: Commit) -> None:
+    """Another round, too few parts, another part, contributors that do not fit the weight, or are not in the group."""
+    member = machine([0])
+    assert member.obey(verdict, 1.0) == []
+    assert member.rules.commit is None
+
+
+def test_a_member_that_loses_the_decider_asks_the_others_once() -> None:
+    """And not after the verdict: then it knows it. The decider never loses itself."""
+    member = machine([0])
+    blame, asks = member.decider_lost("killed")
+    assert blame == Blame(DECIDER, "lost, and it was to decide: killed")
+    assert asks == AskOthers()
+    assert not member.may_learn
+    assert member.decider_lost("killed") == []
+    late = machine([0])
+    late.obey(commit(0), 1.0)
+    assert [type(action) for action in late.decider_lost("killed")] == [Blame]
+    assert machine([0], me=DECIDER).decider_lost("never") == []
+
+
+def test_a_report_has_all_news_since_the_last_one() -> None:
+    """Averages that are held, and sources that give nothing; then only the bytes moved."""
+    member = machine([0, 1, 2])
+    member.rules.averaged(held(1))
+    assert member.source_lost(0, None) == [Blame(0, "its averages stopped")]
+    assert member.source_lost(2, PartAbsent(2, 0)) == []
+    assert member.news
+    assert member.report(10) == Report([held(1)], [0, 2], 10)
+    assert not member.news
+    assert member.report(11) == Report([], [], 11)
+
+
+def test_a_member_that_gives_up_stays_failed_and_one_that_succeeded_does_not_fail() -> None:
+    """The first reason stays. An `Abort` of the decider fails it too."""
+    member = machine([0])
+    assert member.give_up("first")
+    assert member.give_up("second")
+    assert member.rules.failed == "first"
+    assert not member.may_learn
+    done = machine([0])
+    done.rules.averaged(held(0))
+    done.obey(commit(0), 1.0)
+    assert not done.give_up("late")
+    assert done.rules.succeeded
+    told = machine([0])
+    told.obey(Abort(ROUND, "too few members are left"), 1.0)
+    assert told.rules.failed == "too few members are left"

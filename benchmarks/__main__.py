@@ -1,10 +1,10 @@
 """Everything that is measured, one after another: ``python -m benchmarks --hivemind-python PATH``, or ``make bench``.
 
-Each of `benchmarks.entries` runs as a process of its own. What it measured goes to ``benchmarks/results/NAME.json``,
-with the machine, versions, commit and time. At the end the table of all results that are there is printed, older ones
-under their own headings, and written beside them: as ``table.md`` and, as far as it is ratios, as the picture
-``speed.svg`` (`benchmarks.report`). A short run (``--quick``) shows that all works: its numbers mean little, and go to
-``build/benchmarks``.
+Each of `benchmarks.entries` runs as a process of its own. Its raw answer goes to ``build/benchmarks/NAME.json``. The
+lines that are made of it go to ``benchmarks/results/summary.json``, with the machine, versions, commit and time. At the
+end the table of all lines that are there is printed, older ones under their own headings, and written beside them: as
+``table.md`` and, as far as it is ratios, as the picture ``speed.svg`` (`benchmarks.report`). A short run (``--quick``)
+shows that all works: its numbers mean little, and stay in ``build/benchmarks``.
 
 hivemind 1.1.12 takes part where there is a Python for it (``--hivemind-python``, or HIVEMIND_PYTHON in the environment;
 `benchmarks.allreduce` says how to make one); bars against it are not judged where there is none. The machine should do
@@ -27,15 +27,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.allreduce import MISSED, ROOT, aligned, exit_on_sigterm, processor, write
 from benchmarks.entries import ENTRIES, Entry
-from benchmarks.report import report
+from benchmarks.report import keep, report
 
-RESULTS, QUICK_RESULTS = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
+RESULTS, RAW = ROOT / "benchmarks" / "results", ROOT / "build" / "benchmarks"
 LIMIT_S = 1800.0
 VERSIONS = ("torch", "cryptography", "msgspec")
 
@@ -142,15 +142,6 @@ def said(command: Sequence[str]) -> str:
     return ""
 
 
-def keep(path: Path, entry: Entry, result: Mapping[str, Any]) -> None:
-    """Write a result; one without content only adds to what is there."""
-    old: dict[str, Any] = {}
-    if "content" not in result:
-        with contextlib.suppress(OSError, ValueError):
-            old = json.loads(path.read_text())
-    write(path, {"name": entry.name, **old, **result})
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", metavar="NAMES", help="with commas; the table still has all results that are there")
@@ -169,7 +160,7 @@ def parse() -> argparse.Namespace:
     args.only = names if args.only is None else args.only.split(",")
     if unknown := set(args.only) - set(names):
         parser.error(f"--only: there is no {', '.join(sorted(unknown))}; --list says what there is")
-    args.results = args.results or (QUICK_RESULTS if args.quick else RESULTS)
+    args.results = args.results or (RAW if args.quick else RESULTS)
     return args
 
 
@@ -180,7 +171,8 @@ def main() -> int:
     if args.list:
         print(aligned([(each.name, " ".join([each.module, *each.call.split()[1:]])) for each in entries]))
         return 0
-    args.results.mkdir(parents=True, exist_ok=True)
+    for folder in (args.results, RAW):
+        folder.mkdir(parents=True, exist_ok=True)
     around = {} if args.report else surroundings(args.hivemind_python)
     if not args.report and not args.hivemind_python:
         print("without hivemind: no --hivemind-python PATH, no HIVEMIND_PYTHON")
@@ -189,17 +181,19 @@ def main() -> int:
         # Where that Python is matters here only.
         call = " ".join([entry.module, *entry.arguments(args.hivemind_python and "PATH", quick=args.quick)])
         print(f"[{number}/{len(entries)}] {entry.name}: python -m {call}", flush=True)
-        path, began = args.results / f"{entry.name}.json", time.time()
+        began = time.time()
         date = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
         try:
             content, stopped = measure(entry, args.hivemind_python, quick=args.quick)
         except LeftOut as reason:
             print(f"left out: {entry.name}: {reason}", file=sys.stderr, flush=True)
-            keep(path, entry, {"left_out": {"date": date, "commit": around["commit"], "reason": str(reason)}})
+            keep(args.results, entry, {"left_out": {"date": date, "commit": around["commit"], "reason": str(reason)}})
             broken = broken or isinstance(reason, Broken)
             continue
         head = {"command": call, "date": date, "seconds": round(time.time() - began, 1), "quick": args.quick}
-        keep(path, entry, {**head, **({"stopped": stopped} if stopped else {}), **around, "content": content})
+        result = {**head, **({"stopped": stopped} if stopped else {}), **around, "content": content}
+        write(RAW / f"{entry.name}.json", {"name": entry.name, **result})
+        keep(args.results, entry, result)
     met = report(args.results) and not broken
     return 0 if met or args.quick else 1
 

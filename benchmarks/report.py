@@ -1,8 +1,9 @@
-"""What `python -m benchmarks` ends with: from the results in a folder to the table, a page and a picture of it.
+"""What `python -m benchmarks` ends with: from the summary in a folder to the table, a page and a picture of it.
 
-A result is a file, ``NAME.json``: ``content`` is what the entry of that name wrote, beside it are the machine,
-versions, commit and date. ``stopped`` says why a benchmark did not come to its end, ``left_out`` when and why a later
-run left the entry out, so that its lines are older than they could be.
+``summary.json`` has an entry for each benchmark, by its name: the ``rows`` that were made of its answer, beside them
+the machine, versions, commit and date. ``stopped`` says why a benchmark did not come to its end, ``trouble`` why its
+answer makes no lines, ``left_out`` when and why a later run left the entry out, so that its lines are older than they
+could be.
 
 Lines of one commit, day and machine stand under a heading of their own, the newest first: no old one looks as if it was
 measured today. What has no line, is not complete, was left out, or could not be judged is listed below them.
@@ -15,27 +16,53 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.allreduce import aligned
+from benchmarks.allreduce import aligned, write
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
-from benchmarks.rows import HEADINGS, Row, Section, cells, markdown, verdict
+from benchmarks.rows import HEADINGS, Bar, Row, Section, Spread, cells, markdown, verdict
 
-__all__ = ["load", "notes", "report", "sections", "unjudged"]
+__all__ = ["SUMMARY", "keep", "load", "notes", "report", "sections", "unjudged"]
+
+SUMMARY = "summary.json"
 
 Result = Mapping[str, Any]
 
 
-def load(folder: Path, entries: Iterable[Entry]) -> tuple[dict[str, Result], list[str]]:
-    """All results that are there, by name in the order of the entries; and which files cannot be read."""
-    results, troubles = {}, []
-    for entry in entries:
-        path = folder / f"{entry.name}.json"
-        if path.exists():
-            try:
-                results[entry.name] = json.loads(path.read_text())
-            except ValueError as error:
-                troubles.append(f"{entry.name}: its file cannot be read: {error}")
-    return results, troubles
+def load(folder: Path) -> dict[str, Result]:
+    """What is known of each benchmark, by its name; nothing if there is no summary.
+
+    Raises:
+        ValueError: the summary cannot be read.
+    """
+    path = folder / SUMMARY
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def keep(folder: Path, entry: Entry, result: Mapping[str, Any]) -> None:
+    """Enter a result into the summary; one without ``content`` only adds to what is there.
+
+    Args:
+        folder: where the summary is.
+        entry: the benchmark.
+        result: its answer as ``content``, which is not kept, but the lines that are made of it; and what stands beside.
+    """
+    summary = load(folder)
+    found = {name: value for name, value in result.items() if name != "content"}
+    if "content" in result:
+        try:
+            found["rows"] = entry.rows(result["content"])
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            found["trouble"] = f"its result makes no lines: {type(error).__name__}: {error}"
+    else:
+        found = {**summary.get(entry.name, {}), **found}
+    write(folder / SUMMARY, {**summary, entry.name: found})
+
+
+def _row(values: Sequence[Any]) -> Row:
+    """A line, as JSON has kept it."""
+    row = Row(*values)
+    ratio = None if row.ratio is None else Spread(*row.ratio)
+    return row._replace(ratio=ratio, bar=None if row.bar is None else Bar(*row.bar))
 
 
 def origin(result: Result) -> str:
@@ -49,24 +76,18 @@ def origin(result: Result) -> str:
     )
 
 
-def sections(results: Mapping[str, Result], entries: Iterable[Entry]) -> tuple[list[Section], list[str]]:
-    """The lines of the table, one section for each origin, the newest first; and which results make no lines."""
+def sections(results: Mapping[str, Result], entries: Iterable[Entry]) -> list[Section]:
+    """The lines of the table, one section for each origin, the newest first."""
     found: dict[str, list[Row]] = {}
     newest: dict[str, str] = {}
-    troubles = []
     for entry in entries:
         result = results.get(entry.name, {})
-        if "content" not in result:
-            continue
-        try:
-            title, rows = origin(result), entry.rows(result["content"])
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            troubles.append(f"{entry.name}: its result makes no lines: {type(error).__name__}: {error}")
-            continue
-        found.setdefault(title, []).extend(rows)
-        newest[title] = max(newest.get(title, ""), result["date"])
+        if "rows" in result:
+            title = origin(result)
+            found.setdefault(title, []).extend(map(_row, result["rows"]))
+            newest[title] = max(newest.get(title, ""), result["date"])
     order = sorted(found, key=lambda title: newest[title], reverse=True)
-    return [Section(title, tuple(found[title])) for title in order], troubles
+    return [Section(title, tuple(found[title])) for title in order]
 
 
 def notes(results: Mapping[str, Result], entries: Iterable[Entry]) -> list[str]:
@@ -77,10 +98,12 @@ def notes(results: Mapping[str, Result], entries: Iterable[Entry]) -> list[str]:
         if result is None:
             never.append(entry.name)
             continue
+        if trouble := result.get("trouble"):
+            lines.append(f"{entry.name}: {trouble}")
         if stopped := result.get("stopped"):
             lines.append(f"not complete: {entry.name}: {stopped}")
         if left := result.get("left_out"):
-            older = f"; its lines are of {result['date'][:10]}" if "content" in result else ""
+            older = f"; its lines are of {result['date'][:10]}" if "rows" in result else ""
             when = f"{left['date'][:10]}, commit {left['commit']}"
             lines.append(f"left out: {entry.name}: {left['reason']} ({when}){older}")
     return [*lines, *([f"not measured yet: {', '.join(never)}"] if never else [])]
@@ -97,19 +120,18 @@ def unjudged(rows: Iterable[Row]) -> list[str]:
 
 def report(folder: Path, entries: Sequence[Entry] = ENTRIES) -> bool:
     """Print and write everything; returns whether all bars that could be judged were met, and all is complete."""
-    results, troubles = load(folder, entries)
-    tables, more = sections(results, entries)
-    troubles += more
+    results = load(folder)
+    tables = sections(results, entries)
     rows = [row for table in tables for row in table.rows]
     verdicts = [met for met in map(verdict, rows) if met is not None]
     bars = sum(row.bar is not None for row in rows)
     summary = f"{sum(verdicts)} of {len(verdicts)} bars met, {bars - len(verdicts)} not judged"
-    below = [*troubles, *notes(results, entries), *unjudged(rows), summary]
+    below = [*notes(results, entries), *unjudged(rows), summary]
     for table in tables:
         print(f"\n{table.title}\n\n" + aligned([HEADINGS, *map(cells, table.rows)]))
     print("", *below, sep="\n")
     page = [f"## {table.title}\n\n{markdown(table.rows)}" for table in tables]
     (folder / "table.md").write_text("\n".join([*page, "## Notes\n", *(f"- {line}" for line in below), ""]))
     draw(tables, folder / "speed.svg")
-    print(f"{folder}: *.json, table.md, speed.svg")
-    return all(verdicts) and not troubles and not any("stopped" in result for result in results.values())
+    print(f"{folder}: {SUMMARY}, table.md, speed.svg")
+    return all(verdicts) and not any(result.keys() & {"stopped", "trouble"} for result in results.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from benchmarks import collect, cost, dht, memory
 from benchmarks.allreduce import MISSED
 from benchmarks.entries import ENTRIES, Entry
 from benchmarks.plot import draw
-from benchmarks.report import report
+from benchmarks.report import SUMMARY, keep, load, report
 from benchmarks.rows import Row, Section, Spread, at_least, at_most, cells, markdown, verdict
 
 
@@ -364,25 +363,25 @@ def test_what_is_broken_off_leaves_one_entry_out() -> None:
 # -------------------------------------------------------------------------------------------------------------- report
 
 
-def write_result(folder: Path, name: str, date: str, commit: str, **more: Any) -> None:
-    """A file as `benchmarks.__main__` writes it; its content is a number."""
-    machine = {"cores": 2, "processor": "abacus", "memory_gib": 1.0}
-    versions = {"python": "3.11", "torch": "2.13"}
-    result = {"date": date, "commit": commit, "machine": machine, "versions": versions, "content": 1.0, **more}
-    (folder / f"{name}.json").write_text(json.dumps(result))
-
-
 def number(name: str) -> Entry:
     """An entry whose content is a number of its one line, which must not be above 2."""
     return Entry(name, "x", lambda content: [Row(f"line {name}", float(content), bar=at_most(2.0))])
 
 
+def kept(folder: Path, entry: Entry, date: str, commit: str, **more: Any) -> None:
+    """Enter a result as `benchmarks.__main__` does; its content is a number."""
+    machine = {"cores": 2, "processor": "abacus", "memory_gib": 1.0}
+    versions = {"python": "3.11", "torch": "2.13"}
+    result = {"date": date, "commit": commit, "machine": machine, "versions": versions, "content": 1.0, **more}
+    keep(folder, entry, result)
+
+
 def test_old_lines_do_not_look_as_if_they_were_new(tmp_path: Path) -> None:
     """Each commit and day has a heading of its own, the newest first; within it the order is that of the entries."""
-    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
-    write_result(tmp_path, "b", "2026-01-02 10:00:00", "new")
-    write_result(tmp_path, "c", "2026-01-01 11:00:00", "old")
-    write_result(tmp_path, "d", "2026-01-01 12:00:00", "old", quick=True)
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old")
+    kept(tmp_path, number("b"), "2026-01-02 10:00:00", "new")
+    kept(tmp_path, number("c"), "2026-01-01 11:00:00", "old")
+    kept(tmp_path, number("d"), "2026-01-01 12:00:00", "old", quick=True)
     assert report(tmp_path, [number(name) for name in "cbad"])
     page = (tmp_path / "table.md").read_text()
     heads = ["2026-01-02, commit new:", "2026-01-01, commit old, a short run:", "2026-01-01, commit old:"]
@@ -395,33 +394,46 @@ def test_old_lines_do_not_look_as_if_they_were_new(tmp_path: Path) -> None:
 
 def test_what_was_left_out_is_listed_below_the_table(tmp_path: Path) -> None:
     """With the reason, and how old its lines are; what has no result at all, too."""
-    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old")
     gone = {"date": "2026-01-03 10:00:00", "commit": "new", "reason": "no room"}
     for name in ("a", "b"):
-        suite.keep(tmp_path / f"{name}.json", number(name), {"left_out": gone})
+        keep(tmp_path, number(name), {"left_out": gone})
     assert report(tmp_path, [number(name) for name in "abcd"])
     page = (tmp_path / "table.md").read_text()
     assert "- left out: a: no room (2026-01-03, commit new); its lines are of 2026-01-01\n" in page
     assert "- left out: b: no room (2026-01-03, commit new)\n" in page
     assert "- not measured yet: c, d\n" in page
-    suite.keep(tmp_path / "a.json", number("a"), {"content": 1.0})
-    assert "left_out" not in json.loads((tmp_path / "a.json").read_text())
+    keep(tmp_path, number("a"), {"content": 1.0})
+    assert "left_out" not in load(tmp_path)["a"]
 
 
 def test_results_that_are_not_complete_are_no_success(tmp_path: Path) -> None:
     """Nor are those that cannot be read; neither hides anything else."""
-    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old", stopped="ended by SIGKILL")
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old", stopped="ended by SIGKILL")
     assert not report(tmp_path, [number("a")])
     assert "- not complete: a: ended by SIGKILL\n" in (tmp_path / "table.md").read_text()
-    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old")
     assert report(tmp_path, [number("a")])
-    write_result(tmp_path, "b", "2026-01-01 10:00:00", "old", content=None)
-    (tmp_path / "c.json").write_text('{"content": ')
-    assert not report(tmp_path, [number(name) for name in "abc"])
+    kept(tmp_path, number("b"), "2026-01-01 10:00:00", "old", content=None)
+    assert not report(tmp_path, [number(name) for name in "ab"])
     page = (tmp_path / "table.md").read_text()
     assert "b: its result makes no lines: TypeError" in page
-    assert "c: its file cannot be read" in page
     assert "line a" in page
+
+
+def test_a_summary_that_cannot_be_read_is_not_written_over(tmp_path: Path) -> None:
+    """It has the results of days."""
+    (tmp_path / SUMMARY).write_text('{"a": ')
+    with pytest.raises(ValueError, match="Expecting value"):
+        kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old")
+    assert (tmp_path / SUMMARY).read_text() == '{"a": '
+
+
+def test_only_lines_are_kept(tmp_path: Path) -> None:
+    """The raw answers of a whole run had megabytes."""
+    kept(tmp_path, number("a"), "2026-01-01 10:00:00", "old")
+    assert load(tmp_path)["a"]["rows"] == [["line a", 1.0, "", "", None, None, [2.0, False], False]]
+    assert "content" not in load(tmp_path)["a"]
 
 
 def test_bars_that_nothing_could_be_held_against_are_told(tmp_path: Path) -> None:
@@ -431,7 +443,7 @@ def test_bars_that_nothing_could_be_held_against_are_told(tmp_path: Path) -> Non
         other = Row("away", 1.0, beside="hivemind", bar=at_least(3.0), absent=True)
         return [other, other._replace(line="down", absent=False), other._replace(line="no bar", bar=None)]
 
-    write_result(tmp_path, "a", "2026-01-01 10:00:00", "old")
+    kept(tmp_path, Entry("a", "x", compare), "2026-01-01 10:00:00", "old")
     assert report(tmp_path, [Entry("a", "x", compare)])
     page = (tmp_path / "table.md").read_text()
     assert "| away | 1.00 | hivemind | was not there |  | ≥ 3.00 | not judged |" in page
@@ -455,6 +467,6 @@ def test_the_picture_says_of_which_origin_each_line_is(tmp_path: Path) -> None:
     row = Row("round", 0.5, "s", "hivemind", 2.0, Spread(4.0, 3.0, 5.0), at_least(3.0))
     draw([Section("today", (row,)), Section("long ago", (row,))], tmp_path / "two.svg")
     text = (tmp_path / "two.svg").read_text()
-    assert all(f"<!-- {what} -->" in text for what in ("round  / hivemind¹", "round  / hivemind²", "² long ago"))
+    assert all(f">{what}</text>" in text for what in ("round  / hivemind¹", "round  / hivemind²", "² long ago"))
     draw([Section("today", (row,))], tmp_path / "one.svg")
-    assert "<!-- round  / hivemind -->" in (tmp_path / "one.svg").read_text()
+    assert ">round  / hivemind</text>" in (tmp_path / "one.svg").read_text()

@@ -52,7 +52,7 @@ class PeerCore:
     _pacer: Pacer | None = field(default=None, init=False)
 
     @classmethod
-    async def start(  # noqa: PLR0913 (the last eight by name)
+    async def start(  # noqa: PLR0913 (the last nine by name)
         cls,
         identity: Identity,
         transport: Transport,
@@ -66,6 +66,7 @@ class PeerCore:
         state_upload_limit: float | None = None,
         timeout_s: float | None = None,
         must_join: bool = True,
+        patient: bool = True,
     ) -> PeerCore:
         """Listen, and join the network of the initial peers.
 
@@ -82,6 +83,7 @@ class PeerCore:
             state_upload_limit: see the attributes.
             timeout_s: the longest time for joining.
             must_join: False begins a new network if no initial peer answers.
+            patient: False gives up within about three seconds if no program listens at any initial peer's addresses.
 
         Raises:
             ConfigError: the address cannot be listened on.
@@ -99,7 +101,7 @@ class PeerCore:
             asks = client_mode is None and not core.begins_here
             if asks:
                 endpoint.withhold()
-            await node.bootstrap(initial_peers, timeout_s=timeout_s, required=must_join)
+            await node.bootstrap(initial_peers, timeout_s=timeout_s, required=must_join, patient=patient)
             clock.settled = True
             if asks and (await core.reachability.find_out()).can_be_reached:
                 await node.look_around()

@@ -83,7 +83,17 @@ class PeerError(ShoalError):
 
 
 class PeerUnreachable(PeerError):
-    """No connection to the peer could be made, or its connection was lost."""
+    """No connection to the peer could be made, or its connection was lost.
+
+    Args:
+        message: see `PeerError`.
+        peer_id: see `PeerError`.
+        nobody_listens: the machine at each address of the peer answered at once that no program listens there.
+    """
+
+    def __init__(self, message: str, peer_id: PeerID | None = None, *, nobody_listens: bool = False) -> None:
+        super().__init__(message, peer_id)
+        self.nobody_listens = nobody_listens
 
 
 class PeerTimeout(PeerError, TimeoutError):

@@ -407,6 +407,24 @@ def test_one_good_address_among_bad_ones_is_enough(transport: TransportFactory) 
     transport.run(scenario)
 
 
+def test_only_a_dial_that_was_refused_everywhere_says_that_nobody_listens(transport: TransportFactory) -> None:
+    """An address that is silent, or beside a refused one, may yet lead to the peer."""
+
+    async def scenario(pair: TransportPair) -> None:
+        for addresses, nobody_listens in (
+            ([pair.dead], True),
+            ([pair.dead, pair.dead], True),
+            ([pair.dead, pair.silent], False),
+            ([pair.silent, pair.dead], False),
+            ([], False),
+        ):
+            with pytest.raises((PeerUnreachable, PeerTimeout)) as caught:
+                await pair.dial(addresses, timeout_s=1.0)
+            assert getattr(caught.value, "nobody_listens", False) == nobody_listens
+
+    transport.run(scenario)
+
+
 def test_the_wrong_peer_at_an_address_is_refused(transport: TransportFactory) -> None:
     """Dialing somebody at an address where somebody else listens gives `PeerRefused`; the listener hears nothing."""
 

@@ -55,6 +55,35 @@ def test_unreachable_initial_peer_is_named() -> None:
         shoal.DHT([address], start=True, startup_timeout=0.3)
 
 
+@pytest.mark.timeout(12)
+def test_an_initial_peer_that_refuses_at_once_does_not_cost_15_seconds() -> None:
+    """The limit of this test is below that; the error is one line."""
+    address = nobody()
+    with pytest.raises(PeerUnreachable, match=rf"^no initial peer answered: .*{address.port}: Connection refused\)$"):
+        shoal.DHT([address], start=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "patient"),
+    [({}, False), ({"startup_timeout": 9.0}, True), ({"bootstrap_timeout": 9.0}, True), ({"peers_file": "p"}, True)],
+)
+def test_who_says_how_long_to_wait_waits_for_peers_that_refuse(
+    given: dict[str, Any], patient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of peers that are started together the first may come up last. A file of peers does the same."""
+    asked: list[bool] = []
+
+    async def start(*_: object, patient: bool, **__: object) -> PeerCore:
+        asked.append(patient)
+        raise PeerUnreachable("no initial peer answered")
+
+    monkeypatch.setattr(PeerCore, "start", start)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PeerUnreachable):
+        shoal.DHT([nobody()], start=True, **given)
+    assert asked == [patient]
+
+
 def test_other_protocol_version_is_refused_clearly() -> None:
     """A peer of another version answers: the error says so, and joining does not go on until the time is up."""
     thread = LoopThread("other-version")

@@ -743,7 +743,9 @@ def test_an_optimizer_that_was_shut_down_is_forgotten() -> None:
     with shoal.DHT(start=True) as dht:
         model = torch.nn.Linear(2, 2)
         one = optimizer(dht, model)
-        with pytest.raises(ConfigError, match="in use on this DHT already"):
+        with pytest.raises(
+            ConfigError, match=rf"^run '{one.run_id}' is trained by another .* call its shutdown\(\) first"
+        ):
             optimizer(dht, torch.nn.Linear(2, 2))
         one.shutdown()
         assert not dht._started()._closers

@@ -52,6 +52,7 @@ def node(
     limits: Limits | None = None,
     validators: Iterable[RecordValidator] = (),
     timeout_s: float | None = None,
+    patient: bool = True,
 ) -> Factory:
     """A factory of nodes that join by these addresses."""
 
@@ -61,7 +62,7 @@ def node(
         dht = DhtNode(endpoint, host.env, host.identity, settings=settings, validators=validators)
         made = Node(host.name, host.env, host.identity, endpoint, dht)
         host.env.events.subscribe(made.events.append)
-        await dht.bootstrap(initial, timeout_s=timeout_s)
+        await dht.bootstrap(initial, timeout_s=timeout_s, patient=patient)
         return made
 
     return start

@@ -323,6 +323,44 @@ def test_bootstrap_waits_for_an_initial_peer_that_starts_later() -> None:
     run(main)
 
 
+def test_initial_peers_that_all_refuse_are_given_up_within_three_seconds() -> None:
+    """They cost 15 s, though every port said at once that nobody listens. One that is silent costs them still."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        addresses = []
+        for name in ("down", "gone"):
+            swarm.network.add_host(name)
+            addresses.append(Address(name, 4000, swarm.identity(name).peer_id))
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        with pytest.raises(PeerUnreachable, match=r"no initial peer answered: .*down.*nobody listens.*gone.*nobody"):
+            await swarm.start_peer("new", node(addresses, timeout_s=15.0, patient=False))
+        assert 2.0 <= loop.time() - began <= 3.5
+        swarm.network.wall("gone")
+        began = loop.time()
+        with pytest.raises(PeerUnreachable, match=r"down.*nobody listens.*gone"):
+            await swarm.start_peer("newer", node(addresses, timeout_s=15.0, patient=False))
+        assert loop.time() - began == pytest.approx(15.0)
+
+    run(main)
+
+
+def test_an_initial_peer_that_listens_a_second_later_is_not_given_up() -> None:
+    """Peers that are started together do not come up in the same instant."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        swarm.network.add_host("late")
+        address = Address("late", 4000, swarm.identity("late").peer_id)
+        early = asyncio.ensure_future(swarm.start_peer("early", node([address], patient=False)))
+        await sleep(1.0)
+        await swarm.start_peer("late", node())
+        assert (await early).dht.neighbours == 1
+
+    run(main)
+
+
 def test_peers_that_name_each_other_form_one_network() -> None:
     """All at once, each with the addresses of all."""
 

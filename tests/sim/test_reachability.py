@@ -148,6 +148,25 @@ def test_what_one_peer_says_of_the_way_in_makes_nobody_a_client() -> None:
     sim.run(main)
 
 
+def test_the_word_of_who_is_shut_out_is_kept_for_advice() -> None:
+    """Of an address that is announced, for half an hour, and of the last 16 peers that said so."""
+
+    async def main() -> None:
+        cores = Cores()
+        victim = await cores.add("victim")
+        others = [await cores.add(f"p{number}") for number in range(17)]
+        announced = victim.endpoint.contact.addresses
+        await cores.ask(others[0], victim, NoWayIn((Address("elsewhere", 4000, victim.peer_id),)))
+        assert victim.reachability.shut_out == []
+        for other in others:
+            await cores.ask(other, victim, NoWayIn(announced))
+        assert victim.reachability.shut_out == [other.peer_id for other in others[1:]]
+        await sim.sleep(1900.0)
+        assert victim.reachability.shut_out == []
+
+    sim.run(main)
+
+
 def test_a_wall_that_comes_later_makes_a_client_of_who_announced() -> None:
     """Also with client_mode=False: who dials it in vain tells it so, and it asks others before it believes it."""
 

@@ -2,7 +2,8 @@
 
 All of them are tried at once, each again and again with growing pauses until the time is up: peers that were started
 together find each other in whatever order they come up. The first answer is enough to go on; a peer that refuses
-(another protocol version, another identity) is not asked again.
+(another protocol version, another identity) is not asked again. An impatient node gives up sooner if nothing but
+refusals comes: the machines at all addresses say, more than once and for two seconds, that no program listens there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Knocking", "contacts_of"]
 
+_REFUSALS, _REFUSED_S = 2, 2.0
+
 
 class Knocking:
     """One try to get in.
@@ -32,6 +35,7 @@ class Knocking:
         caller: makes the calls.
         rng: jitter of the pauses.
         look_around: makes this node and its neighbours known to each other, once a peer has answered.
+        patient: False gives up once no program has listened at any address for a while.
     """
 
     def __init__(
@@ -40,8 +44,12 @@ class Knocking:
         caller: Caller,
         rng: random.Random,
         look_around: Callable[[], Awaitable[None]],
+        *,
+        patient: bool = True,
     ) -> None:
         self._contacts, self._caller, self._rng, self._look_around = contacts, caller, rng, look_around
+        self._patient, self._began = patient, asyncio.get_running_loop().time()
+        self._refusals = {contact.peer: 0 for contact in contacts}  # in a row
         self._answered: dict[PeerID, None] = {}
         self._reasons: dict[PeerID, str] = {}
         self._settled = asyncio.Event()
@@ -89,9 +97,15 @@ class Knocking:
                 await self._caller.call(contact, DhtPing())
             except PeerRefused as error:
                 self._reasons[contact.peer] = f"refused: {error.message}"
+                self._refusals[contact.peer] = _REFUSALS
                 return
             except PeerError as error:
                 self._reasons[contact.peer] = error.message
+                refused = isinstance(error, PeerUnreachable) and error.nobody_listens
+                self._refusals[contact.peer] = self._refusals[contact.peer] + 1 if refused else 0
+                if self._in_vain():
+                    self._settled.set()
+                    return
                 await asyncio.sleep(backoff.next_s())
             else:
                 first = not self._answered
@@ -99,6 +113,10 @@ class Knocking:
                 self._settled.set()
                 if not first:
                     await self._look_around()  # it may know a part of the network that the first does not
+
+    def _in_vain(self) -> bool:
+        refused_s = asyncio.get_running_loop().time() - self._began
+        return not self._patient and refused_s >= _REFUSED_S and min(self._refusals.values()) >= _REFUSALS
 
 
 def contacts_of(addresses: Iterable[Address], *, without: PeerID) -> list[Contact]:

@@ -165,7 +165,12 @@ class DhtNode:
     # ---------------------------------------------------------------------------------------------------------- joining
 
     async def bootstrap(
-        self, addresses: Iterable[Address], *, timeout_s: float | None = None, required: bool = True
+        self,
+        addresses: Iterable[Address],
+        *,
+        timeout_s: float | None = None,
+        required: bool = True,
+        patient: bool = True,
     ) -> None:
         """Join the network of the peers at these addresses; without addresses, begin a new one.
 
@@ -176,6 +181,7 @@ class DhtNode:
             addresses: where initial peers listen. One that is this node itself is left out.
             timeout_s: seconds until it is given up; default `settings.timeout_s`.
             required: False begins a new network if nobody answers, with a warning, and keeps trying.
+            patient: False gives up within about three seconds if no program listens at any of the addresses.
 
         Raises:
             PeerUnreachable: nobody answered; names every address and what went wrong there.
@@ -187,7 +193,7 @@ class DhtNode:
         if not contacts:
             return
         self._neighbours.always_remember(contacts)
-        knocking = Knocking(contacts, self._caller, self._env.rng, self._upkeep.look_around)
+        knocking = Knocking(contacts, self._caller, self._env.rng, self._upkeep.look_around, patient=patient)
         await knocking.join(limit_s)
         self._check_open()
         try:

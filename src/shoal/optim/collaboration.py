@@ -65,7 +65,7 @@ from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.state import Donor, SharedState, download_state
-from shoal.wire import Contact, Progress
+from shoal.wire import Contact, FollowSteps, Progress
 
 __all__ = ["Collaboration", "Phase"]
 
@@ -109,6 +109,11 @@ class Collaboration:
     ) -> None:
         if settings.target_batch_size < 1:
             raise ConfigError(f"target_batch_size must be at least 1, got {settings.target_batch_size}")
+        if core.endpoint.serves_stream(FollowSteps, scope=settings.run_id):
+            raise ConfigError(
+                f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
+                "(in a notebook, before the cell is run again), or give this one another run_id"
+            )
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
         self.phase = Phase.COLLECTING
         self.state = StateName.genesis(training.fingerprint(), training.steps_before())
@@ -859,7 +864,7 @@ class Collaboration:
             raise
         self._known.gave(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
-        self._notices.downloaded(state.duration_s)
+        self._notices.downloaded(state.duration_s, self.core.reachability.shut_out)
 
     def _withheld(self, peers: Iterable[PeerID]) -> None:
         self._known.withheld(peers, self._now())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from shoal.events import EventBus, LocalValuesRejected, Warned, duration
 from shoal.optim.beginning import Beginning, Stance
@@ -183,15 +183,31 @@ class Notices:
         """A step was not taken to its end."""
         self.warn("the step was interrupted: this peer will download the state of a peer that has finished the step")
 
-    def downloaded(self, duration_s: float) -> None:
-        """A state was taken over. Look whether this peer does nothing but download."""
+    def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
+        """A state was taken over. Look whether this peer does nothing but download.
+
+        Args:
+            duration_s: of the download.
+            shut_out: peers that have said that they cannot connect to this one.
+        """
         self._downloads_in_a_row += 1
-        if self._downloads_in_a_row % _DOWNLOADS_TOLD == 0:
-            self.warn(
-                f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "
-                "and the others were further each time: this peer does not take part. Raise target_batch_size, so that "
-                "an epoch lasts longer than a download and a batch, or give this peer a faster line"
+        if self._downloads_in_a_row % _DOWNLOADS_TOLD:
+            return
+        if shut_out:
+            advice = (
+                f"{_names(shut_out)} said that they cannot connect to it: open or forward its port, give "
+                "announce_maddrs, or make it a client (client_mode=True), which only dials. `shoal doctor INVITE` "
+                "tries the ways"
             )
+        else:
+            advice = (
+                "Raise target_batch_size, so that an epoch lasts longer than a download and a batch, or give this peer "
+                "a faster line"
+            )
+        self.warn(
+            f"{self._downloads_in_a_row} states were downloaded in a row, the last one in {duration(duration_s)}, "
+            f"and the others were further each time: this peer does not take part. {advice}"
+        )
 
 
 def _of_a_tie(verdict: Verdict) -> str:

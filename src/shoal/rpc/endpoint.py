@@ -234,6 +234,10 @@ class Endpoint:
         """
         return self._services.add_stream(opening, scope, handler)
 
+    def serves_stream(self, opening: type[Opening[Up, Down]], *, scope: str = "") -> bool:
+        """Whether streams of this type (and `scope`) are served here already."""
+        return self._services.has_stream(opening, scope)
+
     def on_lost(self, callback: Callable[[PeerID, str], None]) -> Callable[[], None]:
         """Call `callback(peer, reason)` whenever a connected peer is gone; returns a function that ends it."""
         self._lost_callbacks.append(callback)

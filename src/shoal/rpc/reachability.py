@@ -41,6 +41,7 @@ _MAX_HOSTS = 1024
 _LOOK_AGAIN_S = 60.0
 _AGAIN_S, _LONGEST_PAUSE_S = 300.0, 3600.0
 _TELL_S = 3.0
+_KEPT_S, _MAX_KEPT = 1800.0, 16
 _PIECE_BYTES, _PIECES_AT_ONCE, _PROBE_BYTES = 1 << 15, 4, 384 << 10
 """The probe stays below what one host may send at once (`allowance`): beyond that it would measure the allowance."""
 
@@ -85,6 +86,7 @@ class Reachability:
         self._questions = RateLimiter(1.0 / _EVERY_S, _PER_HOST, max_askers=_MAX_HOSTS)
         self._looking: asyncio.Task[Any] | None = None
         self._looked_at = float("-inf")
+        self._shut_out: dict[PeerID, tuple[float, frozenset[Address]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         endpoint.serve(DialBack, self._dial_back)
         endpoint.serve(Whereabouts, self._moved)
@@ -234,11 +236,27 @@ class Reachability:
         with suppress(PeerError):
             await self._endpoint.call(peer, NoWayIn(addresses), timeout_s=_TELL_S)
 
-    def _told_no_way(self, _: PeerID, request: NoWayIn) -> Noted:
-        now = asyncio.get_running_loop().time()
+    @property
+    def shut_out(self) -> list[PeerID]:
+        """The peers that have said lately that they cannot connect to us at an address that we announce.
+
+        It is their word, and good for advice only.
+        """
+        since = asyncio.get_running_loop().time() - _KEPT_S
         announced = set(self._endpoint.contact.addresses)
+        return [peer for peer, (at, tried) in self._shut_out.items() if at >= since and announced & tried]
+
+    def _told_no_way(self, peer: PeerID, request: NoWayIn) -> Noted:
+        now = asyncio.get_running_loop().time()
+        tried = frozenset(self._endpoint.contact.addresses) & frozenset(request.addresses)
+        if not tried:
+            return Noted()
+        self._shut_out.pop(peer, None)
+        self._shut_out[peer] = (now, tried)
+        if len(self._shut_out) > _MAX_KEPT:
+            self._shut_out.pop(next(iter(self._shut_out)))
         busy = self._looking is not None and not self._looking.done()
-        if announced & set(request.addresses) and not busy and now >= self._looked_at + _LOOK_AGAIN_S:
+        if not busy and now >= self._looked_at + _LOOK_AGAIN_S:
             self._looked_at = now
             self._looking = self._spawn(self.find_out())
         return Noted()

@@ -245,6 +245,10 @@ class Services:
         self._warn(f"call {call.method}", error)
         return Failure(call.id, "internal", type(error).__name__)
 
+    def has_stream(self, opening: type[Any], scope: str) -> bool:
+        """Whether streams of this type and scope are served."""
+        return tag_of(opening) in self._streams and scope in self._streams[tag_of(opening)].handlers
+
 
 def _register(
     table: dict[str, _Served[_Handler]], kind: type[Any], scope: str, handler: _Handler

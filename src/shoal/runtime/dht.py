@@ -62,7 +62,8 @@ class DHT:
         await_ready: with `start`, wait until the network is joined.
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
-        startup_timeout: seconds that joining may take.
+        startup_timeout: seconds that joining may take. None: 15, and about 3 if no program listens at any address of
+            the initial peers. Give a number where peers are started together, and the first may come up last.
         options: arguments of hivemind 1.1.12 that change nothing here, such as `num_workers=4` and `use_ipfs=False`;
             docs/migrating.md lists them.
 
@@ -91,12 +92,14 @@ class DHT:
         await_ready: bool = True,
         daemon: bool = True,
         shutdown_timeout: float = _SHUTDOWN_S,
-        startup_timeout: float = _STARTUP_S,
+        startup_timeout: float | None = None,
         **options: Unpack[DhtOptions],
     ) -> None:
         check_options(options)
+        given = options.get("bootstrap_timeout")
+        self._patient = startup_timeout is not None or given is not None
         startup_timeout = seconds("startup_timeout", startup_timeout, _STARTUP_S)
-        self._startup_timeout = seconds("bootstrap_timeout", options.get("bootstrap_timeout"), startup_timeout)
+        self._startup_timeout = seconds("bootstrap_timeout", given, startup_timeout)
         self._shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_S)
         self.events = EventBus()
         runs: list[str] = []
@@ -171,6 +174,7 @@ class DHT:
             validators=self._validators,
             state_upload_limit=self._state_upload_limit,
             timeout_s=limit_s,
+            patient=self._patient or timeout is not None,
         )
         if await_ready:
             try:

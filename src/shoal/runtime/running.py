@@ -60,7 +60,7 @@ class RunningPeer:
         self.thread = LoopThread(f"shoal-{identity.peer_id.short()}")
         atexit.register(self._stop_at_exit)
 
-    def start(
+    def start(  # noqa: PLR0913 (by name, but for the first)
         self,
         initial_peers: Sequence[Address],
         *,
@@ -71,6 +71,7 @@ class RunningPeer:
         validators: Sequence[RecordValidator],
         state_upload_limit: float | None,
         timeout_s: float,
+        patient: bool,
     ) -> None:
         """Begin to join; `ready` tells how it went. Arguments as for `PeerCore.start`, or `DHT`."""
         kept = () if peers_file is None else peers_file.read(self._identity.peer_id)
@@ -92,6 +93,7 @@ class RunningPeer:
                 state_upload_limit=state_upload_limit,
                 timeout_s=timeout_s,
                 must_join=bool(initial_peers),
+                patient=patient or peers_file is not None,
             )
             if peers_file is not None:
                 self._keep_peers(peers_file, self._core)

@@ -225,9 +225,9 @@ class SimNetwork:
         elif not dst.awake or src.group != dst.group or (src is not dst and dst.walled is False):
             self._waiting_dials.append(dial)
         elif src is not dst and dst.walled:
-            self._answer_no(dial, PeerUnreachable("connection refused: a wall stands there"))
+            self._answer_no(dial, PeerUnreachable("connection refused: a wall stands there", nobody_listens=True))
         elif dial.port not in dst.listeners:
-            self._answer_no(dial, PeerUnreachable("connection refused: nobody listens there"))
+            self._answer_no(dial, PeerUnreachable("connection refused: nobody listens there", nobody_listens=True))
         else:
             acceptor, greeting = dst.listeners[dial.port]
             user = acceptor(dial.greeting)

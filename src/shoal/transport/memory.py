@@ -317,6 +317,7 @@ class MemoryTransport:
         self._check_open()
         deadline = asyncio.get_running_loop().time() + timeout_s
         failures: list[PeerUnreachable | PeerRefused | PeerTimeout] = []
+        others = 0  # failures that are not: nobody listens there
         for index, address in enumerate(addresses):
             # An address that does not answer uses up its share of the time, not that of the others.
             share_s = (deadline - asyncio.get_running_loop().time()) / (len(addresses) - index)
@@ -329,14 +330,18 @@ class MemoryTransport:
                         del self._dials[limit], limit  # it holds our task, whose exception will hold this frame
             except TimeoutError:
                 self._check_open()
+                others += 1
                 failures.append(
                     PeerTimeout(f"no answer from {address.host}:{address.port} in {share_s:.3g} s", peer_id)
                 )
             except (PeerUnreachable, PeerRefused) as error:
+                others += isinstance(error, PeerRefused) or not error.nobody_listens
                 failures.append(type(error)(f"{error.message} ({address.host}:{address.port})", peer_id))
         for kind in (PeerRefused, PeerUnreachable, PeerTimeout):
             for failure in failures:
                 if isinstance(failure, kind):
+                    if isinstance(failure, PeerUnreachable):
+                        failure.nobody_listens = not others
                     raise failure
         raise PeerUnreachable("no address to dial is known", peer_id)
 

@@ -375,7 +375,7 @@ class TcpTransport:
     async def _dial_first(self, peer_id: PeerID, addresses: Sequence[Address]) -> TcpConnection:
         waiting = deque(addresses)
         racing: set[asyncio.Task[TcpConnection]] = set()
-        failure: PeerError = PeerUnreachable("no address to dial", peer_id)
+        failure: PeerError | None = None
         task: asyncio.Task[TcpConnection] | None = None
         try:
             while waiting or racing:
@@ -388,10 +388,11 @@ class TcpTransport:
                     try:
                         return task.result()
                     except PeerError as error:
-                        failure = failure if isinstance(failure, PeerRefused) else error
+                        if failure is None or not (isinstance(failure, PeerRefused) or _nobody_listens(error)):
+                            failure = error
                     except asyncio.CancelledError as error:  # of the attempt, by `close`
                         raise ClosedError("this transport was closed while it dialed") from error
-            raise failure
+            raise failure or PeerUnreachable("no address to dial", peer_id)
         finally:
             task = None  # tasks hold their exceptions, whose tracebacks hold this frame
             del failure
@@ -421,7 +422,7 @@ class TcpTransport:
     async def _connect(self, address: Address) -> TcpConnection:
         """Make a TCP connection. Raises `PeerUnreachable`."""
         loop = asyncio.get_running_loop()
-        failure = "it has no address"
+        failure, refused = "it has no address", 0
         try:
             targets = await resolve(address.host, address.port)
         except (OSError, UnicodeError) as error:
@@ -438,19 +439,26 @@ class TcpTransport:
                 await loop.create_connection(lambda made=connection: made, sock=sock)  # type: ignore[misc]
             except OSError as error:
                 sock.close()
-                failure = error.strerror or str(error)
+                # asyncio's own text is "Connect call failed", with the address once more
+                failure = os.strerror(error.errno) if error.errno else str(error)
+                refused += isinstance(error, ConnectionRefusedError)
             except BaseException:
                 sock.close()
                 raise
             else:
                 return connection
-        raise PeerUnreachable(f"no connection to {address.host}:{address.port}: {failure}", address.peer_id)
+        reason = f"no connection to {address.host}:{address.port}: {failure}"
+        raise PeerUnreachable(reason, address.peer_id, nobody_listens=0 < refused == len(targets))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _nobody_listens(error: PeerError) -> bool:
+    return isinstance(error, PeerUnreachable) and error.nobody_listens
 
 
 def _abort(attempt: asyncio.Task[TcpConnection]) -> None:

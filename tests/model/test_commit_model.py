@@ -63,9 +63,27 @@ def test_model_finds_a_decider_that_steps_aside_and_decides_no_more(monkeypatch:
         commit_model.explore((1, 2), 0, aside=True)
 
 
-def test_model_with_members_that_doubt_the_decider_keeps_agreement_and_always_ends() -> None:
+@pytest.mark.parametrize(
+    ("owner", "crashes", "auxiliary"),
+    [
+        ((1, 2), 0, set()),
+        ((0, 1), 0, set()),
+        pytest.param((1, 1), 0, set(), marks=pytest.mark.long),
+        pytest.param((1, 2), 1, set(), marks=pytest.mark.long),
+        pytest.param((0, 1), 1, set(), marks=pytest.mark.long),
+        ((1, 2), 0, {0}),
+        ((0, 1), 0, {0}),
+        ((1, 2), 1, {1}),
+        ((0, 1), 0, {1}),
+        ((0, 1), 1, {0, 1}),
+        ((1, 2), 1, {1, 2}),
+    ],
+)
+def test_model_with_members_that_doubt_the_decider_keeps_agreement_and_always_ends(
+    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+) -> None:
     """It was silent: they ask each other, and nobody gives up what another one knows."""
-    assert commit_model.explore((1, 2), 0, doubts=True) > 1_000
+    assert commit_model.explore(owner, crashes, frozenset(auxiliary), doubts=True) > 1_000
 
 
 def test_model_finds_members_that_give_up_on_a_decider_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +185,12 @@ def _decider(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequenc
 class World:
     """The real state machines of three members, and every message on its way: one state of the search."""
 
-    def __init__(self, owner: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False) -> None:
+    def __init__(
+        self, owner: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, doubts: bool = False
+    ) -> None:
         self.may_step_aside, self.aside = may_step_aside, False
+        self.doubts: list[int] | None = [] if doubts else None  # who doubts the decider, or has; None: nobody does
+        self.gave_up: list[int] = []  # for that reason; as if they had crashed
         self.alive = [True] * 3
         self.contributes = [peer not in auxiliary for peer in PEERS]
         self.members = [MemberRules(peer, owner, contributes=self.contributes[peer]) for peer in PEERS]
@@ -236,6 +258,12 @@ class World:
         else:
             member.give_up("aborted")
 
+    def leave(self, peer: int) -> None:
+        """A member gives up on a decider that it doubts."""
+        if self.members[peer].give_up("outcome unknown"):
+            self.alive[peer] = False
+            self.gave_up = sorted([*self.gave_up, peer])
+
     def tidy(self) -> None:
         """Drop what can make no difference any more."""
         for peer in PEERS:
@@ -285,8 +313,25 @@ def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, .
                     held = world.members[peer].held[part]
                     if world.members[other].commit is not None and held is not None and held.attempt >= 0:
                         yield "obtain", True, (other, part, held.attempt)
-        if world.alive[peer] and world.alive.count(False) < crashes:
+        yield from _doubts(world, peer)
+        if world.alive[peer] and world.alive.count(False) - len(world.gave_up) < crashes:
             yield "crash", False, (peer,)
+
+
+def _doubts(world: World, peer: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
+    member = world.members[peer]
+    if world.doubts is None or peer == DECIDER or not world.alive[peer] or member.commit or member.failed:
+        return
+    if peer not in world.doubts:
+        yield "doubt", False, (peer,)
+    elif _may_leave(world, peer):
+        yield "leave", True, (peer,)
+
+
+def _may_leave(world: World, peer: int) -> bool:
+    """As `commit_model._may_give_up`."""
+    others = [other for other in PEERS if other not in (peer, DECIDER) and world.alive[other]]
+    return all(other in (world.doubts or ()) and world.members[other].commit is None for other in others)
 
 
 def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
@@ -297,6 +342,8 @@ def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
             world.control[arguments[0]] = []
         case "suspect":
             world.tell(world.decider.leave_out(arguments[0], "suspected", 0.0))
+        case "doubt":
+            world.doubts = sorted([*(world.doubts or ()), arguments[0]])
         case "step_aside":
             world.aside = True
             world.tell(world.decider.leave_out(DECIDER, "suspected", 0.0))
@@ -327,6 +374,9 @@ def _check_end(world: World) -> None:
         if world.alive[DECIDER]:
             raise Broken("the decider lives and there is no verdict")
         return
+    for peer in world.gave_up if isinstance(world.decider.rules.verdict, Commit) else ():
+        if any(world.alive[other] and other not in (world.doubts or ()) for other in PEERS if other != DECIDER):
+            raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
     for peer in PEERS:
         others = [other for other in PEERS if other != peer and world.contributes[other]]
         without = world.aside or not world.contributes[DECIDER]
@@ -359,6 +409,33 @@ def test_state_machines_keep_agreement_and_always_end(
 def test_state_machines_with_a_decider_that_may_step_aside(owner: tuple[int, int], crashes: int) -> None:
     """The code again: it is left out like any other member, and commits for the others."""
     assert _search(World(owner, set(), may_step_aside=True), crashes) > 1_000
+
+
+DOUBTS = [
+    pytest.param((0, 1), 0, set(), marks=pytest.mark.long),
+    ((1, 2), 0, {0}),
+    pytest.param((0, 1), 0, {0}, marks=pytest.mark.long),
+    pytest.param((1, 2), 0, {1}, marks=pytest.mark.long),
+    pytest.param((0, 1), 0, {1}, marks=pytest.mark.long),
+    ((0, 1), 1, {0, 1}),
+    pytest.param((1, 2), 1, {1, 2}, marks=pytest.mark.long),
+]
+"""Three that all contribute and of which two own, not the decider, take many minutes: only the model does that."""
+
+
+@pytest.mark.parametrize(("owner", "crashes", "auxiliary"), DOUBTS)
+def test_state_machines_with_members_that_doubt_the_decider(
+    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+) -> None:
+    """The code again: a member that gives up, and others that have the commit or not."""
+    assert _search(World(owner, auxiliary, doubts=True), crashes) > 1_000
+
+
+def test_the_search_finds_members_that_give_up_on_a_decider_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without asking the others, one of whom has the commit."""
+    monkeypatch.setitem(globals(), "_may_leave", lambda world, peer: True)
+    with pytest.raises(Broken, match="another knows the verdict"):
+        _search(World((1, 2), {0}, doubts=True), 0)
 
 
 def _search(world: World, crashes: int) -> int:

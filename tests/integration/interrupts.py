@@ -55,14 +55,18 @@ class Peer:
     """
 
     def __init__(self, name: str, initial_peers: list[str]) -> None:
-        self.name = name
-        self.dht = shoal.DHT(initial_peers, start=True)
+        self.name, self.initial_peers = name, initial_peers
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
         self.inner = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         self.states: dict[bytes, str] = {}
         self.taken = 0
         self.tensor = torch.zeros(64)
+        self.join()
+
+    def join(self) -> None:
+        """Enter the network, and make optimizer and averager."""
+        self.dht = shoal.DHT(self.initial_peers, start=True)
         self.make()
         self.dht.events.subscribe(self._note)
 
@@ -106,8 +110,12 @@ class Peer:
         self.averager.shutdown()
         self.swarm.shutdown()
 
+    def leave_the_network(self) -> None:
+        """Shut the DHT down, with all that stands on it."""
+        self.dht.shutdown()
+
     def close(self) -> None:
-        """The end of the program."""
+        """The end of the program, or what is done again after an interrupted shutdown of the DHT."""
         self.averager.shutdown()
         self.swarm.shutdown()
         self.dht.shutdown()
@@ -215,6 +223,7 @@ def main(count: int, seed: int) -> None:
     look(me)
     interrupter, calls = Interrupter(rng), [("step", me.step)] * 10
     calls += [("average", me.average), ("load", me.load), ("hold", me.hold), ("leave", me.leave_and_return)]
+    calls += [("network", me.leave_the_network)]
     looks, slowest_s = 0, 0.0
     while interrupter.sent < count and not errors:
         name, call = rng.choice(calls)
@@ -223,6 +232,12 @@ def main(count: int, seed: int) -> None:
             with limited("shutdown"):
                 me.leave_and_return()
                 me.make()
+        elif name == "network":
+            with limited("shutdown of the DHT"):
+                me.close()
+                left = f"shoal-{me.dht.peer_id.short()}"
+                assert not [each.name for each in threading.enumerate() if each.name.startswith(left)], "a thread stays"
+                me.join()
         if interrupter.sent // LOOK_EVERY > looks:
             looks = interrupter.sent // LOOK_EVERY
             began = time.monotonic()

@@ -21,7 +21,7 @@ import pytest
 from shoal.errors import ConfigError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.identity import Identity
 from shoal.peer import Address
-from shoal.transport import sockets
+from shoal.transport import sockets, tcp
 from shoal.transport.base import Connection
 from shoal.transport.certificate import server_context
 from shoal.transport.connection import TcpConnection
@@ -901,6 +901,73 @@ def test_what_it_announces_can_be_dialed(host: str) -> None:
         await accepted.get()
         await client.close()
         await server.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("host", "options", "guess", "then"),
+    [
+        ("0.0.0.0", {}, "127.0.0.1", "127.0.0.2"),  # without a default route: others know better
+        ("0.0.0.0", {}, "192.0.2.7", "192.0.2.7"),  # any stranger may dial: its choice changes no guess
+        ("0.0.0.0", {"announce_host": "peer.example.org"}, "127.0.0.1", "peer.example.org"),
+        ("127.0.0.2", {}, "127.0.0.1", "127.0.0.2"),
+    ],
+)
+def test_a_peer_that_is_dialed_learns_where_it_is_reached(
+    host: str, options: dict[str, Any], guess: str, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first connection, if it listens on all interfaces and had no better guess than its own machine."""
+    monkeypatch.setattr(tcp, "outside_host", lambda host: guess if host == "0.0.0.0" else host)
+    # 127.0.0.2 stands for an address of a network card, so that this needs none.
+    monkeypatch.setattr(tcp, "is_loopback", "127.0.0.1".__eq__)
+
+    async def scenario() -> None:
+        accepted: asyncio.Queue[Connection] = asyncio.Queue()
+        server, client = TcpTransport(SERVER, host=host, **options), TcpTransport(CLIENT, client_mode=True)
+        await server.listen(accepted.put_nowait)
+        port = server._listeners[0].getsockname()[1]
+        assert server.addresses[0].port == port
+        for dialed in ("127.0.0.2", "127.0.0.3") if host == "0.0.0.0" else ("127.0.0.2",):
+            await client.dial(SERVER.peer_id, [Address(dialed, port, SERVER.peer_id)], timeout_s=30)
+            await accepted.get()
+            assert server.addresses == (Address(then, port, SERVER.peer_id),)
+        await client.close()
+        await server.close()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("host", "guess", "is_outside", "then"),
+    [
+        ("0.0.0.0", "192.0.2.7", True, "127.0.0.1"),  # the way to its first peer, not that to the outside
+        ("0.0.0.0", "192.0.2.7", False, "192.0.2.7"),  # its first peer is on this machine: that says nothing
+        ("::", "2001:db8::7", True, "2001:db8::7"),  # the connection has an IPv4 address, where it does not listen
+    ],
+)
+def test_a_peer_that_dials_announces_the_address_of_that_connection(
+    host: str, guess: str, is_outside: bool, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`0.0.0.0` is a guess until then; once it is known, no further connection changes it."""
+    monkeypatch.setattr(tcp, "outside_host", lambda host: guess if host in {"0.0.0.0", "::"} else host)
+    monkeypatch.setattr(tcp, "is_loopback", lambda _: not is_outside)
+
+    async def scenario() -> None:
+        first, newcomer = TcpTransport(SERVER), TcpTransport(CLIENT, host=host)
+        await first.listen(lambda _: None)
+        try:
+            await newcomer.listen(lambda _: None)
+        except ConfigError as error:
+            pytest.skip(f"not on this machine: {error}")
+        port = newcomer.addresses[0].port
+        assert newcomer.addresses == (Address(guess, port, CLIENT.peer_id),)
+        await newcomer.dial(SERVER.peer_id, first.addresses, timeout_s=30)
+        assert newcomer.addresses == (Address(then, port, CLIENT.peer_id),)
+        newcomer._saw_ourselves("198.51.100.1" if then == "127.0.0.1" else "")
+        assert newcomer.addresses == (Address(then, port, CLIENT.peer_id),)
+        await newcomer.close()
+        await first.close()
 
     play(scenario)
 

@@ -225,6 +225,42 @@ def test_peers_that_cannot_be_reached_are_named_with_the_reason() -> None:
     sim.run(main, seed=37)
 
 
+def test_a_peer_that_listens_for_its_own_machine_only_is_told_so() -> None:
+    """Its first peer is elsewhere, and the other one of the run only dials: nobody can come to it."""
+
+    async def main() -> None:
+        run = Run(target=400)
+        await entered(run)
+        await run.add("client", client_mode=True)
+        run.swarm.network.wall("mine.localhost", refuses=True)
+        newcomer = await run.add("mine.localhost")
+        _, warned = notes(newcomer)
+        run.swarm.spawn("mine.localhost", newcomer.train(4, duration_s=1.0, until=until(60.0)))
+        await sim.sleep(30.0)
+        (text,) = warned
+        assert "it listens for its own machine only, and its initial peers are elsewhere" in text
+        assert "host_maddrs='/ip4/0.0.0.0/tcp/PORT'" in text
+
+    sim.run(main, seed=39)
+
+
+@pytest.mark.parametrize(("skew_s", "how"), [(7200.0, "7200 s ahead of"), (-5 * 3600.0, "18000 s behind")])
+def test_a_peer_alone_whose_clock_is_hours_off_is_told_so(skew_s: float, how: str) -> None:
+    """Among the reasons, with the difference from the peer that let it in, though a clock alone parts nobody."""
+
+    async def main() -> None:
+        run = Run(target=400)
+        await entered(run)
+        trainer = await run.add("a", skew_s=skew_s)
+        _, warned = notes(trainer)
+        run.swarm.spawn("a", trainer.train(4, duration_s=1.0, until=until(60.0)))
+        await sim.sleep(30.0)
+        (text,) = warned
+        assert f"the clock here is {how} those of the others: set it" in text
+
+    sim.run(main, seed=40)
+
+
 CALM = Circumstances(
     run_id="run",
     unreached={},

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal import locks, wire
-from shoal.clock import LONGEST_TURN_S
+from shoal.clock import LONGEST_TURN_S, SharedClock
 from shoal.errors import LocalError
 from shoal.locks import SafeLock
 from shoal.runtime import promptness, waiting
@@ -45,6 +45,27 @@ def test_a_stop_is_one_long_turn_at_most(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clock.now() == pytest.approx(shown + 2.0 + LONGEST_TURN_S)
     now[0] += 0.1
     assert clock.now() == pytest.approx(shown + 2.1 + LONGEST_TURN_S)
+
+
+def test_a_suspended_machine_loses_no_time_on_either_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monotonic clock stands still meanwhile, the wall clock is hours further, and no correction follows."""
+    monotonic, wall = [100.0], [1_000_000.0]
+    monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: monotonic[0]))
+    own = SimpleNamespace(time=lambda: wall[0], monotonic=lambda: monotonic[0])
+    running, shared = RunningTime(), SharedClock(own, settled=False)
+    assert shared.told("other", "host", -30.0)  # this machine is 30 s ahead of the network
+    shown = running.now()
+    wall[0] += 5 * 3600.0
+    running.turn()
+    assert running.now() == shown
+    assert shared.monotonic() == 100.0
+    assert shared.time() == 1_000_000.0 + 5 * 3600.0 - 30.0
+    assert not shared.told("other", "host", -30.0)
+    assert not shared.told("third", "another host", -30.5)
+    assert shared.ahead_s == -30.0
+    monotonic[0], wall[0] = monotonic[0] + 0.3, wall[0] + 0.3
+    running.turn()
+    assert running.now() == pytest.approx(shown + 0.3)
 
 
 async def nothing() -> None:

@@ -7,7 +7,7 @@ import time
 from functools import partial
 
 from benchmarks.hardships.kit import address_of, at_home, enter, jobs, left, pace, swarm
-from benchmarks.truth.kit import Report, Verdict, apart, changed, train
+from benchmarks.truth.kit import CannotRunError, Report, Verdict, apart, changed, train
 from benchmarks.truth.peers import Line, Peers
 from tests.integration.routers import Routers, why_not
 
@@ -19,7 +19,7 @@ _ALL = "/ip4/0.0.0.0/tcp/0"
 def unreachable() -> Verdict:
     """One of four says that it listens where its router lets nobody in: the others train on at their pace."""
     if reason := why_not():
-        return Verdict(held=False, measured=reason)
+        raise CannotRunError(reason)
     with Routers(1) as net, Peers() as peers:
         public = jobs(3, target=320, dht={"host_maddrs": _ALL})
         those = swarm(peers, public, partial(at_home, namespace=net.path(None)))
@@ -48,7 +48,7 @@ def only_a_way_in(line: Line, namespace: str) -> None:
 def two_nats() -> Verdict:
     """Two peers behind routers, with only a DHT between: both say within 30 s why they are alone."""
     if reason := why_not():
-        return Verdict(held=False, measured=reason)
+        raise CannotRunError(reason)
     with Routers(2) as net, Peers() as peers:
         entry = peers.start(only_a_way_in, namespace=net.path(None)).wait("address")
         two = [

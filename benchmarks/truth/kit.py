@@ -45,6 +45,10 @@ __all__ = [
 ]
 
 
+class CannotRunError(Exception):
+    """This machine lacks what a replay needs; the message says what."""
+
+
 class Verdict(NamedTuple):
     """What a replay found."""
 

@@ -24,8 +24,9 @@ def why_not() -> str:
     """What keeps these tests from running here; empty if nothing does."""
     if os.name != "posix" or os.geteuid() != 0:
         return "only root can make network namespaces"
-    missing = [tool for tool in ("ip", "nft") if shutil.which(tool) is None]
-    return f"there is no {missing[0]}" if missing else ""
+    packages = {"ip": "iproute2", "nft": "nftables"}
+    missing = [package for tool, package in packages.items() if shutil.which(tool) is None]
+    return f"needs {' and '.join(missing)}" if missing else ""
 
 
 class Routers:

@@ -26,4 +26,4 @@ def test_one_ctrl_c_can_disable_a_peer_for_good(seed: int, soak: Callable[[int, 
     assert found["common"] > count / 25, found
     assert found["unequal"] == 0, found
     assert found["errors"] == found["threads"] == [], found
-    assert found["interrupted"].keys() >= {"step", "average", "leave", "network"}, found
+    assert found["interrupted"]["network"] > 0, found  # the shutdown of the DHT

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.hardships import costs, places, stops, words
 from benchmarks.truth import __main__ as truth
 from benchmarks.truth.kit import Report, Verdict, apart
+from benchmarks.truth.playing import play
 
 
 def holds() -> Verdict:
@@ -36,6 +37,21 @@ def test_exit_code_is_1_if_any_broke(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert lines[3] == "broke: breaks, raises"
     monkeypatch.setattr("sys.argv", ["truth", "--only", "holds"])
     assert truth.main() == 0
+
+
+def test_a_replay_that_needs_nftables_has_not_broken_where_there_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not run, and the exit code is that of the others."""
+    monkeypatch.setattr("shutil.which", lambda tool: None if tool == "nft" else f"/sbin/{tool}")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    replays = {each.__name__: each for each in (places.unreachable, places.two_nats, holds)}
+    monkeypatch.setattr("sys.argv", ["hardships"])
+    assert play(replays, prog="hardships", doc=None) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["not run: unreachable: needs nftables", "not run: two_nats: needs nftables"]
+    assert lines[2].startswith("held")
+    assert lines[3:] == ["not run: unreachable, two_nats", "all others hold"]
 
 
 def test_epochs_are_compared_that_all_have_seen() -> None:

@@ -423,6 +423,7 @@ DOUBTS = [
 """Three that all contribute and of which two own, not the decider, take many minutes: only the model does that."""
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("owner", "crashes", "auxiliary"), DOUBTS)
 def test_state_machines_with_members_that_doubt_the_decider(
     owner: tuple[int, int], crashes: int, auxiliary: set[int]

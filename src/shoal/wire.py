@@ -716,7 +716,10 @@ class ManifestReply(Message, frozen=True):
 
 
 class ManifestPending(Message, frozen=True):
-    """Not yet: ask again. `busy`: others take the state, too many or an older one; else the snapshot is being made."""
+    """Not yet: ask again.
+
+    `busy`: others take the state, too many or an older one, or too many copies were made; else it is being made.
+    """
 
     busy: bool
 

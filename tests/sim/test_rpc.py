@@ -367,6 +367,33 @@ def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
     on_sim(scenario)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_short_calls_with_long_replies_are_free(waits: bool) -> None:
+    """A reply counts for who asked for it: 20 replies of 25 kB take 1 s each after the first, at 10 calls a second."""
+
+    async def scenario(net: Net) -> None:
+        b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=10.0))
+        asked, loop = list[float](), asyncio.get_running_loop()
+
+        def at_once(peer: PeerID, request: Say) -> Said:
+            asked.append(loop.time())
+            return Said("x" * 25_600)
+
+        async def later(peer: PeerID, request: Say) -> Said:
+            return at_once(peer, request)
+
+        b.endpoint.serve(Say, later if waits else at_once)
+        hand = ByHand(net.transport("h"), b.contact)
+        link = await hand.link()
+        await link.write(b"".join(call_frame(number, "Say", encode(Say("x"))) for number in range(20)))
+        for _ in range(20):
+            await receive(link, Reply)
+        assert 15.0 < asked[-1] - asked[0] < 20.0
+        await hand.close()
+
+    on_sim(scenario)
+
+
 @everywhere
 def test_what_a_lost_peer_has_sent_before_uses_up_its_hosts_allowance(run: Run) -> None:
     """A stranger's notes were taken one by one for 24 s after it was gone; peers of the same host waited for that."""

@@ -24,7 +24,7 @@ from shoal.clock import Env, SharedClock
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
-from shoal.rpc.allowance import Allowance, call_cost
+from shoal.rpc.allowance import Allowance, bytes_cost, call_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -83,7 +83,7 @@ class Endpoint:
         self.limits = limits or Limits()
         self._transport = transport
         self._open = Connections()
-        self._services = Services(self._open, self.limits, spawn=self._spawn, warn=self._warn)
+        self._services = Services(self._open, self.limits, spawn=self._spawn, warn=self._warn, answered=self._answered)
         self._dialer = Dialer(
             transport,
             self._open,
@@ -516,10 +516,17 @@ class Endpoint:
 
     def spent(self, link: CallLink, nbytes: int) -> float:
         """A message of a peer came; how long its link is not to be read (for `CallLink`)."""
+        return self._spend(link, call_cost(nbytes))
+
+    def _answered(self, link: CallLink, nbytes: int) -> None:
+        """A peer was given a reply; a long one shows when its next message comes."""
+        self._spend(link, bytes_cost(nbytes))
+
+    def _spend(self, link: CallLink, cost: float) -> float:
         share = max(self.limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S)
         rate, now = min(share, self.limits.calls_per_host_s), asyncio.get_running_loop().time()
         allowance = self._allowances.get(link.connection.remote_host)
-        return allowance.spend(link, call_cost(nbytes), rate, now) if allowance is not None else 0.0
+        return allowance.spend(link, cost, rate, now) if allowance is not None else 0.0
 
     def _allowance(self, host: str) -> Allowance:
         """The allowance of a host, kept for a while after its last link, else a new link would bring a new one."""

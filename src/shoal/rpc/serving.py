@@ -59,6 +59,7 @@ class Services:
         limits: what one peer may cost.
         spawn: starts a task that the endpoint owns.
         warn: told of a bug in a handler: where, and the exception.
+        answered: told of each reply: the link, and how many bytes.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class Services:
         *,
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
         warn: Callable[[str, Exception], None],
+        answered: Callable[[CallLink, int], None],
     ) -> None:
         self._open, self._limits, self._spawn, self._warn = connections, limits, spawn, warn
+        self._answered = answered
         self._calls: dict[str, _Served[CallHandler]] = {}
         self._notes: dict[str, _Served[NoteHandler]] = {}
         self._streams: dict[str, _Served[StreamHandler]] = {}
@@ -193,7 +196,7 @@ class Services:
                 task = self._spawn(self._wait_for_answer(link, call, answer))
                 task.add_done_callback(lambda _: answer.close())  # it may have been cancelled before it began
             else:
-                _post(link, reply_frame(call.id, answer))
+                self._reply(link, reply_frame(call.id, answer))
         except Exception as error:  # noqa: BLE001 (the fault of one call)
             _post(link, self._failure(call, error))
 
@@ -223,7 +226,7 @@ class Services:
             async with limit:
                 reply = reply_frame(call.id, await answer)
             if not link.closed:
-                _post(link, reply)
+                self._reply(link, reply)
         except Exception as error:  # noqa: BLE001 (the fault of one call)
             if isinstance(error, TimeoutError) and limit.expired():
                 return  # the caller has stopped waiting
@@ -232,6 +235,10 @@ class Services:
         finally:
             link.serving -= 1
             link.used()
+
+    def _reply(self, link: CallLink, reply: Reply) -> None:
+        _post(link, reply)
+        self._answered(link, len(reply.body))
 
     def _failure(self, call: Call, error: Exception) -> Failure:
         """The answer to the caller for an exception of a handler."""

@@ -1,8 +1,8 @@
 """The donor's side: describes the state, and sends it.
 
-Invariants: a donor sends a snapshot, never a live tensor, and there is one snapshot at a time. Receivers and upload are
-bounded. Requests are checked, and a wrong request costs the receiver its stream. A receiver that does not read, or that
-keeps its stream and asks for nothing, is dropped after `send_stall_s`.
+Invariants: a donor sends a snapshot, never a live tensor, and there is one snapshot at a time. Receivers, upload and
+the time that copying takes are bounded. Requests are checked, and a wrong request costs the receiver its stream. A
+receiver that does not read, or that keeps its stream and asks for nothing, is dropped after `send_stall_s`.
 """
 
 from __future__ import annotations
@@ -158,8 +158,9 @@ class StateDonor:
         if self._busy(peer):
             return ManifestPending(busy=True)
         self._upload.watch()
+        host = self._endpoint.hosts_of(peer)[1]
         try:
-            offered = await self._store.offer(peer, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
+            offered = await self._store.offer(peer, host, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
         except ClosedError as error:
             raise PeerRefused(str(error)) from None
         except ConfigError as error:
@@ -191,7 +192,7 @@ class StateDonor:
             raise
         finally:
             await wishes.close()
-            self._store.end(snapshot)
+            self._store.end(snapshot, host, sent)
             self._serving -= Counter({peer: 1})
             self._hosts -= Counter({host: 1})
             if sent:

@@ -10,6 +10,7 @@ more.
   young enough; otherwise it waits for the next. If a copy is old and others wait for the next one, its readers are sent
   away. So no receiver, by reading or coming again and again, keeps a state from the others for ever.
 - A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
+- Hosts that ask again and again cause few copies (`copies`), and keep no copy by asking, whatever the number of keys.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.peer import PeerID
+from shoal.state.copies import CopyAccounts
 from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, shares
 from shoal.state.values import infinite_tensors
 from shoal.wire import ManifestPending, ManifestReply, encode
@@ -42,6 +44,9 @@ _HASH_BYTES = 34
 
 _ABOUT_TO_OPEN_S = 2.0
 """A receiver that was told of a snapshot opens a stream for it within this time, or may have to ask again."""
+
+_TOLD_S = 10.0
+"""Of each host only those receivers count so that are told within this time after its first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,10 @@ class Snapshot:
         message: the manifest as it is sent.
         data: the encoded tensors, one after another.
         made_at: when it was made, seconds of the loop.
+        took_s: how long that took.
         streams: how many receivers are taking it.
         told: the receivers that were told of it, and when first. Being told again does not keep the copy alive.
+        hosts: their hosts, and when the first one of each was told.
         used_at: when a receiver was last told of it or had finished with it.
         over: whether its readers are to be sent away.
     """
@@ -89,8 +96,10 @@ class Snapshot:
     message: ManifestReply
     data: memoryview
     made_at: float
+    took_s: float
     streams: int = 0
     told: dict[PeerID, float] = field(default_factory=dict)
+    hosts: dict[str, float] = field(default_factory=dict)
     used_at: float = 0.0
     over: bool = False
 
@@ -129,7 +138,8 @@ class SnapshotStore:
         self._max_message_bytes = max_message_bytes
         self._snapshot: Snapshot | None = None
         self._making: asyncio.Task[Snapshot] | None = None
-        self._awaited_by: set[PeerID] = set()
+        self._awaited_by: dict[PeerID, str] = {}  # with their hosts
+        self._accounts = CopyAccounts(asyncio.get_running_loop().time())
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -138,17 +148,19 @@ class SnapshotStore:
         """The copy, if there is one."""
         return self._snapshot
 
-    async def offer(self, peer: PeerID, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
+    async def offer(self, peer: PeerID, host: str, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
         """A snapshot for this peer: of the present state, or the one that others are downloading.
 
         Args:
             peer: the peer that asks.
+            host: where it asks from.
             epoch: the peer has no use for a state of an earlier epoch.
             timeout_s: how long to wait while a snapshot is made. It is made to the end in any case, for the next peer
                 that asks.
 
         Returns:
-            The snapshot; or that it is still being made, or cannot be made before others are through (`busy`).
+            The snapshot; or that it is still being made; or that it cannot be made before others are through, or that
+            the peer's host has had too many made (`busy`).
 
         Raises:
             ConfigError: the state cannot be sent (see the message).
@@ -157,33 +169,32 @@ class SnapshotStore:
         if self._closed:
             raise ClosedError("the state is not shared any more")
         if self._making is None:
-            if (found := self._held_for(peer, epoch)) is not None:
+            if (found := self._held_for(peer, host, epoch)) is not None:
                 return found
             self._snapshot = None  # before the next one takes memory
-            self._making = asyncio.get_running_loop().create_task(self._make())
+            self._making = asyncio.get_running_loop().create_task(self._make(host))
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
         making = self._making
-        self._awaited_by.add(peer)
+        self._awaited_by[peer] = host
         await asyncio.wait({making}, timeout=timeout_s)
         if not making.done():
             return ManifestPending(busy=False)
         if making.cancelled():
             raise ClosedError("the state is not shared any more")
-        return self._tell(making.result(), peer)
+        return self._tell(making.result(), peer, host)
 
-    def _held_for(self, peer: PeerID, epoch: int) -> Snapshot | ManifestPending | None:
-        """The copy that exists, or that it has to be waited for; None if another one is to be made."""
+    def _held_for(self, peer: PeerID, host: str, epoch: int) -> Snapshot | ManifestPending | None:
+        """The copy that exists, or that the peer has to come again; None if another one is to be made."""
         snapshot, now = self._snapshot, asyncio.get_running_loop().time()
-        if snapshot is None:
+        if snapshot is not None and snapshot.version == self._version():
+            return self._tell(snapshot, peer, host)
+        if (snapshot is None or not snapshot.in_use(now)) and self._accounts.allow(host, now):
             return None
-        if snapshot.version == self._version():
-            return self._tell(snapshot, peer)
-        if not snapshot.in_use(now):
-            return None
-        age_s = now - snapshot.made_at
-        if age_s <= self._join_s and snapshot.manifest.epoch >= epoch:
-            return self._tell(snapshot, peer)
-        snapshot.over = age_s > self._join_s + self._hold_s
+        if snapshot is not None:
+            age_s = now - snapshot.made_at
+            if age_s <= self._join_s and snapshot.manifest.epoch >= epoch:
+                return self._tell(snapshot, peer, host)
+            snapshot.over = age_s > self._join_s + self._hold_s
         return ManifestPending(busy=True)
 
     def find(self, name: bytes) -> Snapshot | None:
@@ -196,10 +207,12 @@ class SnapshotStore:
         snapshot.streams += 1
         snapshot.told[peer] = float("-inf")
 
-    def end(self, snapshot: Snapshot) -> None:
-        """A receiver has done with it."""
+    def end(self, snapshot: Snapshot, host: str, sent_bytes: int) -> None:
+        """A receiver at this host has done with it, and was sent so much."""
         snapshot.streams -= 1
-        snapshot.used_at = asyncio.get_running_loop().time()
+        snapshot.used_at = now = asyncio.get_running_loop().time()
+        if sent_bytes:
+            self._accounts.sent(host, snapshot.took_s, sent_bytes / snapshot.manifest.total_bytes, now)
 
     def close(self) -> None:
         """Free everything; a copy that is being made is given up."""
@@ -213,32 +226,37 @@ class SnapshotStore:
 
     # -------------------------------------------------------------------------------------------------------- making
 
-    async def _make(self) -> Snapshot:
+    async def _make(self, host: str) -> Snapshot:
         try:
-            self._snapshot = snapshot = await self._copy()
-            for peer in self._awaited_by:
-                self._tell(snapshot, peer)
+            self._snapshot = snapshot = await self._copy(host)
+            for peer, its_host in self._awaited_by.items():
+                self._tell(snapshot, peer, its_host)
             self._free_later()
             return snapshot
         finally:
             self._making = None
             self._awaited_by.clear()
 
-    async def _copy(self) -> Snapshot:
-        run = self._env.executor.run
-        async with self._hold() as state:
-            version = self._version()
-            tensors = state.tensors
-            specs = list(describe(tensors, state.codecs))
-            parts = shares(specs)
-            looks = (run(infinite_tensors, tensors, part, state.may_be_infinite) for part in parts)
-            infinite = [position for found in await asyncio.gather(*looks) for position in found]
-            layout = self._plan(state, specs, infinite)
-            _, data = allocate(layout.total_bytes, torch.uint8)
-            await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
-        manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
-        now = asyncio.get_running_loop().time()
-        return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, used_at=now)
+    async def _copy(self, host: str) -> Snapshot:
+        run, time = self._env.executor.run, asyncio.get_running_loop().time
+        began = time()
+        try:
+            async with self._hold() as state:
+                began = time()  # it costs nobody anything to wait for the lock
+                version = self._version()
+                tensors = state.tensors
+                specs = list(describe(tensors, state.codecs))
+                parts = shares(specs)
+                looks = (run(infinite_tensors, tensors, part, state.may_be_infinite) for part in parts)
+                infinite = [position for found in await asyncio.gather(*looks) for position in found]
+                layout = self._plan(state, specs, infinite)
+                _, data = allocate(layout.total_bytes, torch.uint8)
+                await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
+            manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
+        finally:
+            self._accounts.copied(host, time() - began, time())
+        now = time()
+        return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, took_s=now - began, used_at=now)
 
     def _plan(self, state: SharedState, specs: list[TensorSpec], infinite: Collection[int]) -> Manifest:
         """The manifest but for the hashes; a state that cannot be sent is found out before it is copied."""
@@ -273,9 +291,10 @@ class SnapshotStore:
 
     # ------------------------------------------------------------------------------------------------------- freeing
 
-    def _tell(self, snapshot: Snapshot, peer: PeerID) -> Snapshot:
-        snapshot.used_at = asyncio.get_running_loop().time()
-        snapshot.told.setdefault(peer, snapshot.used_at)
+    def _tell(self, snapshot: Snapshot, peer: PeerID, host: str) -> Snapshot:
+        snapshot.used_at = now = asyncio.get_running_loop().time()
+        if now - snapshot.hosts.setdefault(host, now) <= _TOLD_S:
+            snapshot.told.setdefault(peer, now)
         return snapshot
 
     def _free_later(self) -> None:

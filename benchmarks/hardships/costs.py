@@ -12,14 +12,27 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.hardships.kit import address_of, beside, elsewhere, jobs, left, own_core, pace, swarm
+from benchmarks.hardships.kit import (
+    PREFIX,
+    Stranger,
+    address_of,
+    ballast,
+    beside,
+    elsewhere,
+    jobs,
+    left,
+    own_core,
+    pace,
+    strangers,
+    swarm,
+)
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, changed, train
 from benchmarks.truth.peers import Line, Peer, Peers
 from shoal.errors import PeerError
 from shoal.identity import Identity
 from shoal.rpc.framing import Kind, pack
 from shoal.transport.tcp import TcpTransport
-from shoal.wire import Call, Contact, Hello
+from shoal.wire import Call, Contact, GetManifest, Hello, ManifestReply
 
 __all__ = ["REPLAYS"]
 
@@ -156,4 +169,50 @@ def swarm_alone(peers: Peers) -> list[Peer]:
     return [peer]
 
 
-REPLAYS = (descriptors, small_calls)
+# --------------------------------------------------------------------------------------------------------------- copies
+
+
+def manifests() -> Verdict:
+    """Three keys of one host ask for the state (10 MB) without pause and never take it: peers train, newcomers come."""
+    shown, answers = set[bytes](), 0
+
+    async def ask(stranger: Stranger, peer: Peer) -> None:
+        nonlocal answers
+        address = address_of(peer)
+        to = Contact(address.peer_id, (address,))
+        while True:
+            with contextlib.suppress(PeerError):
+                reply = await stranger.endpoint.call(to, GetManifest(PREFIX), timeout_s=5.0)
+                answers += 1
+                if isinstance(reply, ManifestReply):
+                    shown.add(reply.snapshot)
+
+    async def attack(those: Sequence[Peer]) -> None:
+        async with strangers(3) as asking:
+            await asyncio.gather(*(ask(stranger, peer) for stranger in asking for peer in those))
+
+    with Peers() as peers:
+        those = swarm(peers, jobs(3, **ballast(10)))
+        calm = pace(those[0], 15.0)
+
+        def measured() -> tuple[float, float]:
+            asked = pace(those[0], 30.0)
+            job = changed(jobs(1, **ballast(10))[0], index=9, entries=(str(address_of(those[0])),), target=240)
+            began = time.monotonic()
+            late = peers.start(train, job=job)
+            late.until_steps(3, 60.0)
+            took_s = time.monotonic() - began
+            late.kill()
+            return asked, took_s
+
+        asked, took_s = asyncio.run(beside(attack(those), measured))
+        left(those)
+    said = (
+        f"{calm:.1f} epochs a second, then {asked:.1f} beside {answers} answers, with {len(shown)} copies of the three"
+    )
+    return Verdict(
+        held=asked > 0.8 * calm and took_s < 30.0, measured=f"{said}; a newcomer took part after {took_s:.1f} s"
+    )
+
+
+REPLAYS = (descriptors, small_calls, manifests)

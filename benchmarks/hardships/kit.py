@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import socket
 import time
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
+from torch import nn
 
-from benchmarks.truth.kit import Job, Report, joined, train
+from benchmarks.truth.kit import Job, Report, joined, perceptron, train
 from benchmarks.truth.peers import Failed, Line, Peer, Peers
 from shoal.clock import Env
 from shoal.errors import PeerError
@@ -25,10 +28,12 @@ from shoal.transport import sockets, tcp
 from shoal.wire import Contact, Progress, TellProgress
 
 __all__ = [
+    "PREFIX",
     "RUN",
     "Stranger",
     "address_of",
     "at_home",
+    "ballast",
     "beside",
     "elsewhere",
     "enter",
@@ -44,6 +49,9 @@ __all__ = [
 RUN = "truth"
 """The run of `benchmarks.truth.kit`."""
 
+PREFIX = f"{RUN}_state"
+"""The name by which its peers share the state."""
+
 _ATTACKER = "127.0.0.2"
 FOR_EVER = 10**6
 _CLONE_NEWNET = 0x40000000
@@ -53,6 +61,17 @@ def jobs(count: int, **changes: Any) -> list[Job]:
     """Peers that make about five epochs a second, whatever their number, until they are told to leave."""
     usual: dict[str, Any] = {"epochs": FOR_EVER, "pace_s": 0.02, "batch": 8, "target": 80 * count}
     return [Job(index=index, **(usual | changes)) for index in range(count)]
+
+
+def ballast(megabytes: int) -> dict[str, Any]:
+    """Of a job: a small model whose state has so much more, which no round averages and no report looks at."""
+    return {"model": functools.partial(_with_ballast, megabytes), "extra": ("ballast",)}
+
+
+def _with_ballast(megabytes: int) -> nn.Module:
+    model = perceptron()
+    model.register_buffer("ballast", torch.arange(megabytes * 250_000, dtype=torch.float32), persistent=False)
+    return model
 
 
 def swarm(peers: Peers, those: Sequence[Job], work: Callable[..., Any] | None = None) -> list[Peer]:

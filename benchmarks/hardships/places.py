@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
 import time
 from functools import partial
+from typing import Any
 
-from benchmarks.hardships.kit import address_of, at_home, enter, jobs, left, pace, swarm
-from benchmarks.truth.kit import CannotRunError, Report, Verdict, apart, changed, train
-from benchmarks.truth.peers import Line, Peers
+from benchmarks.hardships.kit import address_of, at_home, ballast, enter, jobs, left, pace, swarm
+from benchmarks.truth.kit import CannotRunError, Job, Report, Verdict, apart, changed, train
+from benchmarks.truth.peers import Failed, Line, Peers
 from tests.integration.routers import Routers, why_not
 
 __all__ = ["REPLAYS"]
@@ -69,25 +70,52 @@ def two_nats() -> Verdict:
     return Verdict(held=all(clients) and all(told), measured=measured)
 
 
+def telling(line: Line, job: Job) -> Report:
+    """Train, and say which share of the state is here: when one was chosen, and after each chunk."""
+    from shoal.state.feed import Target
+
+    target: Any = Target
+    verified, begin = target.verified, target.__init__
+
+    def begun(self: Target, *arguments: Any) -> None:
+        begin(self, *arguments)
+        line.say("share", 0.0)
+
+    def came(self: Target, *arguments: Any) -> None:
+        verified(self, *arguments)
+        line.say("share", self.plan.verified / len(self.manifest.hashes))
+
+    target.__init__, target.verified = begun, came
+    return train(line, job)
+
+
 def killed_downloads() -> Verdict:
-    """Newcomers are killed at random points of their download, one after another: the run, and the last one, train."""
-    draw = random.Random(3)
+    """Eight newcomers are killed, each at another share of its download of 40 MB: the run, and the last one, train."""
+    work, killed_at = ballast(40), list[float]()
     with Peers() as peers:
-        those = swarm(peers, jobs(3, target=240))
+        those = swarm(peers, jobs(3, target=240, **work))
         calm = pace(those[0], 8.0)
-        entry = str(address_of(those[0]))
+        job = changed(jobs(1, **work)[0], entries=(str(address_of(those[0])),), target=240)
         for number in range(8):
-            new = peers.start(train, job=changed(jobs(1)[0], index=10 + number, entries=(entry,), target=240))
-            new.wait("address")
-            time.sleep(draw.uniform(0.0, 0.5))
+            new = peers.start(telling, job=changed(job, index=10 + number))
+            while new.wait("share") < number / 7:
+                pass
             new.kill()
-        last = peers.start(train, job=changed(jobs(1)[0], index=30, entries=(entry,), target=240))
+            with contextlib.suppress(Failed):  # all that it had said
+                new.wait("returned")
+            killed_at.append(next(share for name, share in reversed(new.said) if name == "share"))
+        last = peers.start(train, job=changed(job, index=30))
         last.until_steps(3)
         after = pace(those[0], 8.0)
         reports: list[Report] = left([*those, last])
     differ, common = apart(reports)
-    measured = f"{calm:.1f} epochs a second, then {after:.1f}; weights differ in {differ} of {common} epochs"
-    return Verdict(held=after > 0.8 * calm and differ == 0 and common > 0, measured=measured)
+    shares = " ".join(f"{share:.2f}" for share in killed_at)
+    measured = (
+        f"{calm:.1f} epochs a second, then {after:.1f}; killed at {shares} of their downloads; "
+        f"weights differ in {differ} of {common} epochs"
+    )
+    held = after > 0.8 * calm and differ == 0 and common > 0 and sum(share < 1.0 for share in killed_at) >= 4
+    return Verdict(held=held, measured=measured)
 
 
 REPLAYS = (unreachable, two_nats, killed_downloads)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from benchmarks.hardships.kit import RUN, Stranger, address_of, beside, jobs, left, pace, strangers, swarm
+from benchmarks.hardships.kit import PREFIX, Stranger, address_of, beside, jobs, left, pace, strangers, swarm
 from benchmarks.truth.kit import Verdict, apart, changed
 from benchmarks.truth.peers import Peer, Peers
 from shoal.errors import PeerError
@@ -17,8 +17,6 @@ from shoal.state import Donor, DownloadedState, SharedState, StateDonor, downloa
 from shoal.wire import Contact, GetManifest, ManifestPending
 
 __all__ = ["REPLAYS"]
-
-_PREFIX = f"{RUN}_state"
 
 
 def _attacked(attack: Callable[[Sequence[Peer]], Awaitable[None]], seconds: float) -> tuple[float, float, list[Any]]:
@@ -53,7 +51,7 @@ def one_message_end() -> Verdict:
 
 async def _busy(stranger: Stranger, those: Sequence[Peer], epochs: int = 1000) -> None:
     """Claim a better state, and ask everybody to come again."""
-    stranger.endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope=_PREFIX)
+    stranger.endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope=PREFIX)
     for peer in those:
         truth = await stranger.tell(address_of(peer), left=True)
         await stranger.tell(address_of(peer), epoch=truth.epoch + epochs, digest=secrets.token_bytes(32))
@@ -89,7 +87,7 @@ def claims() -> Verdict:
 async def _steal(stranger: Stranger, peer: Peer) -> DownloadedState:
     address = address_of(peer)
     donors = [Donor(Contact(address.peer_id, (address,)))]
-    return await download_state(stranger.endpoint, stranger.endpoint.env, _PREFIX, donors, timeout_s=10.0)
+    return await download_state(stranger.endpoint, stranger.endpoint.env, PREFIX, donors, timeout_s=10.0)
 
 
 def poisoned_names() -> Verdict:
@@ -107,7 +105,7 @@ def poisoned_names() -> Verdict:
                     metadata["training"] = _with_word(options)
                 name = [epoch, secrets.token_bytes(32), samples]
                 shared = SharedState(metadata | {"state": name}, state.tensors, None, epoch)
-                donor = StateDonor(liar.endpoint, liar.endpoint.env, _PREFIX, _Holding(shared), lambda: 0)
+                donor = StateDonor(liar.endpoint, liar.endpoint.env, PREFIX, _Holding(shared), lambda: 0)
                 for peer in those:
                     with contextlib.suppress(PeerError):  # refused at once
                         await liar.tell(address_of(peer), epoch=epoch, digest=name[1], branch_samples=samples)

@@ -10,6 +10,8 @@ import torch
 
 from shoal.clock import Env
 from shoal.sim import Swarm, run, sleep
+from shoal.state import Pacer
+from shoal.state.upload import Upload
 from shoal.transport.memory import MemoryConnection
 from shoal.wire import GetManifest, ManifestPending, ManifestReply
 from tests.sim.state_kit import MIB, PREFIX, Box, Node, SlowExecutor, donors_of, fetch, new_swarm, node
@@ -34,14 +36,16 @@ def one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MemoryConnection, "remote_host", property(seen))
 
 
-async def start(*names: str, slow: bool = True, mebibytes: int = 4) -> tuple[Swarm[Node], Node, Box]:
+async def start(
+    *names: str, slow: bool = True, mebibytes: int = 4, metadata: str = ""
+) -> tuple[Swarm[Node], Node, Box]:
     """A donor whose state moves on every second, and others."""
 
     def change(env: Env) -> Env:
         return replace(env, executor=SlowExecutor(COPY_S / 3)) if slow else env
 
     swarm = new_swarm()
-    box = Box([torch.zeros(mebibytes * MIB // 4)])
+    box = Box([torch.zeros(mebibytes * MIB // 4)], metadata=metadata)
     donor = await swarm.start_peer("donor", node(box, change_env=change))
     await swarm.start_peers(list(names), node())
 
@@ -187,5 +191,22 @@ def test_ever_new_keys_keep_an_old_copy() -> None:
         await sleep(2.5)
         assert await get_in(swarm, donor, box, "new", within_s=15.0)
         asking.cancel()
+
+    run(main)
+
+
+def test_manifests_are_taken_for_rounds_that_states_give_way_to() -> None:
+    """A newcomer's 10 MB took 40 s beside requests for manifests: states had a tenth of what those took."""
+
+    async def main() -> None:
+        swarm, donor, _ = await start("nat-0", slow=False, metadata="x" * 100_000)
+        me, upload = swarm.peer("nat-0"), Upload.of(donor.endpoint)
+        for _ in range(3):
+            await me.endpoint.call(donor.endpoint.contact, GetManifest(PREFIX), timeout_s=5.0)
+            await sleep(0.1)
+        began = now()
+        for _ in range(4):
+            await upload.admit(upload.piece_bytes(MIB, Pacer(None), 0.1), Pacer(None), 0.1)
+        assert now() == began
 
     run(main)

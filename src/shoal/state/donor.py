@@ -166,7 +166,10 @@ class StateDonor:
         except ConfigError as error:
             self._env.events.emit(Warned(where=f"state sharing under {self._prefix!r}", message=str(error)))
             raise PeerRefused(f"the state cannot be sent: {error}") from error
-        return offered.message if isinstance(offered, Snapshot) else offered
+        if not isinstance(offered, Snapshot):
+            return offered
+        self._upload.count(offered.message_bytes)
+        return offered.message
 
     async def _send(self, stream: Stream[Chunk, MoreChunks], opening: FetchChunks) -> None:
         peer = stream.peer_id

@@ -81,6 +81,7 @@ class Snapshot:
         version: the owner's version of the state.
         manifest: the description of its content.
         message: the manifest as it is sent.
+        message_bytes: its size.
         data: the encoded tensors, one after another.
         made_at: when it was made, seconds of the loop.
         took_s: how long that took.
@@ -94,6 +95,7 @@ class Snapshot:
     version: Hashable
     manifest: Manifest
     message: ManifestReply
+    message_bytes: int
     data: memoryview
     made_at: float
     took_s: float
@@ -255,8 +257,9 @@ class SnapshotStore:
             manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         finally:
             self._accounts.copied(host, time() - began, time())
-        now = time()
-        return Snapshot(version, manifest, manifest.to_message(), data, made_at=now, took_s=now - began, used_at=now)
+        now, message = time(), manifest.to_message()
+        size = len(encode(message))
+        return Snapshot(version, manifest, message, size, data, made_at=now, took_s=now - began, used_at=now)
 
     def _plan(self, state: SharedState, specs: list[TensorSpec], infinite: Collection[int]) -> Manifest:
         """The manifest but for the hashes; a state that cannot be sent is found out before it is copied."""

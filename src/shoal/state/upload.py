@@ -48,6 +48,10 @@ class Upload:
         finally:
             self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)
 
+    def count(self, nbytes: int) -> None:
+        """So much is sent beside the streams for states: it is no round."""
+        self._ended_bytes += nbytes
+
     def watch(self) -> None:
         """Begin to watch the other traffic: a receiver will soon ask for a state."""
         self._courtesy.held(0.0, asyncio.get_running_loop().time(), self._other_bytes)

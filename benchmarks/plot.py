@@ -42,8 +42,15 @@ def draw(sections: Sequence[Section], path: Path) -> None:
     width = left + _AXES_IN + 0.4
     # The same rows give the same file: no date in it, and ids from a fixed salt. Letters stay text: as paths they were
     # four fifths of the file. A browser without DejaVu Sans takes another font of its kind.
-    fonts = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none"}
-    with rc_context({**fonts, "svg.hashsalt": "shoal", "axes.unicode_minus": False}):
+    with rc_context(
+        {
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "svg.fonttype": "none",
+            "svg.hashsalt": "shoal",
+            "axes.unicode_minus": False,
+        }
+    ):
         foot = 0.6 + _CAPTION_IN * len(below)
         height = foot + _ROW_IN * len(lines) + 0.6
         figure = Figure(figsize=(width, height), facecolor="white")

@@ -68,8 +68,17 @@ def kill_at(point: str, monkeypatch: pytest.MonkeyPatch, kill: Callable[[], None
 
 @pytest.mark.parametrize(
     ("point", "how"),
-    [(point, "crash") for point in ("manifest", "chunk 1", "chunk 2", f"chunk {CHUNKS}", "checks", "checked")]
-    + [(point, "vanish") for point in ("manifest", "chunk 2", "checked")],
+    [
+        *((point, "crash") for point in ("manifest", "chunk 2", "checked")),
+        ("chunk 2", "vanish"),
+        *(
+            pytest.param(point, how, marks=pytest.mark.long)
+            for point, how in [
+                *((point, "crash") for point in ("chunk 1", f"chunk {CHUNKS}", "checks")),
+                *((point, "vanish") for point in ("manifest", "checked")),
+            ]
+        ),
+    ],
 )
 def test_a_newcomer_that_is_killed_in_its_download_stays_with_the_donors(
     point: str, how: str, monkeypatch: pytest.MonkeyPatch

@@ -225,6 +225,24 @@ def test_scales_for_each_tensor_take_hardly_more_bytes(codec: CompressionBase) -
         assert apart <= 1.02 * joined
 
 
+SMALL = {
+    Uniform8BitQuantization(): {16: 1.187, 64: 1.047, 100: 1.030, 150: 1.020, 250: 1.012},
+    Quantile8BitQuantization(): {16: 1.293, 64: 1.077, 100: 1.049, 150: 1.033, 250: 1.020},
+    ScaledFloat16Compression(): {16: 1.156, 64: 1.039, 100: 1.025, 150: 1.017, 250: 1.010},
+    BlockwiseQuantization(): {16: 1.091, 64: 1.000, 100: 1.008, 150: 1.008, 250: 1.001},
+}
+"""How many times the bytes of one tensor a thousand small ones take."""
+
+
+@pytest.mark.parametrize("codec", SMALL, ids=lambda codec: codec.name)
+def test_a_thousand_small_tensors_take_the_bytes_that_are_documented(codec: CompressionBase) -> None:
+    """Headers weigh most there; decision 0016 has the numbers."""
+    for numel, ratio in SMALL[codec].items():
+        apart, joined = (codec.pieces_bytes(sizes, torch.float32) for sizes in ((numel,) * 1000, (1000 * numel,)))
+        print(f"{codec.name}: 1,000 tensors of {numel}: {apart / joined:.4f}")
+        assert apart / joined == pytest.approx(ratio, abs=0.0005)
+
+
 def test_tiny_tensors_are_sent_as_they_are() -> None:
     """Under every codec with scales, also within others; and the rest is not."""
     for codec in (

@@ -17,7 +17,8 @@ import msgspec
 import torch
 from torch import nn
 
-from benchmarks.truth.kit import Job, Report, joined, perceptron, train
+import shoal
+from benchmarks.truth.kit import RUN, Job, Report, joined, perceptron, train
 from benchmarks.truth.peers import Failed, Line, Peer, Peers
 from shoal.clock import Env
 from shoal.errors import PeerError
@@ -28,6 +29,7 @@ from shoal.transport import sockets, tcp
 from shoal.wire import Contact, Progress, TellProgress
 
 __all__ = [
+    "ALL",
     "PREFIX",
     "RUN",
     "Stranger",
@@ -39,6 +41,7 @@ __all__ = [
     "enter",
     "jobs",
     "left",
+    "only_a_way_in",
     "own_core",
     "pace",
     "paces",
@@ -46,8 +49,7 @@ __all__ = [
     "swarm",
 ]
 
-RUN = "truth"
-"""The run of `benchmarks.truth.kit`."""
+ALL = "/ip4/0.0.0.0/tcp/0"
 
 PREFIX = f"{RUN}_state"
 """The name by which its peers share the state."""
@@ -186,6 +188,14 @@ def at_home(line: Line, job: Job, namespace: str) -> Report:
     """Train in this network namespace."""
     enter(namespace)
     return train(line, job)
+
+
+def only_a_way_in(line: Line, namespace: str) -> None:
+    """A DHT that trains nothing."""
+    enter(namespace)
+    with shoal.DHT(host_maddrs=ALL, start=True) as dht:
+        line.say("address", str(dht.get_visible_maddrs()[0]))
+        line.wait("leave")
 
 
 def own_core(number: int) -> None:

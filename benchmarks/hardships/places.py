@@ -7,14 +7,12 @@ import time
 from functools import partial
 from typing import Any
 
-from benchmarks.hardships.kit import address_of, at_home, ballast, enter, jobs, left, pace, swarm
+from benchmarks.hardships.kit import ALL, address_of, at_home, ballast, jobs, left, only_a_way_in, pace, swarm
 from benchmarks.truth.kit import CannotRunError, Job, Report, Verdict, apart, changed, train
 from benchmarks.truth.peers import Failed, Line, Peers
 from tests.integration.routers import Routers, why_not
 
 __all__ = ["REPLAYS"]
-
-_ALL = "/ip4/0.0.0.0/tcp/0"
 
 
 def unreachable() -> Verdict:
@@ -22,7 +20,7 @@ def unreachable() -> Verdict:
     if reason := why_not():
         raise CannotRunError(reason)
     with Routers(1) as net, Peers() as peers:
-        public = jobs(3, target=320, dht={"host_maddrs": _ALL})
+        public = jobs(3, target=320, dht={"host_maddrs": ALL})
         those = swarm(peers, public, partial(at_home, namespace=net.path(None)))
         calm = pace(those[0], 8.0)
         dht = {"host_maddrs": "/ip4/0.0.0.0/tcp/4000", "announce_maddrs": "/ip4/203.0.113.2/tcp/4000"}
@@ -36,16 +34,6 @@ def unreachable() -> Verdict:
     return Verdict(held=after > 0.8 * calm and shared > 10 and told >= 1, measured=measured)
 
 
-def only_a_way_in(line: Line, namespace: str) -> None:
-    """A DHT that trains nothing."""
-    import shoal
-
-    enter(namespace)
-    with shoal.DHT(host_maddrs=_ALL, start=True) as dht:
-        line.say("address", str(dht.get_visible_maddrs()[0]))
-        line.wait("leave")
-
-
 def two_nats() -> Verdict:
     """Two peers behind routers, with only a DHT between: both say within 30 s why they are alone."""
     if reason := why_not():
@@ -55,7 +43,7 @@ def two_nats() -> Verdict:
         two = [
             peers.start(
                 at_home,
-                job=changed(job, entries=(entry,), target=80, dht={"host_maddrs": _ALL}),
+                job=changed(job, entries=(entry,), target=80, dht={"host_maddrs": ALL}),
                 namespace=net.path(job.index),
             )
             for job in jobs(2)

@@ -2,7 +2,7 @@
 
 Replays, from outside, what a review saw go wrong without a word: peers that are processes of their own train with
 shoal's public interface and with the optimizers, trainers and schedules of others, as they come. Each line says `held`
-or `broke`, and what was measured. The exit code is 1 if any broke.
+or `broke` (or `not run`, and why), and what was measured. The exit code is 1 if any broke.
 
 It is a check, and measures no speed: paces are kept by timers, so that a busy machine changes little. On two cores it
 takes some minutes.
@@ -13,12 +13,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from benchmarks.truth import attacks, numbers, sharded, state, step
+from benchmarks.truth import attacks, company, newcomers, numbers, sharded, state, step
 from benchmarks.truth.kit import Verdict
 from benchmarks.truth.playing import play
 
 REPLAYS: dict[str, Callable[[], Verdict]] = {
-    each.__name__: each for part in (step, attacks, state, numbers, sharded) for each in part.REPLAYS
+    each.__name__: each
+    for part in (step, company, attacks, state, newcomers, numbers, sharded)
+    for each in part.REPLAYS
 }
 
 

@@ -26,6 +26,7 @@ from shoal.events import EpochAdvanced, Event, StateDownloaded
 torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # the first one imports half of torch: before the forks
 
 __all__ = [
+    "RUN",
     "Job",
     "Report",
     "Verdict",
@@ -43,6 +44,10 @@ __all__ = [
     "together",
     "train",
 ]
+
+
+RUN = "truth"
+"""The run that all train."""
 
 
 class CannotRunError(Exception):
@@ -185,6 +190,7 @@ class Trainee:
             self.report.steps[event.epoch] = event.peers
         elif isinstance(event, StateDownloaded):
             self.report.downloads += 1
+            self.report.values["download_s"] = event.duration_s
 
 
 class Warnings(logging.Handler):
@@ -203,10 +209,9 @@ def join(trainee: Trainee, dht: shoal.DHT) -> shoal.Optimizer:
     """The optimizer of the swarm, as the job wants it."""
     job = trainee.job
     buffers = dict(trainee.model.named_buffers())
-    options: dict[str, Any] = {**job.options, **({"model": trainee.model} if job.give_model else {})}
+    options: dict[str, Any] = {"run_id": RUN, **job.options, **({"model": trainee.model} if job.give_model else {})}
     return shoal.Optimizer(
         dht=dht,
-        run_id="truth",
         target_batch_size=job.target,
         batch_size_per_step=job.batch,
         optimizer=trainee.optimizer,
@@ -315,7 +320,7 @@ def counted(number: int, of: int, what: str) -> str:
 
 def status(entry: str) -> dict[str, Any]:
     """What `shoal status` says of the run."""
-    command = [sys.executable, "-m", "shoal.cli", "status", entry, "--run", "truth", "--json"]
+    command = [sys.executable, "-m", "shoal.cli", "status", entry, "--run", RUN, "--json"]
     said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_S)
     found: dict[str, Any] = json.loads(said.stdout) if said.returncode == 0 else {"peers": [], "error": said.stderr}
     return found

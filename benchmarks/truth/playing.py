@@ -1,4 +1,4 @@
-"""Plays replays one after another, and prints of each whether it held."""
+"""Plays replays one after another, and prints of each whether it held, or why it was not run."""
 
 from __future__ import annotations
 

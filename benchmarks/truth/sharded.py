@@ -12,7 +12,7 @@ from torch import nn
 
 import shoal.zero
 from benchmarks.truth.kit import Verdict
-from benchmarks.truth.peers import Line, Peers
+from benchmarks.truth.peers import Failed, Line, Peers
 from shoal.errors import ShoalError
 
 __all__ = ["REPLAYS"]
@@ -153,4 +153,48 @@ def whole_tensors() -> Verdict:
     return Verdict(not wrong, f"{refused} of {len(found)} refused; {words}")
 
 
-REPLAYS: tuple[Callable[[], Verdict], ...] = (checkpoints, whole_tensors)
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Of torch: what a step changes is what the gradient is."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def hooked(_: Line, rank: int, folder: str, *, early: bool) -> Any:
+    """A step in stage 3 with a hook on each parameter, registered before the model is sharded or after, beside one
+    process: how far the weights are off."""
+    begin(rank, f"{folder}/hooked{early}")
+    alone, given = model(), model()
+    if early:
+        double(given)
+    module, optimizer = shoal.zero.shard(given, sgd, stage=3)
+    if not early:
+        double(module)
+    step(module, optimizer, 0, rank)
+    double(alone)
+    step(alone, sgd(alone.parameters()), 0, rank, ranks=1)
+    found = shoal.zero.full_state_dict(module)
+    return max(float((found[name] - each).abs().max()) for name, each in alone.named_parameters())
+
+
+def double(module: nn.Module) -> None:
+    """By a hook on each parameter."""
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+
+
+def parameter_hooks() -> Verdict:
+    """`parameter.register_hook` in stage 3, before and after the model is sharded: run or refused."""
+    said, held = list[str](), True
+    for early in (True, False):
+        when = "before" if early else "after"
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                off = of_both(hooked, folder=folder, early=early)[0]
+                held &= off < 1e-6
+                said.append(f"{when} sharding: off by {off:.1e}")
+            except Failed as error:
+                said.append(f"{when} sharding: {error}")
+                held &= "ConfigError" in str(error)
+    return Verdict(held, "; ".join(said))
+
+
+REPLAYS: tuple[Callable[[], Verdict], ...] = (checkpoints, whole_tensors, parameter_hooks)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,7 +13,6 @@ from torch import nn
 import shoal
 from benchmarks.truth.kit import Job, Report, Trainee, Verdict, apart, joined, no_hook, perceptron, train
 from benchmarks.truth.peers import LIMIT_S, Failed, Peer, Peers
-from shoal.optim.collaboration import Phase
 
 __all__ = ["REPLAYS"]
 
@@ -112,6 +109,21 @@ def adamw(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def capturable(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """AdamW with `capturable=True`, as on a GPU: here it is taken away for each step, since a CPU refuses it."""
+    made = adamw(parameters)
+    set_capturable(made, True)
+    made.register_step_pre_hook(lambda optimizer, *_: set_capturable(optimizer, False))
+    made.register_step_post_hook(lambda optimizer, *_: set_capturable(optimizer, True))
+    return made
+
+
+def set_capturable(optimizer: torch.optim.Optimizer, value: bool) -> None:
+    """In all groups."""
+    for group in optimizer.param_groups:
+        group["capturable"] = value
+
+
 def wide_statistics(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """Of transformers: its statistics are float32 whatever the parameters are."""
     from transformers.optimization import Adafactor
@@ -157,14 +169,16 @@ def takes_part(
     model: Callable[[], nn.Module] = perceptron,
     begin: Callable[[Trainee], None] = no_hook,
     hook: Callable[[Trainee], None] | None = None,
+    donor: Make | None = None,
 ) -> Verdict:
     """A newcomer comes at epoch 6: three epochs after its first own step it is equal to the bit, statistics too."""
-    jobs: dict[str, Any] = {"optimizer": optimizer, "model": model, "target": 32, "pace_s": 0.05, "epochs": 10**6}
+    jobs: dict[str, Any] = {"model": model, "target": 32, "pace_s": 0.05, "epochs": 10**6}
     with Peers() as peers:
-        old = peers.start(train, job=Job(index=0, hook=hook or keep_statistics, **jobs))
+        old = peers.start(train, job=Job(index=0, optimizer=donor or optimizer, hook=hook or keep_statistics, **jobs))
         entry = old.wait("address")
         old.until_epoch(HELLO)
-        new = peers.start(train, job=Job(index=1, entries=(entry,), hook=keep_statistics, begin=begin, **jobs))
+        job = Job(index=1, entries=(entry,), optimizer=optimizer, hook=keep_statistics, begin=begin, **jobs)
+        new = peers.start(train, job=job)
         new.wait("address")
         with contextlib.suppress(TimeoutError):
             new.until_steps(2 * FURTHER, 12.0)
@@ -247,6 +261,11 @@ def newcomer_torch_adafactor() -> Verdict:
 def newcomer_initial_lr() -> Verdict:
     """A newcomer whose AdamW has `initial_lr` in its groups already, as a schedule leaves it."""
     return takes_part(adamw, begin=schedule_in_groups)
+
+
+def newcomer_capturable() -> Verdict:
+    """A newcomer on a CPU, where the donor's AdamW has `capturable=True`."""
+    return takes_part(adamw, donor=capturable)
 
 
 def newcomer_8bit() -> Verdict:
@@ -332,77 +351,6 @@ def poisoned_name() -> Verdict:
     return go_on(claims_the_end)
 
 
-# ------------------------------------------------------------------------------------------------ newcomers, slow lines
-
-
-def large() -> nn.Module:
-    """About 66,000 values: 0.26 MB in each step, with AdamW a state of 0.8 MB."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
-
-
-def slow_newcomer() -> Verdict:
-    """A newcomer whose download takes five epochs, over a line that carries the steps of those epochs beside it."""
-    epochs, limit = 50, {"state_upload_limit": 440_000.0}
-    common: dict[str, Any] = {"target": 160, "batch": 16, "pace_s": 0.1, "model": large}
-    with Peers() as peers:
-        old = joined(peers, [Job(index=i, epochs=epochs, dht=limit, **common) for i in range(2)])
-        entry = dict(old[0].said)["address"]
-        old[0].until_epoch(HELLO)
-        new = peers.start(train, job=Job(index=2, epochs=epochs, entries=(entry,), **common))
-        new.wait("address")
-        came = old[0].latest("epoch")[0]
-        reports = [new.result(), *(each.result() for each in old)]
-    newcomer = reports[0]
-    taken = sum(count > 1 for count in newcomer.steps.values())
-    since = min(newcomer.steps, default=epochs)
-    differ, seen = apart(reports, since=since)
-    # Beside the steps the download takes longer than five epochs; then it must be there, and stay.
-    held = since <= came + 25 and newcomer.downloads == 1 and taken >= 0.9 * (epochs - since) and not differ
-    measured = (
-        f"{newcomer.downloads} downloads, came at epoch {came}, takes part from {since} on, in {taken} of {epochs}"
-    )
-    return Verdict(held, f"{measured}; {differ} of {seen} differ")
-
-
-def tell_when_behind(trainee: Trainee) -> None:
-    """Say it when the state of a run that is further is known, and being fetched."""
-
-    def watch() -> None:
-        while trainee.swarm.collaboration.phase is not Phase.BEHIND:
-            time.sleep(0.05)
-        trainee.line.say("behind")
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def donor_dies() -> Verdict:
-    """The only donor is killed while a newcomer downloads: no epoch 0 in silence."""
-    wait_s = 12.0
-    common: dict[str, Any] = {"target": 32, "batch": 16, "pace_s": 0.1, "model": large}
-    with Peers() as peers:
-        old = peers.start(train, job=Job(epochs=1000, dht={"state_upload_limit": 32_768.0}, **common))
-        entry = old.wait("address")
-        old.until_epoch(HELLO)
-        options = {"load_state_timeout": wait_s}
-        job = Job(index=1, epochs=6, entries=(entry,), options=options, begin=tell_when_behind, **common)
-        new = peers.start(train, job=job)
-        new.wait("behind")
-        time.sleep(2.0)
-        old.kill()
-        began = time.monotonic()
-        try:
-            new.until_epoch(1, 3 * wait_s)
-            after_s = time.monotonic() - began
-            texts = new.result().warnings
-        except (Failed, TimeoutError) as error:
-            after_s, texts = 3 * wait_s, [str(error)]
-    told = [text for text in texts if re.search("epoch 0|alone|begins|StateUnavailable", text)]
-    measured = f"epoch 1 {after_s:.0f} s after the death, {f'told: {told[0][:150]}' if told else 'not a word of it'}"
-    # Two of the seconds had passed, and a batch takes a while.
-    return Verdict(bool(told) and after_s > wait_s - 4, measured)
-
-
 REPLAYS: tuple[Callable[[], Verdict], ...] = (
     newcomer_lamb,
     newcomer_lion,
@@ -417,10 +365,9 @@ REPLAYS: tuple[Callable[[], Verdict], ...] = (
     newcomer_hf_adafactor,
     newcomer_torch_adafactor,
     newcomer_initial_lr,
+    newcomer_capturable,
     newcomer_8bit,
     newcomer_bfloat16,
     hostile_rate,
     poisoned_name,
-    slow_newcomer,
-    donor_dies,
 )

@@ -380,13 +380,21 @@ def wide() -> nn.Module:
     return nn.Sequential(nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 1))
 
 
+def large_states_every(epochs: int) -> Verdict:
+    """Two equal peers with large states, averaged every so many epochs."""
+    options = {"average_state_every": epochs}
+    jobs = [Job(index=i, epochs=40, target=4, batch=4, pace_s=0.02, model=wide, options=options) for i in range(2)]
+    return expels_nobody(jobs, 40)
+
+
 def large_states() -> Verdict:
     """Two equal peers with large states, averaged every 4 epochs."""
-    jobs = [
-        Job(index=i, epochs=30, target=4, batch=4, pace_s=0.02, model=wide, options={"average_state_every": 4})
-        for i in range(2)
-    ]
-    return expels_nobody(jobs, 30)
+    return large_states_every(4)
+
+
+def large_states_always() -> Verdict:
+    """The same, averaged every epoch."""
+    return large_states_every(1)
 
 
 def sixteen_at_once() -> Verdict:
@@ -417,5 +425,6 @@ REPLAYS = (
     bit_flip,
     unequal_paces,
     large_states,
+    large_states_always,
     sixteen_at_once,
 )

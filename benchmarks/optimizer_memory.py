@@ -2,7 +2,11 @@
 
 Two peers train one model in one process, each in a thread, for a few epochs; then all tensors that are alive are
 counted, memory that several share once, and divided by the parameters of both. Plain torch is counted in the same way.
-What a donor holds for its newcomers, and what a newcomer holds while it loads, are counted at their own places.
+What a donor holds for its newcomers is counted at its own place.
+
+Then two peers in processes of their own train on while a newcomer downloads their state over a line that gives a state
+in five epochs beside their steps. All the while each counts its live tensors, its copy of the state for newcomers, and
+the steps that it keeps. The most of each is printed.
 """
 
 from __future__ import annotations
@@ -10,26 +14,40 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import sys
 import threading
+import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 import shoal
 from shoal import compression
+from shoal.optim.steps import Step
+from shoal.state.snapshot import Snapshot
 
 EPOCHS = 4
 WIDTH = 512
+
+EPOCH_S = 0.5
+LINE = 1.05 * (1 + 3 / 5) * 4 * WIDTH * WIDTH / EPOCH_S
+"""Bytes per second for a step in each epoch, and for a state of three times its size in five epochs."""
 
 
 def live_bytes() -> int:
     """Of all tensors that there are."""
     gc.collect()
+    return tensor_bytes(gc.get_objects())
+
+
+def tensor_bytes(objects: list[Any]) -> int:
+    """Of the tensors among these."""
     storages = {}
-    for each in gc.get_objects():
+    for each in objects:
         if issubclass(type(each), torch.Tensor):
             storage = each.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -65,8 +83,10 @@ def plain(dtype: torch.dtype) -> float:
 class Peer:
     """One that trains in a thread."""
 
-    def __init__(self, entry: shoal.DHT | None, dtype: torch.dtype, options: dict[str, Any]) -> None:
-        self.dht = shoal.DHT(initial_peers=[str(a) for a in entry.get_visible_maddrs()] if entry else [], start=True)
+    def __init__(
+        self, entry: list[str], dtype: torch.dtype, options: dict[str, Any], limit: float | None = None
+    ) -> None:
+        self.dht = shoal.DHT(initial_peers=entry, state_upload_limit=limit, start=True)
         self.layer = model(dtype)
         self.optimizer = shoal.Optimizer(
             dht=self.dht,
@@ -78,13 +98,19 @@ class Peer:
             **options,
         )
 
-    def train(self, epochs: int) -> None:
+    def train(self, epochs: int, pause_s: float = 0.0) -> None:
         """Until that epoch."""
         while self.optimizer.local_epoch < epochs:
+            time.sleep(pause_s)
             backward(self.layer)
             self.optimizer.step()
             if self.optimizer.local_epoch < epochs:
                 self.optimizer.zero_grad()
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it can be reached."""
+        return [str(each) for each in self.dht.get_visible_maddrs()]
 
     def close(self) -> None:
         """Leave."""
@@ -98,7 +124,7 @@ def swarm(dtype: torch.dtype = torch.float32, extra: int = 0, **options: Any) ->
     peers: list[Peer] = []
     for _ in range(2):
         own = {"extra_tensors": [torch.zeros(extra)]} if extra else {}
-        peers.append(Peer(peers[0].dht if peers else None, dtype, {**options, **own}))
+        peers.append(Peer(peers[0].addresses if peers else [], dtype, {**options, **own}))
     threads = [threading.Thread(target=peer.train, args=(EPOCHS,)) for peer in peers]
     for thread in threads:
         thread.start()
@@ -111,6 +137,84 @@ def swarm(dtype: torch.dtype = torch.float32, extra: int = 0, **options: Any) ->
     for peer in peers:
         peer.close()
     return found
+
+
+class Most:
+    """The most that this process holds while the block lasts, looked at every few milliseconds; per parameter."""
+
+    def __init__(self) -> None:
+        self.tensors = self.copy = self.steps = 0.0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.01):
+            self._count(gc.get_objects())  # kept by nobody: what it lists can go again
+
+    def _count(self, objects: list[Any]) -> None:
+        self.tensors = max(self.tensors, tensor_bytes(objects) / WIDTH**2)
+        self.copy = max(self.copy, sum(each.data.nbytes for each in objects if type(each) is Snapshot) / WIDTH**2)
+        self.steps = max(self.steps, sum(len(each.data) for each in objects if type(each) is Step) / WIDTH**2)
+
+
+def beside_a_newcomer(pipe: Connection, entry: list[str], newcomer: bool) -> None:
+    """A process with a peer, which says what it holds at most from the time on that it is told to look."""
+    peer = Peer(entry, torch.float32, {}, LINE / 2)
+    pipe.send(peer.addresses)
+    thread = threading.Thread(target=peer.train, args=(10**6, EPOCH_S / 2), daemon=True)
+    if not newcomer:
+        thread.start()
+    pipe.recv()
+    with Most() as most:
+        if newcomer:
+            thread.start()
+        pipe.recv()
+    found = {"peer": most.tensors, "copy": most.copy, "steps": most.steps}
+    pipe.send((found, peer.optimizer.local_epoch))
+    pipe.recv()  # until it is killed
+
+
+def newcomers() -> dict[str, dict[str, float]]:
+    """What a newcomer, and a member that gives it its state and steps, hold at most."""
+    processes = multiprocessing.get_context("spawn")
+    started = list[Any]()
+
+    def start(entry: list[str], *, newcomer: bool = False) -> Connection:
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=beside_a_newcomer, args=(theirs, entry, newcomer), daemon=True)
+        process.start()
+        started.append(process)
+        return ours
+
+    try:
+        first = start([])
+        entry = first.recv()
+        second = start(entry)
+        second.recv()
+        time.sleep(10 * EPOCH_S)
+        late = start(entry, newcomer=True)
+        late.recv()
+        for each in (first, second, late):
+            each.send("look")
+        time.sleep(40 * EPOCH_S)
+        for each in (first, second, late):
+            each.send("tell")
+        found = [each.recv() for each in (first, second, late)]
+    finally:
+        for process in started:
+            process.kill()
+    newcomer, epoch = found[2]
+    assert epoch > 10, "the newcomer did not come to the run"
+    members = {kind: max(each[kind] for each, _ in found[:2]) for kind in newcomer}
+    return {"a newcomer at most, until it takes part": newcomer, "a member at most that gives to it": members}
 
 
 def cases() -> dict[str, Callable[[], dict[str, float]]]:
@@ -143,9 +247,11 @@ def main() -> int:
     }
     for name, measure in cases().items():
         results[name] = measure()
+    results.update(newcomers())
     for name, found in results.items():
         donor = f", and {found['donor']:.2f} while newcomers load from it" if "donor" in found else ""
-        print(f"{name:48} {found['peer']:6.2f} bytes per parameter{donor}", flush=True)
+        beside = f", {found['copy']:.2f} in its copy and {found['steps']:.2f} in steps" if "steps" in found else ""
+        print(f"{name:48} {found['peer']:6.2f} bytes per parameter{donor}{beside}", flush=True)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

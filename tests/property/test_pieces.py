@@ -225,7 +225,7 @@ def test_scales_for_each_tensor_take_hardly_more_bytes(codec: CompressionBase) -
         assert apart <= 1.02 * joined
 
 
-SMALL = {
+SMALL: dict[CompressionBase, dict[int, float]] = {
     Uniform8BitQuantization(): {16: 1.187, 64: 1.047, 100: 1.030, 150: 1.020, 250: 1.012},
     Quantile8BitQuantization(): {16: 1.293, 64: 1.077, 100: 1.049, 150: 1.033, 250: 1.020},
     ScaledFloat16Compression(): {16: 1.156, 64: 1.039, 100: 1.025, 150: 1.017, 250: 1.010},

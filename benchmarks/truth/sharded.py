@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import signal
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -197,4 +200,39 @@ def parameter_hooks() -> Verdict:
     return Verdict(held, "; ".join(said))
 
 
-REPLAYS: tuple[Callable[[], Verdict], ...] = (checkpoints, whole_tensors, parameter_hooks)
+def goes_on(line: Line, rank: int, folder: str) -> None:
+    """Trains until it is killed; says each step, and each warning."""
+    begin(rank, f"{folder}/frozen")
+    logging.getLogger("shoal.zero").addHandler(Says(line))
+    module, optimizer = shoal.zero.shard(small(), adamw, stage=2)
+    for number in range(10**6):
+        step(module, optimizer, number, rank)
+        line.say("stepped")
+        time.sleep(0.05)
+
+
+class Says(logging.Handler):
+    """Says what is logged."""
+
+    def __init__(self, line: Line) -> None:
+        super().__init__(logging.WARNING)
+        self._line = line
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """One line."""
+        self._line.say("warned", record.getMessage())
+
+
+def frozen_rank() -> Verdict:
+    """A rank is stopped (SIGSTOP): the other one names it within 5 s."""
+    with tempfile.TemporaryDirectory() as folder, Peers() as peers:
+        first, second = (peers.start(goes_on, rank=rank, folder=folder) for rank in range(2))
+        second.wait("stepped")
+        second.signal(signal.SIGSTOP)
+        began = time.monotonic()
+        said = first.wait("warned")
+        after_s = time.monotonic() - began
+    return Verdict("rank 1" in said and after_s <= 5.0, f"a frozen rank is named after {after_s:.1f} s")
+
+
+REPLAYS: tuple[Callable[[], Verdict], ...] = (checkpoints, whole_tensors, parameter_hooks, frozen_rank)

@@ -273,7 +273,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(pool: Ranks, stage: int) -
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_frozen_rank_is_named_while_others_wait_for_it(pool: Ranks, stage: int) -> None:
-    """Within seconds, by a warning, not after the group's timeout; when it wakes, all goes on as before."""
+    """By a warning, before the group's timeout; when it wakes, all goes on as before. How soon: test_zero_watch.py."""
     first, second, third = pool.outcomes(3, cases.frozen, stage, frozen=1)
     for named, same in (first, third):
         assert [words.partition(" gives no sign of life")[0] for words in named] == ["rank 1"]

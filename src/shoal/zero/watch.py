@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -168,11 +168,33 @@ class _Pulse:
         self.waits: dict[str, int] = {}
         self.beats = self.looks = 0
         self.counts: dict[int, _Count] = {}
+        self._last = _Count(0, 0)  # the beats that were seen last, and at which look they were first
 
     @property
     def waiting(self) -> str:
         """The operation that has waited for some time; empty if none has."""
         return next((turn for turn, since in list(self.waits.items()) if self.looks - since >= _WAITED_BEATS), "")
+
+    def beat(self, count: Callable[[int], int]) -> None:
+        """Read others' counts while this rank waits."""
+        found = {rank: count(rank) for rank in self.others} if self.waiting else {}
+        known, self.beats = self.counts, self.beats + 1
+        self.counts = {
+            rank: each if (each := known.get(rank)) and each.value == value else _Count(value, self.beats)
+            for rank, value in found.items()
+        }
+
+    def look(self) -> tuple[set[str], str]:
+        """Those that seem to be frozen, and the operation in which this rank waits for them."""
+        self.looks += 1
+        if self._last.value != self.beats:
+            self._last = _Count(self.beats, self.looks)
+        if not (turn := self.waiting):
+            return set(), ""
+        beats, counts = self.beats, self.counts
+        still = [rank for rank, each in counts.items() if each.value and beats - each.since >= FROZEN_BEATS]
+        store = {_NO_STORE} if self.looks - self._last.since >= FROZEN_BEATS else set()
+        return {f"rank {rank}" for rank in still} | store, turn
 
 
 def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
@@ -180,28 +202,14 @@ def _beat(store: Store, pulse: _Pulse, closed: threading.Event) -> None:
     with contextlib.suppress(RuntimeError):  # the store is gone: the next caller will notice
         while not closed.wait(BEAT_S) and dist.is_initialized():
             store.add(_key(pulse.rank), 1)
-            found = {rank: store.add(_key(rank), 0) for rank in pulse.others} if pulse.waiting else {}
-            known, pulse.beats = pulse.counts, pulse.beats + 1
-            pulse.counts = {
-                rank: each if (each := known.get(rank)) and each.value == value else _Count(value, pulse.beats)
-                for rank, value in found.items()
-            }
+            pulse.beat(lambda rank: store.add(_key(rank), 0))
 
 
 def _look(_: Store, pulse: _Pulse, closed: threading.Event) -> None:
     """Warn of ranks that seem to be frozen, once for each time."""
     said: set[str] = set()
-    last = _Count(0, 0)
     while not closed.wait(BEAT_S) and dist.is_initialized():
-        pulse.looks += 1
-        last = last if last.value == pulse.beats else _Count(pulse.beats, pulse.looks)
-        turn, counts = pulse.waiting, pulse.counts
-        frozen: set[str] = set()
-        if turn:
-            still = [rank for rank, each in counts.items() if each.value and pulse.beats - each.since >= FROZEN_BEATS]
-            frozen.update(f"rank {rank}" for rank in still)
-            if pulse.looks - last.since >= FROZEN_BEATS:
-                frozen.add(_NO_STORE)
+        frozen, turn = pulse.look()
         for who in sorted(frozen - said):
             _logger.warning(
                 "%s gives no sign of life for %g s, and this rank waits in %s: that process seems to be frozen. "

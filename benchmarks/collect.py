@@ -281,6 +281,18 @@ def optimizer_memory(content: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def drift(content: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Parameters with another arithmetic; the bars are the bounds of the check between peers."""
+    return [
+        Row(
+            f"drift of parameters, {each['case']}, {each['way']} against native, {each['steps']} steps",
+            each["relative"],
+            bar=at_most(0.01 if "16" in each["case"] else 1e-5),
+        )
+        for each in content
+    ]
+
+
 def zero(content: Mapping[str, Any]) -> list[Row]:
     """`shoal.zero` beside the best of PyTorch's engines that send as many bytes, and of those of the same stage."""
     rows = []

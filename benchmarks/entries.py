@@ -141,6 +141,7 @@ ENTRIES = (
     Entry("lossy", "lossy", collect.lossy, quick="--seeds 1 --steps 20"),
     Entry("optimizer", "optimizer_overhead", collect.optimizer_overhead, quick="--pairs 15 --cases wide"),
     Entry("optimizer_memory", "optimizer_memory", collect.optimizer_memory),
+    Entry("drift", "drift", collect.drift, quick="--steps 1 10"),
     Entry("zero", "zero --params 30e6 --ranks 2,4", collect.zero, quick="--params 2e6 --ranks 2 --turns 1", gib=8.0),
     Entry("transport", "transport", collect.transport, quick="--runs 1", printed=True),
     Entry("dht_simulated", "dht_sim", collect.dht_sim, quick="--nodes 100", printed=True),

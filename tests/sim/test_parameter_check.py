@@ -162,3 +162,31 @@ def test_another_arithmetic_is_no_difference() -> None:
         assert len({check[2] for check in checks if check is not None}) == 1
 
     sim.run(main, seed=4)
+
+
+def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_own_kind() -> None:
+    """Two builds, two peers of each: one of the second build differs by less than the samples' bound."""
+    names = [*NAMES, "p3"]
+
+    def way(trainer: Trainer) -> None:
+        for group in trainer.collaboration.training.optimizer.param_groups:
+            group["foreach"] = trainer.index >= 2
+
+    def shift(trainer: Trainer) -> None:
+        if trainer.batches_done == 5 and trainer.index >= 2:  # rounding
+            trainer.parameters[0].data.mul_(1 + 1e-6)
+        if trainer.batches_done == 9 and trainer.index == 3:
+            trainer.parameters[0].data[1, 1] += 1e-6
+
+    async def main() -> None:
+        run, said = await train(names, 16, shift, way)
+        assert [run.swarm.peer(name).downloads for name in names] == [0, 0, 0, 1]
+        assert sum("compute as this peer does" in each for each in said) == 1
+        assert len(said) == 4
+        checks = [run.swarm.peer(name).collaboration.mine().check for name in names]
+        assert len({check[2] for check in checks if check is not None}) == 1
+        assert run.agree(names[:2])
+        assert run.agree(names[2:])
+        assert not run.agree(names)
+
+    sim.run(main, seed=5)

@@ -5,11 +5,15 @@ a step or a broken memory may change them. So every few epochs each member of a 
 as it joins: by a digest of their bytes, and a sample of their values. From these, every member concludes the same:
 
 - The parameters that most members hold are the state; where as many hold others, those of the lowest peer.
-- A member that steps with equal arithmetic (torch, device, way of computing) must hold the same parameters to the bit.
-  A member with another arithmetic must hold the same within `BOUND`, as far as the sample tells.
+- Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
+  `BOUND`, as far as the sample tells.
+- Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the
+  state. Among another arithmetic they are those that most members of it hold which are near the state; of several, those
+  of the lowest peer.
 - A member that holds other parameters takes no step. It gives them a new name, which is worse than any, and downloads
-  the state of those that hold it. If that happens again and again, it does so the first, second, fourth, ... time in a
-  row only.
+  the parameters of its own arithmetic, or those of the holders if nobody of its arithmetic is near the state. With the
+  holders' it would differ from its own kind at the next check again. If a difference is found again and again, it is
+  mended the first, second, fourth, ... time in a row only.
 """
 
 from __future__ import annotations
@@ -74,20 +78,18 @@ class Verdict(NamedTuple):
     Attributes:
         digest: of the state.
         holders: the members that hold exactly this.
-        others: the members that hold something else. A member that holds it to rounding, with another arithmetic, is in
-            neither set.
-        checked: all members that have described their parameters.
+        others: the members that hold something else, each with the members whose parameters it takes over. A member
+            that holds the state to rounding, and the same as most of its own arithmetic, is no holder and none of these.
     """
 
     digest: bytes
     holders: frozenset[PeerID]
-    others: frozenset[PeerID]
-    checked: frozenset[PeerID]
+    others: Mapping[PeerID, frozenset[PeerID]]
 
     @property
     def is_tie(self) -> bool:
-        """Whether as many hold something else, so that the holders may be the ones that went wrong."""
-        return len(self.holders) <= len(self.others)
+        """Whether as many differ from some parameters as hold them, so that those may be the wrong ones."""
+        return any(len(kept) <= number for kept, number in Counter(self.others.values()).items())
 
 
 def is_due(epoch: int, every: int) -> bool:
@@ -99,18 +101,24 @@ def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
     """The verdict that follows from these; None if there are none."""
     if not checks:
         return None
-    members = sorted(checks)
-    counts = Counter(checks[peer].digest for peer in members)
-    digest = max(counts, key=lambda each: counts[each])  # of several the first, which is that of the lowest peer
-    holders = frozenset(peer for peer in members if checks[peer].digest == digest)
-    arithmetics = {checks[peer].arithmetic for peer in holders}
-    state = checks[min(holders)]
-    others = frozenset(
-        peer
-        for peer in members
-        if peer not in holders and (checks[peer].arithmetic in arithmetics or not checks[peer].is_near(state))
-    )
-    return Verdict(digest, holders, others, frozenset(members))
+    state, holders = _most(checks)
+    groups: dict[bytes, dict[PeerID, Check]] = {}
+    for peer, check in checks.items():
+        groups.setdefault(check.arithmetic, {})[peer] = check
+    others = dict[PeerID, frozenset[PeerID]]()
+    for group in groups.values():
+        near = {peer: check for peer, check in group.items() if check.is_near(state)}
+        kept = holders if not holders.isdisjoint(group) or not near else _most(near)[1]
+        others.update((peer, kept) for peer in group.keys() - kept)
+    return Verdict(state.digest, holders, others)
+
+
+def _most(checks: Mapping[PeerID, Check]) -> tuple[Check, frozenset[PeerID]]:
+    """What most of these hold, and who does; of several the one that the lowest peer holds."""
+    counts = Counter(checks[peer].digest for peer in sorted(checks))
+    digest = max(counts, key=lambda each: counts[each])
+    holders = frozenset(peer for peer, check in checks.items() if check.digest == digest)
+    return checks[min(holders)], holders
 
 
 class Checks:

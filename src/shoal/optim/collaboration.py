@@ -457,11 +457,11 @@ class Collaboration:
             self._notices.differ(name.epoch, verdict)
         if not to_mend:
             return True
-        self._notices.differs(name.epoch, verdict, again=self._checks.again)
+        self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
         async with self.lock.held():
             self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()
-        self._mend_from = verdict.holders
+        self._mend_from = verdict.others[me]
         await self.tell_loaded()
         return False
 

@@ -95,12 +95,16 @@ class Notices:
             f"others, but held other parameters; they download the parameters of the others{_of_a_tie(verdict)}"
         )
 
-    def differs(self, epoch: int, verdict: Verdict, *, again: bool) -> None:
-        """This peer names the state of this epoch, and holds other parameters than its holders."""
+    def differs(self, epoch: int, verdict: Verdict, me: PeerID, *, again: bool) -> None:
+        """This peer names the state of this epoch, and holds other parameters than those that it should hold."""
+        kept = verdict.others[me]
+        alike = "" if kept == verdict.holders else ", which compute as this peer does and the others do not"
         message = (
-            f"the check of the parameters at epoch {epoch}: ours differ from those of {len(verdict.holders)} peers at "
-            f"the same state; this peer downloads theirs{_of_a_tie(verdict)}"
+            f"the check of the parameters at epoch {epoch}: ours differ from those of {len(kept)} peers at the same "
+            f"state{alike}; this peer downloads theirs{_of_a_tie(verdict)}"
         )
+        if alike:
+            message += ". Once this is nothing to worry about, if its state came from a peer that computes otherwise"
         if again:
             message += (
                 ". The check before found a difference, too, so the step itself differs on one side. Look for hooks of "

@@ -1,0 +1,86 @@
+"""What follows from the checks of all members: who holds the state, who does not, and whose parameters these take."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from collections.abc import Sequence
+
+import pytest
+
+from shoal.optim.check import Check, judge
+from shoal.peer import PeerID
+
+FAR = 2.0
+
+
+def peer(number: int) -> PeerID:
+    """The lowest one is 0."""
+    return PeerID(bytes([number]) * 32)
+
+
+def check(arithmetic: str, parameters: str, value: float = 1.0) -> Check:
+    """Of these parameters; their samples are near if the values are equal."""
+    return Check(arithmetic.encode(), parameters.encode().ljust(16), struct.pack("<4f", *[value] * 4))
+
+
+def judged(*checks: Check) -> tuple[set[int], dict[int, set[int]], bool]:
+    """The holders, who differs and from whom it takes parameters, and whether that was a tie."""
+    verdict = judge({peer(number): each for number, each in enumerate(checks)})
+    assert verdict is not None
+    others = {member.raw[0]: {each.raw[0] for each in kept} for member, kept in verdict.others.items()}
+    return {each.raw[0] for each in verdict.holders}, others, verdict.is_tie
+
+
+Y, X, X1, X2 = check("Y", "y"), check("X", "x"), check("X", "x1"), check("X", "x2")
+
+
+@pytest.mark.parametrize(
+    ("checks", "holders", "others", "tie"),
+    [
+        ((Y, Y, X1, X2), {0, 1}, {3: {2}}, True),
+        ((X2, Y, X1, Y), {1, 3}, {2: {0}}, True),
+        ((Y, X1, X2), {0}, {2: {1}}, True),
+        ((X1, Y, X2), {0}, {2: {0}}, True),
+        ((X, X, check("Y", "y1"), check("Y", "y2")), {0, 1}, {3: {2}}, True),
+        ((Y, Y, Y, X1, X2, X2), {0, 1, 2}, {3: {4, 5}}, False),
+        ((Y, Y, Y, X1, X1, X2, X2), {0, 1, 2}, {5: {3, 4}, 6: {3, 4}}, True),
+    ],
+)
+def test_equal_arithmetic_is_compared_to_the_bit_among_others_than_the_holders(
+    checks: Sequence[Check], holders: set[int], others: dict[int, set[int]], tie: bool
+) -> None:
+    """Two peers of one build differed, and passed, as the two of another build were the state."""
+    assert judged(*checks) == (holders, others, tie)
+
+
+@pytest.mark.parametrize("far", ["one", "most", "all"])
+def test_peers_of_another_arithmetic_that_are_far_take_what_is_near(far: str) -> None:
+    """From their own kind if one of it is near; if none is, from the holders of the state."""
+    wrong = check("X", "x1", FAR)
+    if far == "one":
+        assert judged(Y, Y, wrong, X2) == ({0, 1}, {2: {3}}, True)
+    elif far == "most":
+        assert judged(Y, Y, Y, wrong, wrong, X2) == ({0, 1, 2}, {3: {5}, 4: {5}}, True)
+    else:
+        assert judged(Y, Y, Y, wrong, check("X", "x2", FAR)) == ({0, 1, 2}, {3: {0, 1, 2}, 4: {0, 1, 2}}, False)
+
+
+def test_what_differs_to_the_bit_is_found_wherever_it_is() -> None:
+    """Every way to spread four peers over two builds, and to give one of them another bit."""
+    for builds, odd in itertools.product(itertools.product("XY", repeat=4), range(4)):
+        checks = [check(build, build + "'" * (number == odd)) for number, build in enumerate(builds)]
+        holders, others, _ = judged(*checks)
+        alone = builds.count(builds[odd]) == 1
+        assert not others if alone else len(others) == 1
+        for member, kept in others.items():
+            assert {builds[each] for each in kept} == {builds[member]}
+        assert holders
+
+
+def test_equal_parameters_differ_from_nothing() -> None:
+    """One arithmetic or several, equal to the bit or to rounding."""
+    assert judged(Y, Y, Y) == ({0, 1, 2}, {}, False)
+    assert judged(Y, check("X", "y"), Y) == ({0, 1, 2}, {}, False)
+    assert judged(Y, X, X, Y, check("Z", "z")) == ({0, 3}, {}, False)
+    assert judge({}) is None

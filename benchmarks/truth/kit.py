@@ -262,11 +262,15 @@ def together(peers: Peers, jobs: Sequence[Job], work: Callable[..., Any] = train
     return [each.result() for each in joined(peers, jobs, work)]
 
 
-def joined(peers: Peers, jobs: Sequence[Job], work: Callable[..., Any] = train) -> list[Peer]:
-    """Start them all, and let them begin at once; the first one is the others' entry."""
-    first = peers.start(work, job=changed(jobs[0], gate=True))
+def joined(
+    peers: Peers, jobs: Sequence[Job], work: Callable[..., Any] | Sequence[Callable[..., Any]] = train
+) -> list[Peer]:
+    """Start them all (`work`: of all, or of each), and let them begin at once; the first one is the others' entry."""
+    works = [work] * len(jobs) if callable(work) else work
+    first = peers.start(works[0], job=changed(jobs[0], gate=True))
     entry = first.wait("address")
-    started = [first, *(peers.start(work, job=changed(job, gate=True, entries=(entry,))) for job in jobs[1:])]
+    rest = zip(works[1:], jobs[1:], strict=True)
+    started = [first, *(peers.start(each, job=changed(job, gate=True, entries=(entry,))) for each, job in rest)]
     for each in started:
         each.wait("ready")
     for each in started:

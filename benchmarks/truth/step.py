@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from typing import Any
@@ -25,6 +26,7 @@ from benchmarks.truth.kit import (
     pass_gate,
     status,
     together,
+    train,
 )
 from benchmarks.truth.peers import Failed, Line, Peers
 
@@ -343,6 +345,49 @@ def keep_nothing(_: Trainee) -> None:
     """Does nothing."""
 
 
+def broad() -> nn.Module:
+    """So many weights that the check samples few of them."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 4096), nn.Tanh(), nn.Linear(4096, 1))
+
+
+def train_plainly(line: Line, job: Job) -> Report:
+    """As if this machine had no vector instructions: another arithmetic."""
+    os.environ["ATEN_CPU_CAPABILITY"] = "default"
+    report = train(line, job)
+    report.values["capability"] = torch.backends.cpu.get_cpu_capability()
+    return report
+
+
+def two_builds() -> Verdict:
+    """Two of four peers compute without vector instructions; a bit of a weight flips on one of these."""
+    epochs, check_every = FLIPPED_AT + 24, 10
+    jobs = [
+        Job(index=i, epochs=epochs, target=96, wait=True, model=broad, hook=flip if i == 3 else keep_nothing)
+        for i in range(4)
+    ]
+    with Peers() as peers:
+        started = joined(peers, jobs, [train, train, train_plainly, train_plainly])
+        entry = dict(started[0].said)["address"]
+        for each in started:
+            each.wait("finished")
+        said = status(entry)["parameters"]
+        for each in started:
+            each.tell("leave")
+        reports = [each.result() for each in started]
+    plain = [report for report in reports if report.values.get("capability") == "DEFAULT"]
+    others = [report for report in reports if report not in plain]
+    common = set.intersection(*(set(report.weights) for report in plain))
+    wrong = [epoch for epoch in common if len({report.weights[epoch] for report in plain}) > 1]
+    told = sum(report.warned("the check of the parameters") for report in reports)
+    same = all(len({report.end for report in kind}) == 1 for kind in (plain, others))
+    last = max(wrong, default=FLIPPED_AT)
+    end = "equal" if same else "different"
+    held = len(plain) == 2 and same and bool(told) and last <= FLIPPED_AT + check_every and "rounding" in str(said)
+    measured = f"{len(wrong)} of {len(common)} epochs differ, the last {last - FLIPPED_AT} after it; {told} warnings"
+    return Verdict(held, f"{measured}; {end} within each build at the end; status: {said}")
+
+
 # --------------------------------------------------------------------------------------------------- nobody is expelled
 
 
@@ -423,6 +468,7 @@ REPLAYS = (
     no_zero_grad,
     load_own_state,
     bit_flip,
+    two_builds,
     unequal_paces,
     large_states,
     large_states_always,

@@ -8,8 +8,8 @@ as it joins: by a digest of their bytes, and a sample of their values. From thes
 - Members with another arithmetic (torch, device, way of computing) than these holders must hold the same within
   `BOUND`, as far as the sample tells.
 - Members of equal arithmetic must hold the same parameters to the bit. Among the holders' own arithmetic these are the
-  state. Among another arithmetic they are those that most members of it hold which are near the state; of several, those
-  of the lowest peer.
+  state. Among another arithmetic, members that are not near the state do not count: the parameters are those that most
+  of the others hold; of several, those of the lowest peer.
 - A member that holds other parameters takes no step. It gives them a new name, which is worse than any, and downloads
   the parameters of its own arithmetic, or those of the holders if nobody of its arithmetic is near the state. With the
   holders' it would differ from its own kind at the next check again. If a difference is found again and again, it is
@@ -79,7 +79,8 @@ class Verdict(NamedTuple):
         digest: of the state.
         holders: the members that hold exactly this.
         others: the members that hold something else, each with the members whose parameters it takes over. A member
-            that holds the state to rounding, and the same as most of its own arithmetic, is no holder and none of these.
+            that holds the state to rounding, and the same as most of its own arithmetic, is neither a holder nor one
+            of these.
     """
 
     digest: bytes

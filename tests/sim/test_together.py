@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from shoal import sim
 from shoal.events import Event, Warned
 from shoal.optim.collaboration import Phase
 from shoal.sim import SimNetwork
-from tests.sim.optimizer_kit import Run
+from tests.sim.optimizer_kit import Run, Trainer
 
 EPOCHS = 40
 
@@ -146,6 +148,53 @@ def test_a_peer_with_long_batches_slows_the_others_down_for_good() -> None:
 
     took_s = sim.run(main, seed=1)
     assert took_s < 20.0, took_s
+
+
+PACE_S = 60.0
+EPOCH_S = 1.25
+
+
+@functools.cache
+def pace(slow_s: float | None) -> tuple[int, list[bool]]:
+    """Epochs of two peers with batches of 0.25 s in a minute, and for each batch of a slow one: if it downloaded."""
+
+    async def main() -> tuple[int, list[bool]]:
+        run, loop = Run(target=32), asyncio.get_running_loop()
+        names, downloaded = ["p0", "p1"] if slow_s is None else ["p0", "p1", "slow"], list[bool]()
+        for name in names:
+            await run.add(name)
+        await sim.sleep(3.0)
+        end = loop.time() + PACE_S
+
+        async def train_slowly(trainer: Trainer, batch_s: float) -> None:
+            while loop.time() < end:
+                before = len(trainer.collaboration.downloads)
+                await trainer.take_batch(4, duration_s=batch_s)
+                downloaded.append(len(trainer.collaboration.downloads) > before)
+
+        def train(name: str) -> Coroutine[Any, Any, None]:
+            trainer = run.swarm.peer(name)
+            if slow_s is not None and name == "slow":
+                return train_slowly(trainer, slow_s)
+            return trainer.train(4, duration_s=0.25, until=lambda: loop.time() > end)
+
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
+        epoch, downloads = run.swarm.peer("p0").collaboration.epoch, run.swarm.peer("p0").downloads
+        await run.close()
+        assert not downloads
+        return epoch, downloaded
+
+    return sim.run(main, seed=1)
+
+
+@pytest.mark.parametrize("epochs", [1.2, 1.5, 1.9, 2.0, 2.5])
+def test_a_peer_that_came_just_in_time_and_gave_nothing_slowed_the_others_down_for_good(epochs: float) -> None:
+    """Its batch was a little shorter than the epoch and the patience: 41 or 33 epochs instead of 48, for ever."""
+    alone, _ = pace(None)
+    assert alone == pytest.approx(PACE_S / EPOCH_S, abs=1)
+    beside, downloaded = pace(epochs * EPOCH_S)
+    assert beside >= 0.9 * alone
+    assert not any(a and b for a, b in itertools.pairwise(downloaded))
 
 
 def check_grid(peers: int, epochs_to_move: float, average_state_every: int) -> None:

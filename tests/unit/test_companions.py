@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection
+
+import pytest
 
 from shoal.optim.companions import Companions
 from shoal.peer import PeerID
@@ -128,3 +131,49 @@ def test_a_member_is_waited_for_as_long_as_the_round_took_too() -> None:
     companions.renamed(100.0, step=True)
     assert not companions.look(seen(TARGET, [SLOW]), TARGET, 101.0)
     assert companions.patience_s == 4.0
+
+
+def times_awaited(rounds: int, wait_s: float, *, gives: Collection[int] = (), states: bool = False) -> list[int]:
+    """The rounds that wait for a peer which comes so long after the samples of an epoch of 1 s, and gives in some.
+
+    Args:
+        rounds: of gradients.
+        wait_s: seconds.
+        gives: the rounds that have samples of it.
+        states: whether each is followed by an average of the states, to which it comes as late.
+    """
+    companions, now, awaited = Companions(), 0.0, list[int]()
+    stepped(companions, now)
+    for number in range(rounds):
+        companions.look(seen(TARGET, []), TARGET, now := now + 1.0)
+        if SLOW in companions.awaited:
+            awaited.append(number)
+            assert not companions.look(seen(TARGET, [SLOW]), TARGET, now)
+            now += wait_s
+            assert not companions.look(seen(TARGET, []), TARGET, now)
+        companions.share([ME, SLOW], BEFORE, 0.0, gave=[ME, SLOW] if number in gives else [ME])
+        companions.renamed(now, step=True)
+        if states:
+            companions.share([ME, SLOW], BEFORE, 0.0)
+            companions.renamed(now)
+    return awaited
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_peer_that_comes_in_time_and_gives_nothing_is_charged_for_the_wait(states: bool) -> None:
+    """Two epochs of waiting in all, at half an epoch each time; then ever more rarely."""
+    awaited = times_awaited(60, 0.5, states=states)
+    assert awaited[:5] == [0, 1, 2, 3, 4]
+    assert len(awaited) < 5 + 6
+    gaps = [b - a for a, b in itertools.pairwise(awaited[4:])]
+    assert all(b > a for a, b in itertools.pairwise(gaps))
+
+
+def test_a_wait_is_forgiven_when_samples_count() -> None:
+    """A batch that is about as long as an epoch: its samples count now and then."""
+    assert times_awaited(60, 0.5, gives=range(0, 60, 5)) == list(range(60))
+
+
+def test_who_comes_a_moment_late_is_charged_nothing() -> None:
+    """A link's delay, in a swarm with more peers than samples of an epoch."""
+    assert times_awaited(60, 0.04) == list(range(60))

@@ -7,16 +7,20 @@ or die. Their samples count when they are here.
 
 Until the swarm has the samples for its next step, waiting for companions costs nothing. From then on a peer waits for
 them as long as an epoch takes (the time to collect the samples and to average), and at least `_LEAST_S`. Then it goes
-on, and the late companion catches up. A companion that was late twice, and gave no samples in between, is not waited
-for in the next two rounds, and in twice as many after each further time: so a trainer whose batches are too long does
-not slow the swarm down for good. A place in a round does not forgive it: such a trainer is in some rounds, just after
-it caught up, and has no samples in any. Absence does not forgive it either: such a trainer is in no round while nobody
-waits for it.
+on, and the late companion catches up.
+
+What is waited for in vain is charged to the companion: the time, counted in epochs, until it comes, if the next average
+has none of its samples; and `_LATE` epochs if it does not come in time. A companion that has cost more than `_FORGIVEN`
+epochs is not waited for in the next two rounds, and in twice as many after each further time. So a trainer whose
+batches are too long does not slow the swarm down for good, whether it comes just in time or too late. A place in a
+round does not forgive it: such a trainer is in most rounds, and has no samples in any. Absence does not forgive it
+either: such a trainer is in no round while nobody waits for it. Samples that count do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NamedTuple
 
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmView
@@ -26,9 +30,29 @@ __all__ = ["Companions"]
 _LEAST_S = 0.5
 """Processes of a busy machine come this late, however short an epoch is."""
 
-_FORGIVEN = 1
+_FORGIVEN, _LATE = 2.0, 2.0
+"""Epochs of waiting. A trainer whose samples count only now and then, as its batch is about as long as an epoch, costs
+0.4 between two times (`tests/sim/test_together.py`)."""
+
+_FREE = 0.05
+"""Of an epoch: shorter waits are charged to nobody."""
+
 _MOST_SKIPPED = 64
 _MAX_REMEMBERED = 1024
+
+
+class _Charge(NamedTuple):
+    """What a peer has cost since its samples counted.
+
+    Attributes:
+        epochs: of waiting for it.
+        times: how often it was decided not to wait for it.
+        until: it is not waited for up to this round.
+    """
+
+    epochs: float = 0.0
+    times: int = 0
+    until: int = -1
 
 
 class Companions:
@@ -42,11 +66,13 @@ class Companions:
         self._enough_at: float | None = None
         self._over = False
         self._rounds = 0
-        self._late: dict[PeerID, tuple[int, int]] = {}
+        self._since: dict[PeerID, float] = {}
+        self._waited: dict[PeerID, float] = {}
+        self._charged: dict[PeerID, _Charge] = {}
         self._awaited: frozenset[PeerID] | None = None
 
     def share(
-        self, members: Collection[PeerID], before: StateKey, round_s: float, *, gave: Collection[PeerID] = ()
+        self, members: Collection[PeerID], before: StateKey, round_s: float, *, gave: Collection[PeerID] | None = None
     ) -> None:
         """A round of so many seconds gave its members the same new state.
 
@@ -54,16 +80,23 @@ class Companions:
             members: of the round.
             before: the key of the state that they had.
             round_s: seconds.
-            gave: the members whose samples are in its average: they are forgiven.
+            gave: the members whose samples are in its average: they are forgiven. None if it is no average of samples.
         """
+        if gave is not None:
+            for peer in gave:
+                self._charged.pop(peer, None)
+                self._waited.pop(peer, None)
+            for peer, waited_s in self._waited.items():
+                if waited_s > _FREE * self._epoch_s:
+                    self._charge(peer, waited_s / max(waited_s, self._epoch_s))
+            self._waited = {}
         self._members, self._before, self._round_s = frozenset(members), before, round_s
         self._awaited = None
-        for peer in gave:
-            self._late.pop(peer, None)
 
     def renamed(self, now: float, *, step: bool = False) -> None:
         """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
         self._enough_at, self._over = None, False
+        self._since = {}
         self._rounds += 1
         self._awaited = None
         self._stepped_at = now if step else None
@@ -82,8 +115,8 @@ class Companions:
     def awaited(self) -> frozenset[PeerID]:
         """The members of the last round that we wait for, if they are not here."""
         if self._awaited is None:
-            waits = {peer for peer, (_, until) in self._late.items() if until >= self._rounds}
-            self._awaited = frozenset() if self._over else self._members - waits
+            left = {peer for peer, charge in self._charged.items() if charge.until >= self._rounds}
+            self._awaited = frozenset() if self._over else self._members - left
         return self._awaited
 
     def look(self, view: SwarmView, target: int, now: float) -> bool:
@@ -95,17 +128,27 @@ class Companions:
             self._enough_at = now
             if self._stepped_at is not None:
                 self._collected_s, self._stepped_at = now - self._stepped_at, None
+        for peer in self._since.keys() - view.coming:
+            self._waited[peer] = self._waited.get(peer, 0.0) + now - self._since.pop(peer)
+        for peer in view.coming:
+            self._since.setdefault(peer, now)
         if not view.coming or now < self._enough_at + self.patience_s:
             return False
         for peer in view.coming:
-            times = self._late.get(peer, (0, 0))[0] + 1
-            skipped = min(2 ** (times - _FORGIVEN), _MOST_SKIPPED) if times > _FORGIVEN else 0
-            self._late.pop(peer, None)
-            self._late[peer] = times, self._rounds + skipped
-        while len(self._late) > _MAX_REMEMBERED:
-            del self._late[next(iter(self._late))]
-        self._over, self._awaited = True, None
+            self._charge(peer, _LATE)
+        self._over, self._awaited, self._since = True, None, {}
         return True
+
+    def _charge(self, peer: PeerID, epochs: float) -> None:
+        """This peer was waited for in vain, for so many epochs."""
+        spent, times, until = self._charged.pop(peer, _Charge())
+        spent += epochs
+        if spent > _FORGIVEN:
+            times += 1
+            until = self._rounds + min(2**times, _MOST_SKIPPED)
+        self._charged[peer] = _Charge(spent, times, until)
+        while len(self._charged) > _MAX_REMEMBERED:
+            del self._charged[next(iter(self._charged))]
 
     @property
     def until(self) -> float | None:
@@ -115,4 +158,8 @@ class Companions:
     @property
     def patience_s(self) -> float:
         """How long to wait for companions once the swarm has its samples, seconds."""
-        return max(_LEAST_S, self._collected_s + self._round_s)
+        return max(_LEAST_S, self._epoch_s)
+
+    @property
+    def _epoch_s(self) -> float:
+        return self._collected_s + self._round_s

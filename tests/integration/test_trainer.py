@@ -46,7 +46,7 @@ def test_silent_divergence_with_any_schedule_outside_shoal(paces: tuple[str, str
     epochs = [{value[0]: value[1:] for kind, value in each if kind == "epoch"} for each in said]
     common = epochs[0].keys() & epochs[1].keys()
     together = [epoch for epoch in common if epochs[0][epoch][2] == 2]
-    assert len(together) > 50, sorted(together)
+    assert len(together) >= 90, sorted(together)
     assert [epoch for epoch in common if epochs[0][epoch] != epochs[1][epoch]] == []
     for each in said:
         values = dict(each)

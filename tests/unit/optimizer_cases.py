@@ -23,6 +23,8 @@ Make = Callable[[list[Any]], torch.optim.Optimizer]
 SHAPES = ((6, 4), (4,), (3, 2, 3, 3), (5, 6))
 """A matrix, a vector, a kernel of a convolution, another matrix."""
 
+MATRICES = ((6, 4), (4, 7), (3, 2), (5, 6))
+
 
 def optimizer_by_name(name: str) -> Make:
     """`torch.optim.AdamW` or `module.Class`; skips the test if the library is not installed."""
@@ -35,6 +37,11 @@ def optimizer_by_name(name: str) -> Make:
     if class_name == "AdamW8bit":
         options = {"min_8bit_size": 16}
     return lambda params: made(params, **options)
+
+
+def shapes_for(name: str) -> tuple[tuple[int, ...], ...]:
+    """Of parameters that this optimizer takes: Muon wants matrices."""
+    return MATRICES if name == "torch.optim.Muon" else SHAPES
 
 
 def parameters(dtype: torch.dtype = torch.float32, shapes: Sequence[tuple[int, ...]] = SHAPES) -> list[torch.Tensor]:

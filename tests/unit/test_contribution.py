@@ -18,6 +18,31 @@ def test_a_peer_whose_batches_take_longer_than_an_epoch_is_told_once_with_number
     assert (contribution.contributed, contribution.dropped) == (0, 8 * 33)
 
 
+def test_a_peer_of_whose_samples_few_count_is_told_once_with_numbers() -> None:
+    """48 of 240 counted, as now and then a batch began just after a step; only a peer without any was told."""
+    contribution, told = Contribution(), []
+    for epoch in range(1, 101):
+        if epoch % 5 == 0:
+            contribution.counted(8)
+        why = contribution.look(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
+        told += [why] if why else []
+    assert len(told) == 1
+    assert "only 48 of the 240 samples that this peer computed in the last 30 epochs count" in told[0]
+    assert "a batch takes it 10.0 s, and an epoch of the swarm 10.0 s, so its state is mostly over" in told[0]
+
+
+def test_a_peer_whose_samples_begin_to_be_lost_is_told() -> None:
+    """The run is long: what counted before does not hide it."""
+    contribution, told = Contribution(), []
+    for epoch in range(1, 200):
+        if epoch < 100 or epoch % 5 == 0:
+            contribution.counted(8)
+        why = contribution.look(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
+        told += [f"{epoch}: {why}"] if why else []
+    assert len(told) == 1
+    assert int(told[0].split(":")[0]) < 100 + 2 * 30
+
+
 def test_a_peer_that_contributes_now_and_then_is_not_told() -> None:
     """What was not in a step is counted as dropped; what is accumulated is not yet."""
     contribution = Contribution()

@@ -23,6 +23,7 @@ from tests.unit.optimizer_cases import (
     offered,
     optimizer_by_name,
     parameters,
+    shapes_for,
     step,
     take_over,
     training_of,
@@ -31,8 +32,8 @@ from tests.unit.optimizer_cases import (
 TORCH = [
     f"torch.optim.{name}"
     for name in (
-        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"),
-        "SGD",
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+        *("Rprop", "SGD"),
     )
 ]
 OTHERS = [
@@ -74,8 +75,8 @@ def bit_equal_after(
     without: tuple[int, ...] = (),
 ) -> None:
     """A donor takes `steps`, a newcomer takes its state over, and both three more."""
-    make = optimizer_by_name(name)
-    donor, newcomer = (training_of(make, parameters(dtype), groups=groups) for _ in range(2))
+    make, shapes = optimizer_by_name(name), shapes_for(name)
+    donor, newcomer = (training_of(make, parameters(dtype, shapes), groups=groups) for _ in range(2))
     for number in range(steps):
         step(donor, number, without)
     for number in range(own_steps):
@@ -198,7 +199,7 @@ def test_what_no_state_dict_holds_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_nothing_is_told_of_optimizers_whose_state_travels(name: str) -> None:
     """Neither for the flags that some keep in attributes."""
-    training = training_of(optimizer_by_name(name))
+    training = training_of(optimizer_by_name(name), parameters(shapes=shapes_for(name)))
     for number in range(4):
         step(training, number)
     assert training.kept_back is None

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from shoal.events import duration
 
 __all__ = ["Contribution"]
 
 _LOST = 5
+_LOOKED_AT, _PART = 30, 5
+"""So many states are looked at together; a peer is told if its samples count in no more than a fifth of them."""
+
+
+class _Mark(NamedTuple):
+    """What was there at a change of the state."""
+
+    epoch: int
+    contributed: int
+    processed: int
+    batches: int
+    time: float
 
 
 class Contribution:
-    """Counts a peer's samples, and finds out that none of them count.
+    """Counts a peer's samples, and finds out that none of them count, or few.
 
     Attributes:
         contributed: samples that went into a step.
@@ -19,16 +33,18 @@ class Contribution:
 
     def __init__(self) -> None:
         self.contributed = self.dropped = 0
-        self._since: tuple[int, int, int, float] | None = None  # epoch, contributed, batches, time
-        self._batches = self._lost = 0  # states that ended with batches of ours in vain, since then
+        self._last: _Mark | None = None
+        self._since = self._begun = _Mark(0, 0, 0, 0, 0.0)
         self._told = False
+        # States that ended with batches of ours: in vain since some counted last; since `_begun`, all and those of use.
+        self._lost = self._states = self._used = 0
 
     def counted(self, samples: int) -> None:
         """So many of this peer's samples went into a step."""
         self.contributed += samples
 
     def look(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
-        """The state has changed. Returns a warning for the user, once, if none of this peer's samples count.
+        """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
         Args:
             epoch: of the state.
@@ -38,27 +54,42 @@ class Contribution:
             now: seconds.
         """
         self.dropped = max(0, processed - self.contributed - held)
-        new, self._batches = batches - self._batches, batches
-        if self._since is None or self._since[1] != self.contributed:
-            self._since, self._lost = (epoch, self.contributed, batches, now), 0
-        elif new:
-            self._lost += 1  # once for epochs that went by together: a peer that was stopped missed them, and no more
-        if self._told or self._lost < _LOST:
+        before, now_at = self._last, _Mark(epoch, self.contributed, processed, batches, now)
+        self._last = now_at
+        if before is None:
+            self._since = self._begun = now_at
             return None
-        first, _, before, since = self._since
-        epochs, done = epoch - first, batches - before
+        used = self.contributed != before.contributed
+        in_vain = not used and batches != before.batches
+        if self._states >= _LOOKED_AT:
+            self._begun, self._states, self._used = before, 0, 0
+        if used:
+            self._since, self._lost = now_at, 0
+        elif in_vain:
+            self._lost += 1  # once for epochs that went by together: a peer that was stopped missed them, and no more
+        self._states += used or in_vain
+        self._used += used
+        few = self._states >= _LOOKED_AT and self._used * _PART <= self._states
+        if self._told or not (few or self._lost >= _LOST):
+            return None
         self._told = True
-        batch_s, epoch_s = (now - since) / done, (now - since) / epochs
-        numbers = f"a batch takes it {duration(batch_s)}, and an epoch of the swarm {duration(epoch_s)}"
-        if batch_s < epoch_s / 2:
-            why = (
-                f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
-                "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory. If another peer has "
-                "the same identity (identity_path), only one of the two can take part"
-            )
-        else:
-            why = (
-                f"{numbers}, so its state is over before the batch is done. Give this peer smaller batches, or raise "
-                "target_batch_size on all, so that an epoch lasts longer"
-            )
-        return f"none of the samples that this peer computed in the last {epochs} epochs count: {why}"
+        return _why(self._since if self._lost >= _LOST else self._begun, now_at)
+
+
+def _why(first: _Mark, last: _Mark) -> str:
+    epochs, done, spent_s = last.epoch - first.epoch, last.batches - first.batches, last.time - first.time
+    batch_s, epoch_s, counted = spent_s / done, spent_s / epochs, last.contributed - first.contributed
+    numbers = f"a batch takes it {duration(batch_s)}, and an epoch of the swarm {duration(epoch_s)}"
+    if batch_s < epoch_s / 2:
+        why = (
+            f"{numbers}, so its batches are short enough, and the rounds go on without it. `shoal debug dump PID` "
+            "shows why; `shoal doctor INVITE` checks its line, its descriptors and its memory. If another peer has "
+            "the same identity (identity_path), only one of the two can take part"
+        )
+    else:
+        why = (
+            f"{numbers}, so its state is {'mostly ' if counted else ''}over before the batch is done. Give this "
+            "peer smaller batches, or raise target_batch_size on all, so that an epoch lasts longer"
+        )
+    few = f"only {counted} of the {last.processed - first.processed}" if counted else "none of the"
+    return f"{few} samples that this peer computed in the last {epochs} epochs count: {why}"

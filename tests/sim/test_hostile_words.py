@@ -61,7 +61,8 @@ async def liar(run: Run, name: str) -> Liar:
     """Start one."""
 
     async def factory(host: SimHost) -> Any:
-        return Liar(await start_core(host, run.swarm.host("p0")), run)
+        first = next(name for name in run.swarm.peers if name != host.name)
+        return Liar(await start_core(host, run.swarm.host(first)), run)
 
     found: Liar = await run.swarm.start_peer(name, factory)  # type: ignore[assignment]
     return found

@@ -63,3 +63,28 @@ def test_what_was_named_before_a_state_was_taken_over_is_forgotten() -> None:
     begins.look({A: 50, C: 40}, others_here=0, now=0.0)
     begins.had()
     assert begins.look({}, others_here=0, now=1.0) is Stance.FREE
+
+
+def test_newcomers_that_are_given_a_state_do_not_begin_beside_its_only_donor() -> None:
+    """Three newcomers counted themselves against one donor on a slow line, and began at epoch 0."""
+    begins = Beginning(600.0)
+    assert begins.look({A: 50}, others_here=2, now=0.0) is Stance.FREE
+    assert begins.look({A: 50}, others_here=2, now=1.0, giving={A}) is Stance.WAITING
+    assert begins.look({A: 50}, others_here=2, now=599.0, giving={A}) is Stance.WAITING
+    assert begins.look({A: 50}, others_here=2, now=600.0, giving={A}) is Stance.FREE
+
+
+def test_who_stops_giving_has_made_a_claim_and_no_more() -> None:
+    """Unless it is lost: then it may come back."""
+    begins = Beginning(600.0)
+    assert begins.look({A: 50}, others_here=2, now=0.0, giving={A}) is Stance.WAITING
+    assert begins.look({A: 50}, others_here=2, now=30.0) is Stance.FREE
+    assert begins.look({}, others_here=2, now=31.0) is Stance.WAITING
+    assert begins.look({}, others_here=2, now=600.0) is Stance.FREE
+
+
+def test_a_donor_that_nobody_was_told_of_holds_nobody_up() -> None:
+    """What is known of the run is what its peers have named."""
+    begins = Beginning(600.0)
+    begins.gave({A})
+    assert begins.look({B: 50}, others_here=2, now=0.0) is Stance.FREE

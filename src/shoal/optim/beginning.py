@@ -2,16 +2,21 @@
 
 A newcomer that cannot have the run's state does not begin a run of its own at once: its donor may have died in the
 middle, and come back, or another one may. It waits `patience_s` from when it first heard of a run that is further, and
-as long as two peers name such a state. Then it may begin, and says so. A single peer cannot keep a new swarm from
-beginning: a newcomer does not wait if more peers are at its own state than have named another one. As many are enough
-if those that named one live and were asked in vain. A peer that has a state of the run already goes on with it. With
-`required` a peer never begins alone: it gives up instead.
+as long as two peers name such a state. Then it may begin, and says so.
+
+Claims alone cannot keep a new swarm from beginning: a newcomer does not wait if more peers are at its own state than
+have named another one. As many are enough if those that named one live and were asked in vain. But a peer that gives
+its state does more than claim it, and so did one that was lost while it gave it: such a peer is waited for beside any
+number of newcomers, for `patience_s` as well.
+
+A peer that has a state of the run already goes on with it. With `required` a peer never begins alone: it gives up
+instead.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from shoal.peer import PeerID
 
@@ -43,11 +48,13 @@ class Beginning:
         self.patience_s, self.required = patience_s, required
         self.stance = Stance.FREE
         self._named: dict[PeerID, int] = {}
+        self._gave: set[PeerID] = set()  # of those that are named
         self._since: float | None = None
 
     def had(self) -> None:
         """A state of the run was taken over: states that were named before do not matter any more."""
         self._named.clear()
+        self._gave.clear()
         self._since, self.stance = None, Stance.FREE
 
     @property
@@ -60,8 +67,22 @@ class Beginning:
         """The peers that have named one."""
         return tuple(self._named)
 
+    def until(self, now: float) -> float:
+        """Until when a donor is waited for: local time, seconds."""
+        return (now if self._since is None else self._since) + self.patience_s
+
+    def gave(self, peers: Iterable[PeerID]) -> None:
+        """These peers gave their state so fast that it would have been here in time."""
+        self._gave.update(peer for peer in peers if peer in self._named)
+
     def look(
-        self, named: Mapping[PeerID, int], *, others_here: int, now: float, refusing: Collection[PeerID] = ()
+        self,
+        named: Mapping[PeerID, int],
+        *,
+        others_here: int,
+        now: float,
+        refusing: Collection[PeerID] = (),
+        giving: Collection[PeerID] = (),
     ) -> Stance:
         """Whether a newcomer may begin.
 
@@ -70,21 +91,27 @@ class Beginning:
             others_here: how many others stand where we stand.
             now: local time, seconds.
             refusing: peers that were asked for their state, and did not give it.
+            giving: peers that give theirs now, so fast that it will be here before `until`.
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))
         while len(self._named) > _REMEMBERED:
-            del self._named[next(iter(self._named))]
+            oldest = next(iter(self._named))
+            del self._named[oldest]
+            self._gave.discard(oldest)
+        self.gave(giving)
+        given = bool(giving) or not self._gave.issubset(named)
         refused = bool(self._named) and all(peer in named and peer in refusing for peer in self._named)
-        self.stance = self._judge(len(named), others_here, now, refused=refused)
+        self.stance = self._judge(len(named), others_here, now, refused=refused, given=given)
         return self.stance
 
-    def _judge(self, naming: int, others_here: int, now: float, *, refused: bool) -> Stance:
+    def _judge(self, naming: int, others_here: int, now: float, *, refused: bool, given: bool) -> Stance:
         alone = self.required and not others_here
         if not self._named and not alone:
             return Stance.FREE
         if self._since is None:
             self._since = now
-        if others_here and others_here + refused > len(self._named):
+        in_time = now < self.until(now)
+        if others_here and others_here + refused > len(self._named) and not (given and in_time):
             return Stance.FREE
-        return Stance.WAITING if naming >= 2 or now - self._since < self.patience_s else Stance.GIVEN_UP
+        return Stance.WAITING if naming >= 2 or in_time else Stance.GIVEN_UP

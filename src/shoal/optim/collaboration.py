@@ -65,7 +65,7 @@ from shoal.optim.training_state import TrainingState
 from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
-from shoal.state import Donor, SharedState, download_state
+from shoal.state import Donor, Intake, SharedState, download_state
 from shoal.wire import Contact, FollowSteps, Progress
 
 __all__ = ["Collaboration", "Phase"]
@@ -142,6 +142,7 @@ class Collaboration:
         )
         self._took_over = self._goes_on = False
         self._claim: SwarmView
+        self._intake: Intake | None = None  # of the download that is under way
         self._fetching = Fetching(self._fetch, on_change=self.accumulated, on_failure=self._fail)
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
@@ -370,14 +371,29 @@ class Collaboration:
         further = self._known.further(self.epoch)
         on_its_own = self.epoch > 0 and not view.behind and not self.at_end
         self._notices.without(further if on_its_own else {}, self.epoch)
-        if self.epoch > 0:
-            return False
-        now = self._now()
-        stance = self._beginning.look(
-            further, others_here=len(view.together) - 1, now=now, refusing=self._known.refusing(now)
-        )
-        self._notices.beginning(self._beginning, behind=view.behind)
+        stance = self._look_at_beginning(view)
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.settings.require_state)
+
+    def _look_at_beginning(self, view: SwarmView) -> Stance:
+        """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
+        if self.epoch > 0:
+            return Stance.FREE
+        now, giving = self._now(), self._giving()
+        stance = self._beginning.look(
+            self._known.further(self.epoch),
+            others_here=len(view.together) - 1,
+            now=now,
+            refusing=self._known.refusing(now),
+            giving=giving,
+        )
+        self._notices.beginning(self._beginning, behind=view.behind or bool(giving))
+        return stance
+
+    def _giving(self) -> frozenset[PeerID]:
+        """The donors of the download, if it will end before this peer begins without them."""
+        intake, now = self._intake, self._now()
+        in_time = intake is not None and intake.in_time(now, self._beginning.until(now))
+        return intake.donors if intake is not None and in_time else frozenset()
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state; then STEPPING, or back to where we belong."""
@@ -749,6 +765,10 @@ class Collaboration:
             StateUnavailable: there is a better one, and no donor gave it; nothing was changed.
         """
         await self._gossip.looked.wait()
+
+        def waits() -> bool:  # a newcomer that may not begin has nothing else to do
+            return patient or self._look_at_beginning(self.view()) is Stance.WAITING
+
         deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
         while not taken and needed and (left_s := deadline - self._now()) > 0:
@@ -757,13 +777,13 @@ class Collaboration:
                 if failure is None or all(StateKey.of_peer(each) <= self.state.key for each in view.others.values()):
                     return False
                 raise failure
-            needed = patient or self._beginning.stance is Stance.WAITING  # there is nothing else to do
             try:
-                taken = await self._fetching.wait(view, left_s, patient=needed)
+                taken = await self._fetching.wait(view, left_s, patient=waits)
             except StateUnavailable as error:
                 if not patient:
                     raise
                 failure = error  # its holders may be gone by now, or be where we are
+            needed = waits()
         if taken:
             self._move(Phase.COLLECTING)
         elif patient:
@@ -836,7 +856,7 @@ class Collaboration:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         view, ours = self._claimed(), self.state.key if self.core.endpoint.contact.addresses else None
-        donors = self._donors(view)
+        donors, self._intake = self._donors(view), Intake(self._now())
         try:
             state = await download_state(
                 self.core.endpoint,
@@ -848,10 +868,14 @@ class Collaboration:
                 accept=lambda manifest: why_not_ours(self.training, manifest, ours, self._misfits),
                 limits=self._states.sharing.limits,
                 may_read=self._catch_up.steps_first,
+                intake=self._intake,
             )
         except StateUnavailable:
             self._withheld(view.leaders)
             raise
+        finally:
+            self._beginning.gave(self._giving())
+            self._intake = None
         name, values = name_of(state.metadata), state.metadata["training"]
 
         await self._fetching.parked()

@@ -2,7 +2,8 @@
 
 Parameters may be changed only while the trainer stands still. So a fetch that has something to take over says so
 (`parked`), and the trainer stops at its next step until the fetch is over. Before that it waits as long as its patience
-lasts (see `patience`), and goes on with its own state when that is used up. Loop only.
+lasts (see `patience`), and goes on with its own state when that is used up. A newcomer that may not begin yet (see
+`beginning`) has no state to go on with, and uses up no patience. Loop only.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ __all__ = ["Fetching"]
 
 _PAUSE_S = 5.0
 """Between two fetches, while the trainer goes on."""
+
+_LOOK_AGAIN_S = 1.0
 
 
 class Fetching:
@@ -94,13 +97,14 @@ class Fetching:
         self._on_change()
         await self._parked.wait()
 
-    async def wait(self, view: SwarmView, timeout_s: float, *, patient: bool) -> bool:
+    async def wait(self, view: SwarmView, timeout_s: float, *, patient: Callable[[], bool]) -> bool:
         """Stand still until the fetch is over (trainer). False if it is not, and the trainer is to go on.
 
         Args:
             view: the swarm as it is now.
             timeout_s: for a fetch that begins now.
-            patient: wait for all this time.
+            patient: whether the trainer waits for all this time. It is asked every second. While it says so, no
+                patience is used up.
 
         Raises:
             StateUnavailable: it failed; nothing was changed.
@@ -108,10 +112,17 @@ class Fetching:
         loop = asyncio.get_running_loop()
         self.prefer(view)
         task, began = self._task or self._begin(view, timeout_s), loop.time()
-        patience = self._patience[view.vouched]
+        patience, in_vain_s = self._patience[view.vouched], 0.0
+        most_s = patience.left_s(began)
         self._parked.set()
         try:
-            await asyncio.wait({task}, timeout=timeout_s if patient else patience.left_s(began))
+            while not (task.done() or self._has_news):
+                now, waits = loop.time(), patient()
+                left_s = timeout_s - (now - began) if waits else most_s - in_vain_s
+                if left_s <= 0:
+                    break
+                await asyncio.wait({task}, timeout=min(left_s, _LOOK_AGAIN_S))
+                in_vain_s += 0.0 if waits else loop.time() - now
             if self._has_news:
                 await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -123,7 +134,7 @@ class Fetching:
             self._parked.clear()
         taken = task.done() and not task.cancelled()
         if not taken or task.exception() is not None:
-            patience.waited(loop.time() - began)
+            patience.waited(in_vain_s)
         if taken:
             task.result()
         return taken

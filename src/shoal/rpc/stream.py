@@ -71,6 +71,11 @@ class Stream(Generic[Sent, Received]):
         return self._connection.bytes_sent
 
     @property
+    def bytes_acked(self) -> int:
+        """Bytes that the other machine has taken so far; 0 if this cannot be known."""
+        return self._connection.bytes_acked
+
+    @property
     def closed(self) -> bool:
         """True once the stream was finished, aborted or lost."""
         return self._released or self._connection.closed

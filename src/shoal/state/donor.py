@@ -2,7 +2,8 @@
 
 Invariants: a donor sends a snapshot, never a live tensor, and there is one snapshot at a time. Receivers, upload and
 the time that copying takes are bounded. Requests are checked, and a wrong request costs the receiver its stream. A
-receiver that does not read, or that keeps its stream and asks for nothing, is dropped after `send_stall_s`.
+receiver that does not read, or that keeps its stream and asks for nothing, is dropped after `send_stall_s`. What is
+still under way to it is no such time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 
 import msgspec
 
@@ -29,6 +31,10 @@ _ANSWER_WITHIN_S = 2.0
 """A snapshot that takes longer is answered with "not yet": so a receiver can tell a slow donor from a dead one."""
 
 _MESSAGE_ROOM = 1024
+
+_TAKEN_BYTES = 64 << 10
+"""A receiver that asks for nothing is left if its machine takes less than this meanwhile, of what was sent already. The
+queues of a slow line hold more than it carries within `send_stall_s`."""
 
 
 class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,15 +259,18 @@ class _Wishes:
 
         Raises:
             PeerError: the receiver is gone, or has broken the protocol.
-            PeerRefused: the receiver has asked for nothing for `timeout_s`.
+            PeerRefused: the receiver has asked for nothing for `timeout_s`, though it has what it was sent.
         """
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not self._queue and not self._reader.done():
-                    self._news.clear()
+        taken = self._stream.bytes_acked
+        while not self._queue and not self._reader.done():
+            self._news.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
                     await self._news.wait()
-        except TimeoutError:
-            raise PeerRefused(f"no chunk was asked for within {timeout_s:g} s") from None
+            if not self._news.is_set():
+                before, taken = taken, self._stream.bytes_acked
+                if taken < before + _TAKEN_BYTES:
+                    raise PeerRefused(f"no chunk was asked for within {timeout_s:g} s")
         if self._reader.done():
             self._reader.result()
         return self._queue.popleft() if self._queue else None

@@ -39,6 +39,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
+from shoal.state.intake import Intake
 from shoal.state.manifest import Accept, Manifest, read_manifest, shares
 from shoal.wire import GetManifest, ManifestPending
 
@@ -108,6 +109,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
     accept: Accept | None = None,
     limits: DownloadLimits | None = None,
     may_read: MayRead | None = None,
+    intake: Intake | None = None,
 ) -> DownloadedState:
     """Download the state that is shared under `prefix`.
 
@@ -121,6 +123,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
         accept: looks at each manifest before anything is fetched; None takes any. See `matching`.
         limits: the limits on what a donor may cost.
         may_read: awaited before every read, so that other traffic can come first on our line.
+        intake: told what comes.
 
     Raises:
         StateUnavailable: no donor gave the state; the message has each donor's reason. Nothing was changed.
@@ -131,7 +134,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
         raise ConfigError(f"timeout_s is {timeout_s}, must be more than 0 seconds")
     if limits.max_donors < 1:
         raise ConfigError(f"max_donors is {limits.max_donors}, must be at least 1")
-    download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits, may_read)
+    download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits, may_read, intake)
     try:
         async with asyncio.timeout(timeout_s):
             with env.prompt():
@@ -151,7 +154,7 @@ class _OtherState(Exception):
 class _Download:
     """One call of `download_state`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 (those of `download_state`)
         self,
         endpoint: Endpoint,
         env: Env,
@@ -161,6 +164,7 @@ class _Download:
         accept: Accept | None,
         limits: DownloadLimits,
         may_read: MayRead | None,
+        intake: Intake | None,
     ) -> None:
         self._endpoint, self._env, self._prefix = endpoint, env, prefix
         self._min_epoch, self._accept, self._limits, self._may_read = min_epoch, accept, limits, may_read
@@ -176,6 +180,7 @@ class _Download:
         self._spoiled: list[Manifest] = []
         self._bytes_before = 0  # received for states that were given up
         self._started = self._now()
+        self._intake = intake or Intake(self._started)
         self._deadline = math.inf
         self._asked_at = self._started  # since then donors are asked, and none has described a state
         self._looked = (self._started, 0)  # the pace is counted from here: time, and bytes until then
@@ -263,9 +268,7 @@ class _Download:
         (since, before), received = self._looked, self._bytes_before + (target.bytes_received if target else 0)
         if now < since + _SLOW_S:
             return
-        missing = (
-            1 if target is None else target.manifest.total_bytes - target.plan.verified * target.manifest.chunk_bytes
-        )
+        missing = target.missing_bytes if target is not None else 1
         if _HOPE * (received - before) * (self._deadline - now) >= missing * (now - since):
             self._looked = now, received
             return
@@ -301,6 +304,7 @@ class _Download:
 
     def _drop(self, peer: PeerID, reason: str) -> None:
         self._candidates.dropped(peer, reason)
+        self._intake.dropped(peer)
         self._env.events.emit(PeerDropped(peer=peer, where="state download", reason=reason))
 
     async def _describe_state(self, donor: Donor) -> Manifest:
@@ -364,7 +368,7 @@ class _Download:
         donor, manifest = max(self._offers.items(), key=rank)
         self._first = donor.peer
         if self._target is None:
-            self._target = Target(manifest, self._news.set)
+            self._target = Target(manifest, self._news.set, self._intake)
         else:
             self._target.move_to(manifest)
         self._choose_at = None

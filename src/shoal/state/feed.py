@@ -28,6 +28,7 @@ from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
 from shoal.state.assembly import Assembly
+from shoal.state.intake import Intake
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
 from shoal.state.tempo import MIN_AHEAD, Tempo
@@ -60,16 +61,18 @@ class Target:
     Args:
         manifest: the snapshot to fetch. Donors of an equal content may feed it.
         on_change: called when chunks were verified, or given back.
+        intake: told what comes.
     """
 
-    def __init__(self, manifest: Manifest, on_change: Callable[[], None]) -> None:
-        self._on_change = on_change
+    def __init__(self, manifest: Manifest, on_change: Callable[[], None], intake: Intake) -> None:
+        self._on_change, self._intake = on_change, intake
         self.plan: ChunkPlan[PeerID] = ChunkPlan(manifest)
         self.assembly = Assembly(manifest)
         self.feeds: dict[PeerID, Feed] = {}
         self.bytes_received = 0
         self._claiming = asyncio.Lock()
         self._news = asyncio.Event()
+        self._count_missing()
 
     @property
     def manifest(self) -> Manifest:
@@ -82,6 +85,20 @@ class Target:
         if not self.plan.move_to(manifest):
             self.assembly.clear()  # freed before the next one takes memory
             self.assembly = Assembly(manifest)
+        self._count_missing()
+
+    def came(self, peer: PeerID, nbytes: int) -> None:
+        """So many bytes of a chunk have come from this donor."""
+        self.bytes_received += nbytes
+        self._intake.came(peer, nbytes)
+
+    @property
+    def missing_bytes(self) -> int:
+        """Return how many bytes are not verified yet."""
+        return max(0, self.manifest.total_bytes - self.plan.verified * self.manifest.chunk_bytes)
+
+    def _count_missing(self) -> None:
+        self._intake.missing_bytes = self.missing_bytes
 
     def changed(self) -> None:
         """Wake all waiting tasks: chunks were verified, or given back."""
@@ -98,6 +115,7 @@ class Target:
     def verified(self, chunk: int, peer: PeerID) -> None:
         """A chunk is in its place, and right."""
         self.plan.verify(chunk, peer)
+        self._count_missing()
         if self.plan.complete or not self.plan.missing:
             self.changed()
 
@@ -311,7 +329,7 @@ class Feed:
             await stream.readinto(part)
             found.update(part)
             received, announced = received + part.nbytes, announced - part.nbytes
-            self._target.bytes_received += part.nbytes
+            self._target.came(self._peer, part.nbytes)
             patience.renew()
         return found.digest()
 

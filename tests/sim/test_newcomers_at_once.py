@@ -176,15 +176,17 @@ def test_a_donor_leaves_a_receiver_whose_slow_line_still_carries_what_was_sent()
     sim.run(main, seed=2)
 
 
-def test_four_newcomers_get_in_beside_three_donors() -> None:
-    """One came much later than the others: its donors left it, and what they had sent was lost."""
+@pytest.mark.long
+def test_four_newcomers_get_in_beside_three_donors(soak: Callable[[int, int], int]) -> None:
+    """Each with one download, which may take twice as long: of three chunks two come from two donors."""
+    for seed in range(soak(1, 10)):
 
-    async def main() -> None:
-        crowd = Crowd(4, 25.0, donors=3)
-        await crowd.begin()
-        await crowd.all_take_part(60.0)
+        async def main() -> None:
+            crowd = Crowd(4, 25.0, donors=3)
+            await crowd.begin()
+            await crowd.all_take_part(75.0)
 
-    sim.run(main, seed=2)
+        sim.run(main, seed=seed)
 
 
 async def first_epochs(crowd: Crowd) -> list[float]:

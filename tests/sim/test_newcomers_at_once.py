@@ -61,8 +61,8 @@ class Crowd:
     async def _come(self, name: str, **changes: Any) -> None:
         await self.run.add(name, seed=99, extra_tensors=ballast(99, self.state_bytes), **changes)
 
-    async def begin(self, **changes: Any) -> None:
-        """The donors are some epochs ahead, and the newcomers begin to train."""
+    async def begin(self, *, apart_s: float = 0.0, **changes: Any) -> None:
+        """The donors are some epochs ahead, and the newcomers begin to train, one after the other."""
         for name in self.donors:
             await self.run.add(name, extra_tensors=ballast(0, self.state_bytes))
         await sim.sleep(3.0)
@@ -74,6 +74,7 @@ class Crowd:
         self.came = self.loop.time()
         for name in self.newcomers:
             self._train(name)
+            await sim.sleep(apart_s)
 
     async def end(self) -> None:
         """Whoever lives trains no more, and leaves."""
@@ -123,6 +124,17 @@ def test_newcomers_get_in_beside_one_donor(newcomers: int, download_s: float, so
             await crowd.all_take_part(3 * download_s + 30.0)
 
         sim.run(main, seed=seed)
+
+
+def test_newcomers_in_different_epochs_begin_at_epoch_0_beside_a_donor_that_is_busy_with_the_first() -> None:
+    """They cannot share its copy, and it has no second one: but they follow its steps, which no claim would give."""
+
+    async def main() -> None:
+        crowd = Crowd(3, 25.0)
+        await crowd.begin(apart_s=1.5)
+        await crowd.all_take_part(90.0)
+
+    sim.run(main, seed=1)
 
 
 async def wait_for_a_dead_donor(newcomers: int, download_s: float, dies_after_s: float) -> None:

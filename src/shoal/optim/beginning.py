@@ -72,7 +72,7 @@ class Beginning:
         return (now if self._since is None else self._since) + self.patience_s
 
     def gave(self, peers: Iterable[PeerID]) -> None:
-        """These peers gave their state so fast that it would have been here in time."""
+        """These peers gave their state so fast that it would have been here in time, or steps of the run."""
         self._gave.update(peer for peer in peers if peer in self._named)
 
     def look(
@@ -91,7 +91,7 @@ class Beginning:
             others_here: how many others stand where we stand.
             now: local time, seconds.
             refusing: peers that were asked for their state, and did not give it.
-            giving: peers that give theirs now, so fast that it will be here before `until`.
+            giving: peers that give theirs now, so fast that it will be here before `until`, or give the run's steps.
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))
@@ -100,7 +100,7 @@ class Beginning:
             del self._named[oldest]
             self._gave.discard(oldest)
         self.gave(giving)
-        given = bool(giving) or not self._gave.issubset(named)
+        given = not self._gave.isdisjoint(giving) or not self._gave.issubset(named)
         refused = bool(self._named) and all(peer in named and peer in refusing for peer in self._named)
         self.stance = self._judge(len(named), others_here, now, refused=refused, given=given)
         return self.stance

@@ -26,6 +26,7 @@ from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, agreement_of, land, name_after
 from shoal.optim.training_state import TrainingState
 from shoal.optim.update import Update
+from shoal.peer import PeerID
 from shoal.wire import Contact
 
 __all__ = ["CatchUp"]
@@ -33,6 +34,8 @@ __all__ = ["CatchUp"]
 _LOOK_AGAIN_S = 1.0
 _PATIENCE_S = 2.0
 """The others told us that they are further; the step itself may come a little later."""
+
+_LATELY_S = 20.0
 
 
 class CatchUp:
@@ -68,6 +71,11 @@ class CatchUp:
     def from_epoch(self) -> int:
         """From a state of this epoch, or of a later one, steps lead on."""
         return self._following.base.epoch if self._following is not None and self._following.base is not None else 0
+
+    def giving(self, now: float) -> set[PeerID]:
+        """The members that have given us a step lately (`now`: loop time)."""
+        gave_at = self._following.gave_at if self._following is not None else {}
+        return {peer for peer, at in gave_at.items() if now - at < _LATELY_S}
 
     @asynccontextmanager
     async def following(self, contacts: Callable[[], Sequence[Contact]]) -> AsyncIterator[None]:

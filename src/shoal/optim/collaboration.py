@@ -27,6 +27,7 @@ import asyncio
 import enum
 import math
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -389,11 +390,17 @@ class Collaboration:
         self._notices.beginning(self._beginning, behind=view.behind or bool(giving))
         return stance
 
-    def _giving(self) -> frozenset[PeerID]:
-        """The donors of the download, if it will end before this peer begins without them."""
+    def _giving(self) -> AbstractSet[PeerID]:
+        """The donors of the download, if it will end before this peer begins without them.
+
+        While it waits for a donor that is busy, the peers that give us steps.
+        """
         intake, now = self._intake, self._now()
-        in_time = intake is not None and intake.in_time(now, self._beginning.until(now))
-        return intake.donors if intake is not None and in_time else frozenset()
+        if intake is None:
+            return frozenset()
+        if intake.missing_bytes is None:
+            return self._catch_up.giving(now)
+        return intake.donors if intake.in_time(now, self._beginning.until(now)) else frozenset()
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state; then STEPPING, or back to where we belong."""

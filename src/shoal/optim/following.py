@@ -79,6 +79,7 @@ class Following:
         step_bytes: of the largest one that we were told of.
         missed: why there is a gap; empty: there is none.
         told: of the first step that we were told of, and of the last one: its epoch, and when that was (loop time).
+        gave_at: for each member, when the last step that it gave was here (loop time).
     """
 
     def __init__(self, core: PeerCore, run_id: str, vector: Callable[[bool], Vector], *, max_bytes: int) -> None:
@@ -95,6 +96,7 @@ class Following:
         self.step_bytes = 0
         self.missed = ""
         self.told: tuple[tuple[int, float], tuple[int, float]] | None = None
+        self.gave_at: dict[PeerID, float] = {}
 
     async def follow(self, contacts: Iterable[Contact]) -> None:
         """See to it that two of these are followed, if there are as many; returns when they have greeted us."""
@@ -175,6 +177,7 @@ class Following:
         except PeerProtocolError as error:
             self._core.env.events.emit(PeerDropped(peer=peer, where="catching up", reason=error.message))
             self._refused.add(peer)
+            self.gave_at.pop(peer, None)
         except (PeerError, TimeoutError):
             pass  # it is lost, or follows somebody itself: there are others
         finally:
@@ -271,6 +274,7 @@ class Following:
         if coming.received == len(step.data):
             vector = self._vector(not step.header.agreement)
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)
+            self.gave_at[source.contact.peer] = asyncio.get_running_loop().time()
             if self._coming.pop(message.digest, None) is not None and not self.missed:
                 self._kept[message.digest] = step
             await self._ask()

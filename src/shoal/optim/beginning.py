@@ -72,7 +72,7 @@ class Beginning:
         return (now if self._since is None else self._since) + self.patience_s
 
     def gave(self, peers: Iterable[PeerID]) -> None:
-        """These peers gave their state so fast that it would have been here in time, or steps of the run."""
+        """These peers gave their state so fast that it could have been here in time, or steps of the run."""
         self._gave.update(peer for peer in peers if peer in self._named)
 
     def look(
@@ -91,7 +91,7 @@ class Beginning:
             others_here: how many others stand where we stand.
             now: local time, seconds.
             refusing: peers that were asked for their state, and did not give it.
-            giving: peers that give theirs now, so fast that it will be here before `until`, or give the run's steps.
+            giving: peers that give theirs now, so fast that it may be here before `until`, or give the run's steps.
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))

@@ -391,7 +391,7 @@ class Collaboration:
         return stance
 
     def _giving(self) -> AbstractSet[PeerID]:
-        """The donors of the download, if it will end before this peer begins without them.
+        """The donors of the download, if it may end before this peer begins without them.
 
         While it waits for a donor that is busy, the peers that give us steps.
         """

@@ -39,7 +39,7 @@ from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
-from shoal.state.intake import Intake
+from shoal.state.intake import HOPE, Intake
 from shoal.state.manifest import Accept, Manifest, read_manifest, shares
 from shoal.wire import GetManifest, ManifestPending
 
@@ -50,9 +50,6 @@ _PROMPT_S = 2.0
 
 _SLOW_S, _HOPELESS_S = 10.0, 120.0
 """The pace of a state is watched for so long before the state is given up for another one, or for good."""
-
-_HOPE = 4.0
-"""A download may become so many times as fast as it was, because other traffic goes first on our line."""
 
 _CHOOSE_WITHIN_S = 0.3
 """After the first donor has described its state, the others have so long before one of the states is chosen."""
@@ -269,7 +266,7 @@ class _Download:
         if now < since + _SLOW_S:
             return
         missing = target.missing_bytes if target is not None else 1
-        if _HOPE * (received - before) * (self._deadline - now) >= missing * (now - since):
+        if HOPE * (received - before) * (self._deadline - now) >= missing * (now - since):
             self._looked = now, received
             return
         feeding = [task for task, donor in self._turns.items() if target is not None and donor.peer in target.feeds]

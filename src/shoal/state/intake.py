@@ -1,4 +1,4 @@
-"""What a download receives, for its owner: whether it will be complete in time at its pace. Pure logic: no loop.
+"""What a download receives, for its owner: whether it may be complete in time at its pace. Pure logic: no loop.
 
 Bytes count when they arrive. Those of a donor that has broken the protocol count no more. The pace is that of the last
 `_WINDOW_S` to twice as long, or since the beginning: a donor that stops giving cannot live on what it gave before.
@@ -10,7 +10,10 @@ from collections import Counter
 
 from shoal.peer import PeerID
 
-__all__ = ["Intake"]
+__all__ = ["HOPE", "Intake"]
+
+HOPE = 4.0
+"""A download may become so many times as fast as it was: other traffic goes first on our line, others are through."""
 
 _WINDOW_S = 10.0
 
@@ -44,7 +47,7 @@ class Intake:
         return frozenset(self._from)
 
     def in_time(self, now: float, until: float) -> bool:
-        """Whether the rest will have come by then, at the pace of the last seconds.
+        """Whether the rest may have come by then, at `HOPE` times the pace of the last seconds.
 
         Args:
             now: seconds.
@@ -55,4 +58,4 @@ class Intake:
             self._marks = [self._marks[1], (now, received)]
         if self.missing_bytes is None or received <= before:
             return False
-        return (received - before) * (until - now) >= self.missing_bytes * (now - since)
+        return HOPE * (received - before) * (until - now) >= self.missing_bytes * (now - since)

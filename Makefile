@@ -18,7 +18,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo zero-demo test test-long test-long-sample lint format bench clean
+.PHONY: help demo zero-demo test test-long test-long-sample lint format bench reading-path clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -51,6 +51,9 @@ format: $(DEV_READY)  ## mend what ruff can mend
 
 bench: $(DEV_READY)  ## all speed measurements: an hour or two (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+reading-path: $(DEV_READY)  ## what a newcomer reads to follow the stories of docs/architecture.md
+	@$(BIN)/python -m tests.reading_path
 
 clean:  ## remove caches and build products; .venv stays
 	@rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis demo-report

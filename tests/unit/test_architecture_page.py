@@ -1,0 +1,43 @@
+"""`docs/architecture.md` names functions that exist, and its stories stay short enough to be read."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests import reading_path
+from tests.reading_path import PAGE, Place, lines_of, places, stories
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("place", sorted(set(places(TEXT))), ids=lambda place: f"{place.file}:{place.name}")
+def test_a_function_that_the_page_names_is_there(place: Place) -> None:
+    """Whoever follows the page comes to code."""
+    assert lines_of(place) > 0
+
+
+def test_every_arrow_of_the_diagrams_names_a_function_of_its_story() -> None:
+    """A file, and functions of it that the steps, or other lines of the page, name in full."""
+    known = {place.file for place in places(TEXT)}
+    arrows = re.findall(r"^    \w+-{1,2}>>\w+: (.*)$", TEXT, re.MULTILINE)
+    assert len(arrows) > 15
+    for arrow in arrows:
+        files = re.findall(r"[\w/]+\.py", arrow)
+        assert set(files) <= known, arrow
+        assert files or arrow == "phase STEPPING"
+
+
+def test_what_is_not_there_is_found_out() -> None:
+    """A name that is gone fails the test above."""
+    with pytest.raises(LookupError, match=r"has no Round\.nothing"):
+        lines_of(Place("allreduce/round.py", "Round.nothing"))
+
+
+def test_the_stories_are_counted() -> None:
+    """Both, with their functions in order."""
+    first, second = stories(TEXT).values()
+    assert first[0] == Place("runtime/averager.py", "DecentralizedAverager.step")
+    assert second[-1] == Place("optim/collaboration.py", "Collaboration.stepped")
+    assert reading_path.docstring_lines("allreduce/round.py") > 10

@@ -131,6 +131,7 @@ class Round:
         }
         self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
         self._talks: list[asyncio.Task[None]] = []
+        self._reporting: asyncio.Task[None] | None = None
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
         self._serving: set[DownStream] = set()
@@ -223,7 +224,7 @@ class Round:
             self._table.remove(self)
             # Streams and tasks know this round. Python's cycle collector would free it late: it counts objects, and a
             # round has few, with large buffers.
-            self._closed, self._unsubscribe = True, _nothing
+            self._closed, self._unsubscribe, self._reporting = True, _nothing, None
             self._talks.clear()
             self._senders.clear()
             self._reducing.clear()
@@ -402,7 +403,8 @@ class Round:
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 if self._coordinator is None:
-                    self._reporting.cancel()  # it may be about to send
+                    if self._reporting is not None:
+                        self._reporting.cancel()  # it may be about to send
                     await self._control[self.decider].end()
                 await asyncio.gather(*self._talks, return_exceptions=True)
         except (PeerError, TimeoutError):

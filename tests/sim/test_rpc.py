@@ -369,7 +369,7 @@ def test_a_host_that_sends_too_many_notes_is_not_read_for_a_while() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_short_calls_with_long_replies_are_free(waits: bool) -> None:
-    """A reply counts for who asked for it: 20 replies of 25 kB take 1 s each after the first, at 10 calls a second."""
+    """A reply counts beyond 64 KiB: 20 replies with 25 kB more take 1 s each after the first, at 10 calls a second."""
 
     async def scenario(net: Net) -> None:
         b = await net.peer("b", limits=msgspec.structs.replace(QUICK, calls_per_host_s=10.0))
@@ -377,7 +377,7 @@ def test_short_calls_with_long_replies_are_free(waits: bool) -> None:
 
         def at_once(peer: PeerID, request: Say) -> Said:
             asked.append(loop.time())
-            return Said("x" * 25_600)
+            return Said("x" * ((64 << 10) + 25_600))
 
         async def later(peer: PeerID, request: Say) -> Said:
             return at_once(peer, request)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-__all__ = ["Allowance", "bytes_cost", "call_cost"]
+__all__ = ["Allowance", "call_cost", "reply_cost"]
 
 _BURST_S = 4.0
 """So much of the future may be spent at once."""
@@ -22,17 +22,20 @@ _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 the link seems dead."""
 
 _BYTES_PER_CALL = 256
-"""A message, or a reply, costs as much as a small call for each so many bytes."""
+"""A message costs as much as a small call for each so many bytes; so does a reply, beyond `_FREE_REPLY_BYTES`."""
+
+_FREE_REPLY_BYTES = 64 << 10
+"""The entries of a hundred peers under one key of the DHT: many peers behind one address read these again and again."""
 
 
 def call_cost(nbytes: int) -> float:
     """The cost of a message of so many bytes, in small calls."""
-    return 1.0 + bytes_cost(nbytes)
+    return 1.0 + nbytes / _BYTES_PER_CALL
 
 
-def bytes_cost(nbytes: int) -> float:
-    """The cost of so many bytes more, of a message or of the reply to it."""
-    return nbytes / _BYTES_PER_CALL
+def reply_cost(nbytes: int) -> float:
+    """The cost of a reply of so many bytes, beside that of the message that asked for it."""
+    return max(0, nbytes - _FREE_REPLY_BYTES) / _BYTES_PER_CALL
 
 
 class _Account:

@@ -24,7 +24,7 @@ from shoal.clock import Env, SharedClock
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
-from shoal.rpc.allowance import Allowance, bytes_cost, call_cost
+from shoal.rpc.allowance import Allowance, call_cost, reply_cost
 from shoal.rpc.connections import Connections
 from shoal.rpc.dialing import Dialer
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -520,7 +520,7 @@ class Endpoint:
 
     def _answered(self, link: CallLink, nbytes: int) -> None:
         """A peer was given a reply; a long one shows when its next message comes."""
-        self._spend(link, bytes_cost(nbytes))
+        self._spend(link, reply_cost(nbytes))
 
     def _spend(self, link: CallLink, cost: float) -> float:
         share = max(self.limits.calls_s / max(1, len(self._allowances)), _LEAST_CALLS_S)

@@ -41,8 +41,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         calls_per_peer: calls of one peer that are served at the same time; more are answered `busy`.
         streams_per_peer: streams that one peer may have open to us at the same time.
         calls_per_host_s: small calls a second that all peers of one host may go on making, and four times as many at
-            once; a message counts as one more for each 256 bytes, and so does our reply to it. A host that asks for
-            more is not read for a while.
+            once; a message counts as one more for each 256 bytes, and so does our reply to it, beyond 64 KiB. A host
+            that asks for more is not read for a while.
         calls_s: the same for all hosts together: each gets its share of it, but 10 a second at least.
         outbox_bytes: small frames that may wait on one call link; beyond, our own calls to that peer fail.
         idle_streams: idle stream connections kept per peer for the next stream.

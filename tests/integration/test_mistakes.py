@@ -218,3 +218,14 @@ def test_nothing_is_loaded_after_the_shutdown() -> None:
             saved = swarm.state_dict()
         with pytest.raises(ClosedError):
             swarm.load_state_dict(saved)
+
+
+def test_a_step_under_inference_mode_is_refused() -> None:
+    """It was taken, and a later step failed within torch: tensors of that mode cannot be changed outside of it."""
+    model = torch.nn.Linear(2, 1)
+    with shoal.DHT(start=True) as dht, swarm_of(dht, model) as swarm:
+        backward(model)
+        with torch.inference_mode(), pytest.raises(ConfigError, match="inference_mode"):
+            swarm.step()
+        swarm.step()
+        assert swarm.local_epoch == 1

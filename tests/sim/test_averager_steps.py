@@ -508,3 +508,24 @@ def test_eight_peers_in_groups_of_two_reach_the_global_average_in_three_rounds()
 
     for seed in range(5):
         sim.run(main, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_step_that_fails_again_and_again_says_why_though_its_last_try_was_short(seed: int) -> None:
+    """All weights are 0. It ended with "no group within 0.4 s": what the last, short search had come to."""
+
+    async def main() -> None:
+        trial = Trial()
+        for name in ("p0", "p1", "p2"):
+            await trial.add(name, [torch.zeros(3)], target_group_size=3)
+
+        async def step(place: int) -> None:
+            await sim.sleep(0.3 * place)  # so that they do not all give up at once
+            await trial.step(f"p{place}", weight=0.0, timeout_s=6.0)
+
+        for failure in await asyncio.gather(*map(step, range(3)), return_exceptions=True):
+            assert isinstance(failure, RoundFailed)
+            assert "the total weight of the group is zero" in failure.reason
+        await trial.close()
+
+    sim.run(main, seed=seed)

@@ -182,6 +182,7 @@ class Averager:
     async def _try_until(self, deadline: float, attempt: _Attempt, allow_retries: bool) -> StepResult:
         loop = asyncio.get_running_loop()
         backoff = Backoff(self.core.env.rng, first_s=0.05, max_s=2.0)
+        last: RoundFailed | None = None
         while True:
             try:
                 await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
@@ -199,7 +200,12 @@ class Averager:
                 self._aborted(error)
                 pause_s = backoff.next_s()
                 if not allow_retries or self._leaving or loop.time() + pause_s >= deadline:
-                    raise
+                    if last is None or last.reason == error.reason:
+                        raise
+                    # The last try had little time. The one before it says why there was no average.
+                    reason, peers = f"{error.reason}; before that: {last.reason}", (*error.peers, *last.peers)
+                    raise RoundFailed(reason, tuple(dict.fromkeys(peers)), round_id=error.round_id) from error
+                last = error if last is None or error.round_id is not None else last
                 await asyncio.sleep(pause_s)
 
     def _aborted(self, error: RoundFailed) -> None:

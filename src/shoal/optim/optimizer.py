@@ -335,6 +335,8 @@ class Optimizer(torch.optim.Optimizer):
                 torch._C._set_grad_enabled(gradients)  # noqa: SLF001
 
     def _step(self, closure: Callable[[], Any] | None, batch_size: int | None) -> Any:
+        if torch.is_inference_mode_enabled():
+            raise ConfigError("step() was called within torch.inference_mode(), where nothing can be trained: leave it")
         if closure is not None and not callable(closure):
             raise ConfigError(
                 f"closure must be a function, got {closure!r:.40}: give the samples by name, step(batch_size=...)"

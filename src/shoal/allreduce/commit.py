@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from shoal.wire import Abort, Assign, Commit, Gone, Held
 
-__all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberAction", "MemberRules", "Order"]
+__all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order", "PartAction"]
 
 
 class Contribute(NamedTuple):
@@ -56,7 +56,7 @@ Order = Assign | Gone | Commit | Abort
 """The messages of the decider."""
 
 
-MemberAction = Contribute | Ask | Average
+PartAction = Contribute | Ask | Average
 
 
 class MemberRules:
@@ -117,9 +117,9 @@ class MemberRules:
             self._unreported.append(held)
         return True
 
-    def assigned(self, assign: Assign) -> list[MemberAction]:
+    def assigned(self, assign: Assign) -> list[PartAction]:
         """The decider gave parts another owner."""
-        actions: list[MemberAction] = []
+        actions: list[PartAction] = []
         for part in assign.parts:
             if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
                 continue
@@ -212,7 +212,7 @@ class CommitRules:
         return True
 
     def leave_out(self, member: int) -> None:
-        """Wait for this member no longer: its owner is to be replaced for the parts that some taker lacks."""
+        """Wait for this member no longer. The caller gives the parts that it owns other owners."""
         self.live.discard(member)
         if len(self.live) < self.min_group_size:
             self.abort("too few members are left")

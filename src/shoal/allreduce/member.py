@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order
+from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import is_sound
 from shoal.wire import Abort, Assign, Commit, Gone, Member, PartAbsent, Report
 
@@ -46,7 +46,7 @@ class AskOthers(NamedTuple):
     """The decider is lost: ask the others for its verdict."""
 
 
-MemberAction = Contribute | Ask | Average | Finish | Blame | CutOff | AskOthers
+MemberAction = PartAction | Finish | Blame | CutOff | AskOthers
 
 
 class MemberMachine:

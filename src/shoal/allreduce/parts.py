@@ -152,11 +152,8 @@ class Parts:
             PeerProtocolError: the values are invalid.
             PeerUnreachable: the stream is lost.
         """
-        part, weight, work = (
-            self.named(message.part, message.attempt, peer),
-            message.weight,
-            (message.part, message.attempt),
-        )
+        weight, work = message.weight, (message.part, message.attempt)
+        part = self.named(*work, peer)
         if not is_weight(weight):
             raise PeerProtocolError(f"weight {weight}", peer)
         if nbytes != (self._vector.encoded_bytes(part) if weight > 0 else 0):

@@ -1,0 +1,101 @@
+"""The background tasks of one object, and the waiters that it wakes. For the event loop's thread only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any, TypeVar
+
+__all__ = ["Changes", "Tasks"]
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """The background tasks of one object. asyncio alone may forget a running task, and keeps quiet if it fails.
+
+    Args:
+        on_failure: called with the error of a task that failed. A cancelled task has not failed.
+    """
+
+    def __init__(self, on_failure: Callable[[BaseException], object]) -> None:
+        self._on_failure = on_failure
+        self._running: dict[asyncio.Task[Any], None] = {}  # a set would cancel them in another order in each process
+
+    def spawn(self, work: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
+        """Start a task that `cancel` ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._running[task] = None
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        del self._running[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._on_failure(error)
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    async def wait(self, timeout_s: float) -> None:
+        """Wait until the tasks of now have ended, at most for so many seconds."""
+        if others := self._others():
+            await asyncio.wait(others, timeout=timeout_s)
+
+    async def cancel(self) -> None:
+        """Cancel all tasks except the caller's own, and wait until they have ended."""
+        others = self._others()
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+    def _others(self) -> list[asyncio.Task[Any]]:
+        current = asyncio.current_task()
+        return [task for task in self._running if task is not current]
+
+
+class Changes:
+    """Counts the changes of something, and wakes the tasks that wait for the next one.
+
+    A task that reads `count` before it looks cannot miss a change that comes while it looks::
+
+        while True:
+            seen = changes.count
+            if await look():
+                break
+            await changes.after(seen)
+
+    Attributes:
+        count: the number of changes so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something has changed."""
+        self.count += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def after(self, seen: int, timeout_s: float | None = None) -> bool:
+        """Wait until `count` is above `seen`.
+
+        Args:
+            seen: a value of `count`.
+            timeout_s: the longest wait, seconds; None: no limit.
+
+        Returns:
+            Whether `count` is above `seen`; False after `timeout_s`.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.count <= seen:
+                    await self._next.wait()
+        return self.count > seen
+
+    async def next(self, timeout_s: float | None = None) -> bool:
+        """Wait for a change from now on; see `after`."""
+        return await self.after(self.count, timeout_s)

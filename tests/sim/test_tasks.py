@@ -1,0 +1,146 @@
+"""Background tasks of an object, and the waiters that it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from shoal.sim import run
+from shoal.tasks import Changes, Tasks
+
+
+async def _forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def _fail() -> None:
+    raise ValueError("no")
+
+
+def test_a_failure_is_told_and_a_cancellation_is_not() -> None:
+    """The owner hears of errors; a cancelled task has not failed."""
+
+    async def main() -> list[BaseException]:
+        failures: list[BaseException] = []
+        tasks = Tasks(failures.append)
+        tasks.spawn(_fail())
+        tasks.spawn(_forever())
+        await asyncio.sleep(1)
+        await tasks.cancel()
+        assert not tasks
+        return failures
+
+    (error,) = run(main())
+    assert isinstance(error, ValueError)
+
+
+def test_a_running_task_is_not_collected() -> None:
+    """The loop has only weak references to a task; its owner has a strong one."""
+
+    class Waiter:
+        def __init__(self) -> None:
+            self.gate = asyncio.get_running_loop().create_future()  # nobody else refers to it
+
+        async def wait(self) -> None:
+            await self.gate
+
+    async def main() -> None:
+        tasks, waiter = Tasks(lambda error: None), Waiter()
+        seen = weakref.ref(waiter)
+        tasks.spawn(waiter.wait())
+        await asyncio.sleep(1)
+        del waiter
+        gc.collect()
+        assert seen() is not None, "a task was collected while it ran"
+        await tasks.cancel()
+
+    run(main())
+
+
+def test_all_tasks_end_in_the_order_of_their_beginning_but_the_callers() -> None:
+    """`cancel` may be called by one of the tasks."""
+
+    async def main() -> None:
+        tasks, ended = Tasks(lambda error: None), list[str]()
+
+        async def work(name: str) -> None:
+            try:
+                await _forever()
+            finally:
+                ended.append(name)
+
+        async def end_all() -> None:
+            await asyncio.sleep(1)
+            await tasks.cancel()
+            ended.append("caller")
+
+        for name in ("a", "b", "c"):
+            tasks.spawn(work(name))
+        await tasks.spawn(end_all())
+        assert ended == ["a", "b", "c", "caller"]
+
+    run(main())
+
+
+def test_waiting_for_tasks_ends_with_them_or_in_time() -> None:
+    """`wait` returns when the tasks of now have ended, or after its time."""
+
+    async def main() -> None:
+        tasks, loop = Tasks(lambda error: None), asyncio.get_running_loop()
+        began = loop.time()
+        await tasks.wait(5)
+        assert loop.time() == began
+        tasks.spawn(asyncio.sleep(2))
+        await tasks.wait(5)
+        assert loop.time() == pytest.approx(began + 2)
+        tasks.spawn(_forever())
+        await tasks.wait(5)
+        assert loop.time() == pytest.approx(began + 7)
+        await tasks.cancel()
+
+    run(main())
+
+
+def test_a_change_that_comes_while_a_waiter_looks_is_not_missed() -> None:
+    """A waiter that read `count` before it looked is woken at once."""
+
+    async def main() -> None:
+        changes, loop = Changes(), asyncio.get_running_loop()
+
+        async def look_slowly() -> float:
+            seen = changes.count
+            await asyncio.sleep(2)
+            await changes.after(seen)
+            return loop.time()
+
+        began = loop.time()
+        waiter = loop.create_task(look_slowly())
+        await asyncio.sleep(1)
+        changes.notify()
+        assert await waiter == pytest.approx(began + 2)
+
+    run(main())
+
+
+def test_a_change_wakes_every_waiter_once() -> None:
+    """Every waiter is woken; a later one waits for the next change."""
+
+    async def main() -> None:
+        changes = Changes()
+        woken: list[int] = []
+
+        async def wait(number: int) -> None:
+            assert await changes.next()
+            woken.append(number)
+
+        waiters = [asyncio.ensure_future(wait(number)) for number in range(3)]
+        await asyncio.sleep(0)
+        changes.notify()
+        await asyncio.gather(*waiters)
+        assert woken == [0, 1, 2]
+        assert not await changes.next(timeout_s=1), "an old change woke a new waiter"
+
+    run(main())

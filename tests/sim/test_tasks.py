@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 
+from shoal import sim
 from shoal.sim import run
 from shoal.tasks import Changes, Tasks
 
@@ -28,7 +29,7 @@ def test_a_failure_is_told_and_a_cancellation_is_not() -> None:
         tasks = Tasks(failures.append)
         tasks.spawn(_fail())
         tasks.spawn(_forever())
-        await asyncio.sleep(1)
+        await sim.sleep(1)
         await tasks.cancel()
         assert not tasks
         return failures
@@ -51,7 +52,7 @@ def test_a_running_task_is_not_collected() -> None:
         tasks, waiter = Tasks(lambda error: None), Waiter()
         seen = weakref.ref(waiter)
         tasks.spawn(waiter.wait())
-        await asyncio.sleep(1)
+        await sim.sleep(1)
         del waiter
         gc.collect()
         assert seen() is not None, "a task was collected while it ran"
@@ -73,7 +74,7 @@ def test_all_tasks_end_in_the_order_of_their_beginning_but_the_callers() -> None
                 ended.append(name)
 
         async def end_all() -> None:
-            await asyncio.sleep(1)
+            await sim.sleep(1)
             await tasks.cancel()
             ended.append("caller")
 
@@ -93,7 +94,7 @@ def test_waiting_for_tasks_ends_with_them_or_in_time() -> None:
         began = loop.time()
         await tasks.wait(5)
         assert loop.time() == began
-        tasks.spawn(asyncio.sleep(2))
+        tasks.spawn(sim.sleep(2))
         await tasks.wait(5)
         assert loop.time() == pytest.approx(began + 2)
         tasks.spawn(_forever())
@@ -112,13 +113,13 @@ def test_a_change_that_comes_while_a_waiter_looks_is_not_missed() -> None:
 
         async def look_slowly() -> float:
             seen = changes.count
-            await asyncio.sleep(2)
+            await sim.sleep(2)
             await changes.after(seen)
             return loop.time()
 
         began = loop.time()
         waiter = loop.create_task(look_slowly())
-        await asyncio.sleep(1)
+        await sim.sleep(1)
         changes.notify()
         assert await waiter == pytest.approx(began + 2)
 
@@ -137,7 +138,7 @@ def test_a_change_wakes_every_waiter_once() -> None:
             woken.append(number)
 
         waiters = [asyncio.ensure_future(wait(number)) for number in range(3)]
-        await asyncio.sleep(0)
+        await sim.sleep(0)
         changes.notify()
         await asyncio.gather(*waiters)
         assert woken == [0, 1, 2]

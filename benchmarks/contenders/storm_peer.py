@@ -68,18 +68,18 @@ def train(name: str, settings: dict[str, Any]) -> None:
         batch_size_per_step=settings["batch"],
         optimizer=inner,
     )
-    loss, decider = 0.0, None
+    loss, coordinator = 0.0, None
 
     def note(event: Event) -> None:
-        nonlocal decider
+        nonlocal coordinator
         match event:
             case GroupFormed(peers=peers, waited_s=waited_s):
-                decider = event.decider
-                say(name, group=len(peers), searched_s=round(waited_s, 3), leads=str(decider) == me)
+                coordinator = event.coordinator
+                say(name, group=len(peers), searched_s=round(waited_s, 3), leads=str(coordinator) == me)
             case PeerDropped(peer=peer, where=where, reason=reason):
                 say(name, dropped=str(peer)[:16], where=where, reason=reason[:100])
             case PeerSilent(peer=peer, waited_s=waited_s):
-                say(name, silent=str(peer)[:16], decides=peer == decider, waited_s=round(waited_s, 3))
+                say(name, silent=str(peer)[:16], decides=peer == coordinator, waited_s=round(waited_s, 3))
             case EpochAdvanced(epoch=epoch, samples=samples, digest=digest):
                 result = optimizer.collaboration.last_round
                 by = [me] if result is None else [str(peer) for peer in result.outcome.contributors]

@@ -11,7 +11,7 @@ that is said. Everything of shoal is at its defaults.
 - *Participation*: contributors over live trainers, at each epoch.
 - *Back*: from the first packet, the waking or the healing to the first contribution.
 - *Wrong suspicions*: how often one that was live, for two seconds at least, was found silent by one that was live: in
-  calm and storm, those of the last decider apart. ``--busy`` and ``--hold-gil`` make that harder.
+  calm and storm, those of the last coordinator apart. ``--busy`` and ``--hold-gil`` make that harder.
 - *Stand-still*: the longest time without an epoch, above the longest of the calm; the 99th percentile beside it.
 
 Restarts are forks of one process that has imported torch: what the import costs on few cores is not what is measured.
@@ -310,10 +310,10 @@ def show(found: dict[str, Any], minutes: float) -> bool:
         f"{gap['calm worst']:.1f}); p99 of gaps {gap['storm p99']:.1f} s",
         flush=True,
     )
-    for span, (members, deciders) in found["wrong"].items():
+    for span, (members, coordinators) in found["wrong"].items():
         rounds = found["calm"]["epochs"] if span == "calm" else found["epochs"]
         print(
-            f"  in {span}: {members} members and {deciders} deciders wrongly found silent in {rounds} rounds",
+            f"  in {span}: {members} members and {coordinators} coordinators wrongly found silent in {rounds} rounds",
             flush=True,
         )
     return bool(

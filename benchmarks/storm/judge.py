@@ -143,12 +143,12 @@ def wrong_suspicions(
 
     Both for two seconds, at least: who has just woken may be found silent for what it did not say before.
     """
-    members = deciders = 0
+    members = coordinators = 0
     for each in said:
         if "silent" not in each or not begin <= each["at"] < end or each["silent"] not in place_of:
             continue
         both = place_of[each["silent"]], int(each["peer"].split(".")[0])
         if all(any(a <= each["at"] - 2.0 and each["at"] < b for a, b in lives.spans[place]) for place in both):
-            deciders += each["decides"]
+            coordinators += each["decides"]
             members += not each["decides"]
-    return members, deciders
+    return members, coordinators

@@ -31,7 +31,7 @@ __all__ = [
     "ThreadExecutor",
     "get_dht_time",
     "own_clock",
-    "to_the_end",
+    "shielded",
 ]
 
 LONGEST_TURN_S = 0.5
@@ -161,7 +161,7 @@ class ThreadExecutor:
         return await loop.run_in_executor(self._pool, lambda: function(*args, **kwargs))
 
 
-async def to_the_end(work: Awaitable[T]) -> T:
+async def shielded(work: Awaitable[T]) -> T:
     """Wait for work that must not be left half done: a cancellation meanwhile takes effect only when it has ended."""
     task = asyncio.ensure_future(work)
     try:
@@ -184,14 +184,14 @@ class Env:
         rng: the only source of chance. Not used for keys and nonces of real peers.
         executor: runs tensor work.
         events: the bus to which the part emits its events.
-        prompt: makes a block in which the program's own threads do not keep the loop's thread waiting.
+        low_latency: makes a block in which the program's own threads do not keep the loop's thread waiting.
     """
 
     clock: Clock = field(default_factory=SystemClock)
     rng: random.Random = field(default_factory=random.Random)
     executor: Executor = field(default_factory=InlineExecutor)
     events: EventBus = field(default_factory=EventBus)
-    prompt: Callable[[], AbstractContextManager[None]] = nullcontext
+    low_latency: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Backoff:

@@ -118,12 +118,12 @@ class PeerDropped(Event, frozen=True, kw_only=True):
 
 
 class GroupFormed(Event, frozen=True, kw_only=True):
-    """Matchmaking formed a group; `decider` is the member that led it, and it decides the round."""
+    """Matchmaking formed a group; `coordinator` is the member that led it, and it decides the round."""
 
     prefix: str
     round_id: bytes
     peers: tuple[PeerID, ...]
-    decider: PeerID
+    coordinator: PeerID
     waited_s: float
 
 

@@ -471,12 +471,12 @@ class JoinRedirected(Message, frozen=True):
 class Begin(Message, frozen=True):
     """The group is formed. `slices[i]` elements of the flat vector, in order, are reduced by member i.
 
-    `decider` is the index of the member whose `Commit` decides; the leader names itself.
+    `coordinator` is the index of the member whose `Commit` decides; the leader names itself.
     """
 
     round_id: RoundID
     members: Annotated[list[Member], msgspec.Meta(max_length=256)]
-    decider: int
+    coordinator: int
     slices: Annotated[list[int], msgspec.Meta(max_length=256)]
     part_bytes: int
 
@@ -495,7 +495,7 @@ class Held(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Member to decider: parts newly held, members that I cannot get parts from, and bytes moved so far in this round.
+    """Member to coordinator: parts newly held, members that I cannot get parts from, bytes moved so far in this round.
 
     Sent when there is news, and about once a second without: growing `moved_bytes` show that a slow member is at work.
     """
@@ -506,7 +506,7 @@ class Report(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """Decider to member: from now on, get these parts from member `owner`, under `attempt`.
+    """Coordinator to member: from now on, get these parts from member `owner`, under `attempt`.
 
     A higher attempt than before: older bytes of the part are void and contributions are sent again, to `owner`.
     The same attempt: `owner` holds the average already; ask it.
@@ -518,27 +518,27 @@ class Assign(Message, frozen=True):
 
 
 class Commit(Message, frozen=True):
-    """The decider's verdict: the round succeeds, with exactly these averages, one entry per part in order."""
+    """The coordinator's verdict: the round succeeds, with exactly these averages, one entry per part in order."""
 
     round_id: RoundID
     parts: list[Held]
 
 
 class Abort(Message, frozen=True):
-    """The decider's verdict: the round fails."""
+    """The coordinator's verdict: the round fails."""
 
     round_id: RoundID
     reason: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class Gone(Message, frozen=True):
-    """Decider to member: the connection with this member is lost. Do not wait for its contributions."""
+    """Coordinator to member: the connection with this member is lost. Do not wait for its contributions."""
 
     member: int
 
 
 class Leave(Message, frozen=True):
-    """Follower to leader: count me out; or member to decider: I gave up this round."""
+    """Follower to leader: count me out; or member to coordinator: I gave up this round."""
 
 
 class Join(
@@ -606,14 +606,14 @@ class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=T
 
 
 class Verdict(Message, frozen=True):
-    """The state of a round here: its commit if I have it; else whether I may still learn it from the decider."""
+    """The state of a round here: its commit if I have it; else whether I may still learn it from the coordinator."""
 
     commit: Commit | None
     may_learn: bool
 
 
 class AskVerdict(Request[Verdict], frozen=True):
-    """Member to member, when the decider is lost: do you have the verdict?"""
+    """Member to member, when the coordinator is lost: do you have the verdict?"""
 
     round_id: RoundID
 

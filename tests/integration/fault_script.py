@@ -33,7 +33,7 @@ from tests.integration import scripts
 from tests.integration.scripts import digest, hear, joined, say, tensors_of
 
 MOMENTS = ("searching", "group formed", "sending", "reducing", "before commit", "after commit")
-ROLES = ("sender", "reducer", "decider")
+ROLES = ("sender", "reducer", "coordinator")
 MEMBERS = 4
 SETTINGS = AveragerSettings(sender_timeout_s=2.0, part_size_bytes=1 << 16)
 SLOW_BYTES_S = 30_000.0
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     """What happens to whom, and when.
 
     Attributes:
-        role: `sender` (the member without bandwidth), `reducer` or `decider`.
+        role: `sender` (the member without bandwidth), `reducer` or `coordinator`.
         moment: see `MOMENTS`.
         what: `kill`, `stop`, `slow`, or what is sent from then on (`tests.corruption.KINDS`).
         after: how many parts are sent or reduced first, for these two moments.
@@ -90,9 +90,9 @@ class Striker:
         if len(event.peers) != MEMBERS or any(case.moment == "searching" for case in self.cases):
             return
         sender = next(peer for peer in event.peers if str(peer) == self.sender)
-        reducer = next(peer for peer in event.peers if peer not in (event.decider, sender))
+        reducer = next(peer for peer in event.peers if peer not in (event.coordinator, sender))
         # The sender first: it may decide too, and then it reduces nothing all the same.
-        for role, peer in (("reducer", reducer), ("decider", event.decider), ("sender", sender)):
+        for role, peer in (("reducer", reducer), ("coordinator", event.coordinator), ("sender", sender)):
             for case in self.cases:
                 if case.role == role and peer == me:
                     self.mine = case
@@ -202,7 +202,7 @@ def hook() -> None:
     _before(Search, "run", "searching")
     _before(Stream, "send", "sending", if_=lambda _, message, *__: isinstance(message, PartData))
     _before(Contributions, "contributed", "reducing")
-    # A member holds all and has not reported the last part yet; the decider has decided, and told nobody.
+    # A member holds all and has not reported the last part yet; the coordinator has decided, and told nobody.
     _after(MemberRules, "averaged", "before commit", if_=lambda rules, _: rules.commit is None and not rules.missing())
     _after(CommitRules, "commit", "before commit", if_=lambda _, decided: bool(decided))
     _before(MemberRules, "committed", "after commit")

@@ -200,7 +200,7 @@ def judge(played: Played) -> None:
 @pytest.mark.parametrize(
     "cases",
     [
-        [Case("decider", "before commit", "kill", 0)],
+        [Case("coordinator", "before commit", "kill", 0)],
         [Case("reducer", "reducing", "kill", 5)],
         [Case("sender", "sending", "garbage", 3)],
         [Case("reducer", "sending", "slow", 2)],
@@ -209,7 +209,7 @@ def judge(played: Played) -> None:
     ids=lambda cases: " and ".join(f"{case.role} {case.what}" for case in cases),
 )
 def test_the_others_know_and_agree(workers: Workers, cases: list[Case]) -> None:
-    """The worst moment of the decider, a reducer in the middle, one that turns bad, a slow one, and two at once."""
+    """The worst moment of the coordinator, a reducer in the middle, one that turns bad, a slow one, and two at once."""
     played = play(workers, cases)
     print(played)
     judge(played)

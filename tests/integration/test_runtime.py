@@ -28,8 +28,8 @@ from shoal.errors import ClosedError, ConfigError, LocalError, PeerUnreachable, 
 from shoal.events import Event, GroupFormed, PeerConnected, PeerDropped, PeerLost, Warned
 from shoal.optim.collaboration import Phase
 from shoal.peer import PeerID
+from shoal.runtime.low_latency import SWITCH_INTERVAL_S
 from shoal.runtime.pool import DaemonPool
-from shoal.runtime.promptness import SWITCH_INTERVAL_S
 from shoal.runtime.thread import LoopThread
 from tests.integration import scripts
 from tests.integration.workers import LONG_S, Worker, nobody, run_python, until

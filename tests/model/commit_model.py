@@ -9,11 +9,11 @@ the protocol.
 Some peers may be *auxiliary*: they average what they own, and want no averages. They hold what they averaged themselves
 and nothing else; the commit is all that they need.
 
-The decider may *step aside*, if it is the one that is slow: it leaves itself out like any other member, and goes on
+The coordinator may *step aside*, if it is the one that is slow: it leaves itself out like any other member, and goes on
 deciding. It does so while more than `MIN_GROUP` are left, and need not do so at all.
 
-A member may *doubt* the decider, wrongly too: it has been silent. Then it asks the others, and gives up when none of
-them may still learn the verdict; who gives up is out of the round, as if it had crashed.
+A member may *doubt* the coordinator, wrongly too: it has been silent. Then it asks the others, and gives up when none
+of them may still learn the verdict. A member that gives up is out of the round, as if it had crashed.
 
 An average is named by (part, attempt): the model checks that no two peers ever finish the same one, so equal names mean
 equal bytes.
@@ -44,23 +44,23 @@ class Member(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything: peers, decider, and what is on its way."""
+    """Everything: peers, coordinator, and what is on its way."""
 
     contributes: tuple[bool, bool, bool]  # False: auxiliary
-    aside: bool | None  # whether the decider has stepped aside; None: it never does
+    aside: bool | None  # whether the coordinator has stepped aside; None: it never does
     alive: tuple[bool, bool, bool]
     members: tuple[Member, Member, Member]
     finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
     suspects: frozenset[int]
-    attempt: Pair  # the decider's assignment
+    attempt: Pair  # the coordinator's assignment
     owner: Pair
-    reported: tuple[Pair, Pair, Pair]  # what the decider knows each member to hold
+    reported: tuple[Pair, Pair, Pair]  # what the coordinator knows each member to hold
     commit: Pair | None
     aborted: bool
     averages: frozenset[tuple[int, int, int, int]]  # (part, attempt, sender, receiver) on the way
-    reports: tuple[tuple[Pair, ...], ...]  # member -> decider, in order
-    control: tuple[tuple[object, ...], ...]  # decider -> member, in order
-    doubts: frozenset[int] | None = None  # who doubts the decider, or has; None: nobody ever does
+    reports: tuple[tuple[Pair, ...], ...]  # member -> coordinator, in order
+    control: tuple[tuple[object, ...], ...]  # coordinator -> member, in order
+    doubts: frozenset[int] | None = None  # who doubts the coordinator, or has; None: nobody ever does
     gave_up: frozenset[int] = frozenset()  # for that reason
 
 
@@ -142,7 +142,7 @@ def _assigned(state: State, peer: int, part: int, attempt: int, owner: int) -> S
     member = member._replace(
         attempt=_put(member.attempt, part, attempt), owner=_put(member.owner, part, owner), held=held
     )
-    # The member's loss of an old average needs no report: the decider raised the attempt itself.
+    # The member's loss of an old average needs no report: the coordinator raised the attempt itself.
     state = state._replace(members=_put(state.members, peer, member))
     asks = state.contributes[peer] and held[part] == NONE and owner != peer
     if asks and state.alive[owner] and state.members[owner].held[part] >= attempt:
@@ -157,7 +157,7 @@ def _need(state: State, live: list[int]) -> list[int]:
 
 
 def _suspect(state: State, lost: int) -> State:
-    """The decider leaves `lost` out: its parts get another owner, who holds them already or averages them again."""
+    """The coordinator leaves `lost` out: its parts get another owner, who holds them already or averages them again."""
     state = state._replace(suspects=state.suspects | {lost})
     live = [peer for peer in PEERS if peer not in state.suspects]
     need = _need(state, live)
@@ -216,7 +216,7 @@ def steps(state: State, crashes: int) -> Iterator[tuple[str, bool, State]]:
     """Every step from here: (name, whether it must happen sooner or later, the state after)."""
     yield from _member_steps(state)
     yield from _delivery_steps(state)
-    yield from _decider_steps(state)
+    yield from _coordinator_steps(state)
     yield from _doubt_steps(state)
     if sum(not alive for alive in state.alive) - len(state.gave_up) < crashes:
         for peer in PEERS:
@@ -284,22 +284,22 @@ def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
         if state.reports[peer] and state.alive[DECIDER]:
             held, later = state.reports[peer][0], state.reports[peer][1:]
             left = state._replace(reports=_put(state.reports, peer, later), reported=_put(state.reported, peer, held))
-            yield f"decider hears that {peer} holds {held}", True, left
+            yield f"coordinator hears that {peer} holds {held}", True, left
 
 
-def _decider_steps(state: State) -> Iterator[tuple[str, bool, State]]:
+def _coordinator_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     if not state.alive[DECIDER] or state.commit is not None or state.aborted:
         return
     live = [peer for peer in PEERS if peer not in state.suspects]
     if all(state.reported[peer] == state.attempt for peer in _need(state, live)):
         after = state._replace(commit=state.attempt)
         after = _learn(after, DECIDER, state.attempt)
-        yield "decider commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
+        yield "coordinator commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
     for peer in PEERS:
         if peer != DECIDER and peer not in state.suspects:
-            yield f"decider suspects {peer}", not state.alive[peer], _suspect(state, peer)
+            yield f"coordinator suspects {peer}", not state.alive[peer], _suspect(state, peer)
     if state.aside is False and len(live) > MIN_GROUP:
-        yield "decider steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
+        yield "coordinator steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
 
 
 def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
@@ -308,14 +308,14 @@ def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
             continue
         assert state.doubts is not None
         if peer not in state.doubts:
-            yield f"{peer} doubts the decider", False, state._replace(doubts=state.doubts | {peer})
+            yield f"{peer} doubts the coordinator", False, state._replace(doubts=state.doubts | {peer})
         elif _may_give_up(state, peer):
             alive = _put(state.alive, peer, False)
             yield f"{peer} gives up", True, state._replace(alive=alive, gave_up=state.gave_up | {peer})
 
 
 def _may_give_up(state: State, peer: int) -> bool:
-    """Whether none of the others may still learn the verdict: each doubts the decider, too, and does not know it."""
+    """Whether none of the others may still learn the verdict: each doubts the coordinator too, and has no verdict."""
     assert state.doubts is not None
     others = [other for other in PEERS if other not in (peer, DECIDER) and state.alive[other]]
     return all(other in state.doubts and state.members[other].commit is None for other in others)
@@ -329,15 +329,15 @@ def check(state: State) -> None:
 
 
 def check_end(state: State) -> None:
-    """When nothing more must happen and the decider lives: all who live have the average, or too few are left.
+    """When nothing more must happen and the coordinator lives: all who live have the average, or too few are left.
 
-    One exception: a decider that is auxiliary, or stepped aside, may hold nothing. A member that was left out
+    One exception: a coordinator that is auxiliary, or stepped aside, may hold nothing. A member that was left out
     then needs another contributing member to get the average from, and fails if all of them died after the commit.
     """
     if not state.alive[DECIDER] or state.aborted:
         return
     if state.commit is None:
-        raise Broken("the decider lives, enough members live, and there is no verdict")
+        raise Broken("the coordinator lives, enough members live, and there is no verdict")
     for peer in state.gave_up:
         if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != DECIDER):
             raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
@@ -347,7 +347,7 @@ def check_end(state: State) -> None:
 
 
 def _orphaned(state: State, peer: int) -> bool:
-    """Whether the commit was made without the decider's averages, and everybody else who has them is dead."""
+    """Whether the commit was made without the coordinator's averages, and everybody else who has them is dead."""
     others = [other for other in PEERS if other != peer and state.contributes[other]]
     without = state.aside is True or not state.contributes[DECIDER]
     return without and bool(others) and not any(state.alive[other] for other in others)

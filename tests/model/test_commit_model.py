@@ -25,7 +25,7 @@ AUXILIARY = [
     ((0, 1), {0, 1}),
     ((1, 2), {1, 2}),
 ]
-"""Owners of the two parts, and who only assists: the decider, an owner, the owner of everything, two of three."""
+"""Owners of the two parts, and who only assists: the coordinator, an owner, the owner of everything, two of three."""
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -43,22 +43,22 @@ def test_model_with_auxiliary_members_keeps_agreement_and_always_ends(
 
 
 @pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 1), ((0, 1), 0)])
-def test_model_with_a_decider_that_may_step_aside_keeps_agreement_and_always_ends(
+def test_model_with_a_coordinator_that_may_step_aside_keeps_agreement_and_always_ends(
     owner: tuple[int, int], crashes: int
 ) -> None:
     """One that is slow leaves itself out, and goes on deciding: the same holds, whatever it owned."""
     assert commit_model.explore(owner, crashes, aside=True) > 5_000
 
 
-def test_model_finds_a_decider_that_steps_aside_and_decides_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_finds_a_coordinator_that_steps_aside_and_decides_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for ever: nobody can take its place."""
-    decider_steps = commit_model._decider_steps
+    coordinator_steps = commit_model._coordinator_steps
 
     def silent(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
         if not state.aside:
-            yield from decider_steps(state)
+            yield from coordinator_steps(state)
 
-    monkeypatch.setattr(commit_model, "_decider_steps", silent)
+    monkeypatch.setattr(commit_model, "_coordinator_steps", silent)
     with pytest.raises(Broken, match="no verdict"):
         commit_model.explore((1, 2), 0, aside=True)
 
@@ -79,42 +79,44 @@ def test_model_finds_a_decider_that_steps_aside_and_decides_no_more(monkeypatch:
         ((1, 2), 1, {1, 2}),
     ],
 )
-def test_model_with_members_that_doubt_the_decider_keeps_agreement_and_always_ends(
+def test_model_with_members_that_doubt_the_coordinator_keeps_agreement_and_always_ends(
     owner: tuple[int, int], crashes: int, auxiliary: set[int]
 ) -> None:
     """It was silent: they ask each other, and nobody gives up what another one knows."""
     assert commit_model.explore(owner, crashes, frozenset(auxiliary), doubts=True) > 1_000
 
 
-def test_model_finds_members_that_give_up_on_a_decider_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_finds_members_that_give_up_on_a_coordinator_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without asking the others, one of whom has the commit."""
     monkeypatch.setattr(commit_model, "_may_give_up", lambda state, peer: True)
     with pytest.raises(Broken, match="another knows the verdict"):
         commit_model.explore((1, 2), 0, doubts=True)
 
 
-def test_model_finds_a_decider_that_waits_for_auxiliary_members_to_hold_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_finds_a_coordinator_that_waits_for_auxiliary_members_to_hold_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nobody sends them averages: there would never be a verdict."""
     monkeypatch.setattr(commit_model, "_need", lambda state, live: live)
     with pytest.raises(Broken, match="no verdict"):
         commit_model.explore((1, 2), crashes=0, auxiliary=frozenset({1}))
 
 
-def test_model_finds_a_decider_that_is_content_with_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_finds_a_coordinator_that_is_content_with_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
     """If digests from the owners are enough to commit, an auxiliary owner's crash takes the average with it."""
-    decider_steps = commit_model._decider_steps
+    coordinator_steps = commit_model._coordinator_steps
 
     def content(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
         if state.commit is None and all(state.reported[state.owner[p]][p] == state.attempt[p] for p in PARTS):
             state = state._replace(reported=(state.attempt,) * 3)
-        yield from decider_steps(state)
+        yield from coordinator_steps(state)
 
-    monkeypatch.setattr(commit_model, "_decider_steps", content)
+    monkeypatch.setattr(commit_model, "_coordinator_steps", content)
     with pytest.raises(Broken, match="never learns"):
         commit_model.explore((1, 2), crashes=1, auxiliary=frozenset({1}))
 
 
-def test_model_finds_a_decider_that_commits_without_any_contributor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_finds_a_coordinator_that_commits_without_any_contributor(monkeypatch: pytest.MonkeyPatch) -> None:
     """If nobody is left that must hold anything, there is nothing to commit: what is committed then, nobody holds."""
     suspect, need = commit_model._suspect, commit_model._need
 
@@ -149,17 +151,17 @@ def test_model_finds_a_rule_that_averages_again_without_a_new_attempt(
         commit_model.explore((1, 2), crashes=1, auxiliary=frozenset(auxiliary))
 
 
-def test_model_finds_a_decider_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the decider commits what one other member holds, that member's crash can take the average with it."""
-    decider_steps = commit_model._decider_steps
+def test_model_finds_a_coordinator_that_commits_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the coordinator commits what one other member holds, that member's crash can take the average with it."""
+    coordinator_steps = commit_model._coordinator_steps
 
     def hasty(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
         theirs = state.reported[1]
         if state.commit is None and theirs == state.attempt:
             state = state._replace(reported=(theirs, theirs, theirs))
-        yield from decider_steps(state)
+        yield from coordinator_steps(state)
 
-    monkeypatch.setattr(commit_model, "_decider_steps", hasty)
+    monkeypatch.setattr(commit_model, "_coordinator_steps", hasty)
     with pytest.raises(Broken):
         commit_model.explore((1, 2), crashes=1)
 
@@ -178,7 +180,7 @@ def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pyt
         commit_model.explore((1, 2), crashes=1)
 
 
-def _decider(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> Coordinator:
+def _coordinator(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> Coordinator:
     return Coordinator(b"r" * 16, owner, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
 
 
@@ -189,12 +191,12 @@ class World:
         self, owner: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, doubts: bool = False
     ) -> None:
         self.may_step_aside, self.aside = may_step_aside, False
-        self.doubts: list[int] | None = [] if doubts else None  # who doubts the decider, or has; None: nobody does
+        self.doubts: list[int] | None = [] if doubts else None  # who doubts the coordinator, or has; None: nobody does
         self.gave_up: list[int] = []  # for that reason; as if they had crashed
         self.alive = [True] * 3
         self.contributes = [peer not in auxiliary for peer in PEERS]
         self.members = [MemberRules(peer, owner, contributes=self.contributes[peer]) for peer in PEERS]
-        self.decider = _decider(owner, [True] * 3, self.contributes)
+        self.coordinator = _coordinator(owner, [True] * 3, self.contributes)
         self.averaging: list[tuple[int, int, int]] = sorted((owner[p], p, 0) for p in PARTS)
         self.finished: list[tuple[int, int]] = []
         self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
@@ -230,8 +232,8 @@ class World:
             self.reports[peer].append(Report(held=news))
 
     def hear(self, peer: int) -> None:
-        """The decider reads a member's next report."""
-        self.tell(self.decider.reported(peer, self.reports[peer].pop(0), 0.0))
+        """The coordinator reads a member's next report."""
+        self.tell(self.coordinator.reported(peer, self.reports[peer].pop(0), 0.0))
 
     def tell(self, actions: list[CoordinatorAction]) -> None:
         for action in actions:
@@ -239,7 +241,7 @@ class World:
                 self.control[action.member].append(action.message)
 
     def obey(self, peer: int) -> None:
-        """A member reads the decider's next message."""
+        """A member reads the coordinator's next message."""
         message = self.control[peer].pop(0)
         member = self.members[peer]
         if isinstance(message, Commit):
@@ -259,7 +261,7 @@ class World:
             member.give_up("aborted")
 
     def leave(self, peer: int) -> None:
-        """A member gives up on a decider that it doubts."""
+        """A member gives up on a coordinator that it doubts."""
         if self.members[peer].give_up("outcome unknown"):
             self.alive[peer] = False
             self.gave_up = sorted([*self.gave_up, peer])
@@ -276,17 +278,17 @@ class World:
             elif not self.alive[peer]:
                 self.members[peer] = MemberRules(peer, (), contributes=self.contributes[peer])
                 self.members[peer].failed = "dead"
-        if self.decider.rules.verdict is not None or not self.alive[DECIDER]:
-            verdict = self.decider.rules.verdict
-            self.decider = _decider((), (), ())
-            self.decider.rules.verdict = verdict
-        self.reports = [queue if peer in self.decider.rules.live else [] for peer, queue in enumerate(self.reports)]
+        if self.coordinator.rules.verdict is not None or not self.alive[DECIDER]:
+            verdict = self.coordinator.rules.verdict
+            self.coordinator = _coordinator((), (), ())
+            self.coordinator.rules.verdict = verdict
+        self.reports = [queue if peer in self.coordinator.rules.live else [] for peer, queue in enumerate(self.reports)]
         self.averages = sorted({a for a in self.averages if self.members[a[3]].wants(a[0], a[1])})
 
 
 def _moves(world: World, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
     """Every step from here: (method, whether it must happen sooner or later, arguments)."""
-    rules = world.decider.rules
+    rules = world.coordinator.rules
     for work in world.averaging:
         yield "finish", True, work
     for average in world.averages:
@@ -341,12 +343,12 @@ def _apply(world: World, name: str, arguments: tuple[Any, ...]) -> None:
         case "cut":
             world.control[arguments[0]] = []
         case "suspect":
-            world.tell(world.decider.leave_out(arguments[0], "suspected", 0.0))
+            world.tell(world.coordinator.leave_out(arguments[0], "suspected", 0.0))
         case "doubt":
             world.doubts = sorted([*(world.doubts or ()), arguments[0]])
         case "step_aside":
             world.aside = True
-            world.tell(world.decider.leave_out(DECIDER, "suspected", 0.0))
+            world.tell(world.coordinator.leave_out(DECIDER, "suspected", 0.0))
         case "relay":
             commit = world.members[arguments[1]].commit
             assert commit is not None
@@ -370,11 +372,11 @@ def _check(world: World) -> None:
 
 
 def _check_end(world: World) -> None:
-    if not world.alive[DECIDER] or world.decider.rules.verdict is None:
+    if not world.alive[DECIDER] or world.coordinator.rules.verdict is None:
         if world.alive[DECIDER]:
-            raise Broken("the decider lives and there is no verdict")
+            raise Broken("the coordinator lives and there is no verdict")
         return
-    for peer in world.gave_up if isinstance(world.decider.rules.verdict, Commit) else ():
+    for peer in world.gave_up if isinstance(world.coordinator.rules.verdict, Commit) else ():
         if any(world.alive[other] and other not in (world.doubts or ()) for other in PEERS if other != DECIDER):
             raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
     for peer in PEERS:
@@ -382,7 +384,11 @@ def _check_end(world: World) -> None:
         without = world.aside or not world.contributes[DECIDER]
         if without and others and not any(world.alive[other] for other in others):
             continue  # see `commit_model.check_end`
-        if isinstance(world.decider.rules.verdict, Commit) and world.alive[peer] and not world.members[peer].succeeded:
+        if (
+            isinstance(world.coordinator.rules.verdict, Commit)
+            and world.alive[peer]
+            and not world.members[peer].succeeded
+        ):
             raise Broken(f"peer {peer} lives and never gets the average")
 
 
@@ -407,7 +413,7 @@ def test_state_machines_keep_agreement_and_always_end(
 
 
 @pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 0), ((0, 1), 0)])
-def test_state_machines_with_a_decider_that_may_step_aside(owner: tuple[int, int], crashes: int) -> None:
+def test_state_machines_with_a_coordinator_that_may_step_aside(owner: tuple[int, int], crashes: int) -> None:
     """The code again: it is left out like any other member, and commits for the others."""
     assert _search(World(owner, set(), may_step_aside=True), crashes) > 1_000
 
@@ -421,19 +427,21 @@ DOUBTS = [
     ((0, 1), 1, {0, 1}),
     pytest.param((1, 2), 1, {1, 2}, marks=pytest.mark.long),
 ]
-"""Three that all contribute and of which two own, not the decider, take many minutes: only the model does that."""
+"""Three that all contribute and of which two own, not the coordinator, take many minutes: only the model does that."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("owner", "crashes", "auxiliary"), DOUBTS)
-def test_state_machines_with_members_that_doubt_the_decider(
+def test_state_machines_with_members_that_doubt_the_coordinator(
     owner: tuple[int, int], crashes: int, auxiliary: set[int]
 ) -> None:
     """The code again: a member that gives up, and others that have the commit or not."""
     assert _search(World(owner, auxiliary, doubts=True), crashes) > 1_000
 
 
-def test_the_search_finds_members_that_give_up_on_a_decider_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_finds_members_that_give_up_on_a_coordinator_that_had_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without asking the others, one of whom has the commit."""
     monkeypatch.setitem(globals(), "_may_leave", lambda world, peer: True)
     with pytest.raises(Broken, match="another knows the verdict"):
@@ -469,7 +477,7 @@ def _search(world: World, crashes: int) -> int:
         ((0, 1), {0, 1}, 1, lambda rules: {DECIDER}),  # is content with what it holds itself
     ],
 )
-def test_the_search_finds_a_decider_that_counts_the_wrong_members(
+def test_the_search_finds_a_coordinator_that_counts_the_wrong_members(
     owner: tuple[int, int],
     auxiliary: set[int],
     crashes: int,

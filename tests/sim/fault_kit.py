@@ -66,13 +66,13 @@ class TimeLimits:
         """The same for a member that is slow.
 
         First the owners leave it out as a sender, when it would need more than twice as long as the others; then the
-        decider gives it twice the time that these needed with that, and half of the stall limit.
+        coordinator gives it twice the time that these needed with that, and half of the stall limit.
         """
         others_s = 2 * normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
         return 2 * others_s + self.stall_s / 2 + self.after_kill_s(normal_s)
 
     def words_s(self, bytes_s: float) -> float:
-        """What a decider on a slow line needs for its words: assignments, the reports to it, and the commits."""
+        """What a coordinator on a slow line needs for its words: assignments, the reports to it, and the commits."""
         return 20_000 / bytes_s
 
 

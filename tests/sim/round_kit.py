@@ -33,7 +33,7 @@ class HandMade:
     round_id: bytes
     members: Sequence[Member]
     my_index: int
-    decider: int
+    coordinator: int
     slices: Sequence[int]
     part_bytes: int
     controls: Mapping[PeerID, Stream[Any, Any]]
@@ -91,7 +91,7 @@ class RoundPeer:
         return Member(self.peer.contact, not self.client, None, b"\xc0", not self.auxiliary)
 
     async def follow(self, leader: RoundPeer) -> None:
-        """Open the control stream to the decider."""
+        """Open the control stream to the coordinator."""
         stream = await self.peer.endpoint.open(leader.peer.contact, OpenControl(), timeout_s=5.0)
         self.controls[leader.peer.peer_id] = stream
 
@@ -114,7 +114,7 @@ class RoundPeer:
             round_id=round_id,
             members=[each.member() for each in group],
             my_index=group.index(self),
-            decider=0,
+            coordinator=0,
             slices=slices,
             part_bytes=part_bytes,
             controls=self.controls,

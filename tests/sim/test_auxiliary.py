@@ -185,7 +185,7 @@ WORDS = ["ta", "tta", "att", "tat", "tttaa", "atata", "acc", "tcca", "accc", "aa
 @pytest.mark.parametrize("codec", [None, Float16Compression()], ids=["none", "float16"])
 @pytest.mark.parametrize("word", WORDS)
 def test_the_average_is_of_those_who_contribute(word: str, codec: CompressionBase | None) -> None:
-    """Trainers, clients and auxiliary members in any order, also as deciders: the contributors' mean, bit by bit."""
+    """Trainers, clients and auxiliary members in any order, also as coordinators: the contributors' exact mean."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, word, codec=codec)
@@ -281,7 +281,7 @@ def test_a_group_of_auxiliary_members_does_not_average(word: str) -> None:
 
 
 def test_all_contributors_with_weight_zero() -> None:
-    """With nothing to average the round fails, by name; the auxiliary owner and decider fail with it."""
+    """With nothing to average the round fails, by name; the auxiliary owner and coordinator fail with it."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "att")
@@ -314,7 +314,7 @@ def _formed(trial: Trial) -> Any:
     """The group as the second member sees it."""
 
     class Group:
-        round_id, my_index, decider, part_bytes = ROUND, 1, 0, 4096
+        round_id, my_index, coordinator, part_bytes = ROUND, 1, 0, 4096
         slices = (0, NUMEL)
         controls = trial.members[1].controls
         members: tuple[Member, ...] = tuple(member.member() for member in trial.members)
@@ -432,7 +432,7 @@ def test_an_auxiliary_owner_dies(after_s: float, way: str) -> None:
 
 @pytest.mark.parametrize("word", ["tttt", "ttta", "atcc", "tctc"])
 def test_who_dies_before_the_others_knew_it_is_not_waited_for(word: str) -> None:
-    """The last one is dead when the round begins; only the decider has a connection with it, and tells the others."""
+    """The last one is dead when the round begins; only the coordinator had a link to it, and tells the others."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, word)
@@ -451,7 +451,7 @@ def test_who_dies_before_the_others_knew_it_is_not_waited_for(word: str) -> None
 
 @pytest.mark.parametrize("after_s", MOMENTS_S)
 @pytest.mark.parametrize("word", ["att", "atta"])
-def test_an_auxiliary_decider_dies(after_s: float, word: str) -> None:
+def test_an_auxiliary_coordinator_dies(after_s: float, word: str) -> None:
     """The others learn the verdict from each other, or all fail promptly: nothing in between."""
 
     async def scenario(net: SimNet) -> None:
@@ -619,7 +619,7 @@ def test_an_owner_that_only_weights_of_zero_reach_hands_its_parts_over() -> None
 
 
 @pytest.mark.parametrize("word", ["attt", "tttt"])
-def test_a_slow_decider_without_weight_hands_its_parts_on_and_goes_on_deciding(word: str) -> None:
+def test_a_slow_coordinator_without_weight_hands_its_parts_on_and_goes_on_deciding(word: str) -> None:
     """An auxiliary helper (or a trainer without samples) at 1% of the others' speed: the round succeeds without it."""
 
     async def scenario(net: SimNet) -> None:
@@ -641,7 +641,7 @@ def test_a_slow_decider_without_weight_hands_its_parts_on_and_goes_on_deciding(w
     on_sim(scenario, bandwidth_bytes_s=12.5e6, latency_s=0.001)
 
 
-def test_a_decider_whose_line_is_busy_with_what_others_send_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_whose_line_is_busy_with_what_others_send_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answers wait for seconds behind their values, which its machine goes on to acknowledge."""
     monkeypatch.setattr(memory, "SEGMENT_BYTES", 8192)  # a line carries packets, not 64 KB at once
 
@@ -659,7 +659,7 @@ def test_a_decider_whose_line_is_busy_with_what_others_send_is_not_silent(monkey
 
 
 def test_an_abort_reaches_an_auxiliary_member() -> None:
-    """The decider's reason is its reason."""
+    """The coordinator's reason is its reason."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta")

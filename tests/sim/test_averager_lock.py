@@ -106,7 +106,7 @@ def test_who_has_a_group_and_no_values_keeps_it_waiting_no_longer_than_a_silent_
             if isinstance(event, GroupFormed):
                 formed.append(_now())
                 if len(formed) == 1:
-                    assert decides == (event.decider == averager.core.peer_id)
+                    assert decides == (event.coordinator == averager.core.peer_id)
                     asyncio.get_running_loop().call_later(10.0, seize(averager.lock, HOLDER))
 
         averager.core.env.events.subscribe(hear)

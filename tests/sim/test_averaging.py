@@ -284,7 +284,7 @@ def test_a_crash_in_mid_round_leaves_the_others_with_one_average(victim: int, af
     sim.run(main, seed=victim * 100 + int(after_s * 100))
 
 
-@pytest.mark.parametrize("victim", ["decider", "member"])
+@pytest.mark.parametrize("victim", ["coordinator", "member"])
 def test_a_failed_round_names_its_id_and_who_is_to_blame(victim: str) -> None:
     """One of two dies in mid-round: the error and the event of the other one say which round, and who."""
 
@@ -299,7 +299,11 @@ def test_a_failed_round_names_its_id_and_who_is_to_blame(victim: str) -> None:
             await sim.sleep(0.01)
         [formed] = [event for event in events["p0"] if isinstance(event, GroupFormed)]
         by_id = {trial.swarm.host(name).peer_id: name for name in events}
-        dead = by_id[formed.decider] if victim == "decider" else next(n for n in events if n != by_id[formed.decider])
+        dead = (
+            by_id[formed.coordinator]
+            if victim == "coordinator"
+            else next(n for n in events if n != by_id[formed.coordinator])
+        )
         [left] = set(events) - {dead}
         trial.swarm.crash(dead)
         await asyncio.wait(list(steps.values()))

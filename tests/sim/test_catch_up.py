@@ -130,7 +130,7 @@ async def held(scene: Scene, late: Trainer, within_s: float, epochs: int = 3) ->
     await scene.run.close()
 
 
-@pytest.mark.parametrize("dies", ["a donor", "who is followed", "the decider"])
+@pytest.mark.parametrize("dies", ["a donor", "who is followed", "the coordinator"])
 def test_a_donor_that_dies_in_the_middle_costs_the_newcomer_nothing(dies: str) -> None:
     """The others have the same snapshot, and the steps that the dead one was to give."""
 
@@ -146,7 +146,7 @@ def test_a_donor_that_dies_in_the_middle_costs_the_newcomer_nothing(dies: str) -
         others = [name for name in members if name not in followed]
         last = scene.run.swarm.peer(members[0]).collaboration.last_round
         assert last is not None
-        victim = {"a donor": others[0], "who is followed": followed[0], "the decider": members[0]}[dies]
+        victim = {"a donor": others[0], "who is followed": followed[0], "the coordinator": members[0]}[dies]
         scene.run.swarm.crash(victim)
         await held(scene, late, 60.0)
 

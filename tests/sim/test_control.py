@@ -1,4 +1,4 @@
-"""The control of a round when the decider goes: who learns the verdict, who does not, and how soon."""
+"""The control of a round when the coordinator goes: who learns the verdict, who does not, and how soon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class HandDecider:
+class HandCoordinator:
     """Three members; the first, which decides, is played by the test. The second owns everything."""
 
     def __init__(self, group: list[RoundPeer], options: RoundOptions) -> None:
@@ -40,7 +40,9 @@ class HandDecider:
         self.held: list[Held] = []
 
     @classmethod
-    async def begin(cls, net: SimNet, options: RoundOptions = OPTIONS, *, auxiliary_owner: bool = False) -> HandDecider:
+    async def begin(
+        cls, net: SimNet, options: RoundOptions = OPTIONS, *, auxiliary_owner: bool = False
+    ) -> HandCoordinator:
         """Start the other two, contribute, and wait until both hold the average."""
         group = [
             await RoundPeer.make(net, name, torch.full((NUMEL,), i + 1.0), auxiliary=auxiliary_owner and name == "b")
@@ -75,7 +77,7 @@ class HandDecider:
                 return report
 
     async def tell(self, member: RoundPeer, verdict: Commit | Abort) -> None:
-        """As the decider."""
+        """As the coordinator."""
         await self.a.controls[member.peer.peer_id].send(verdict)
 
     @property
@@ -89,10 +91,10 @@ class HandDecider:
 
 
 def test_a_verdict_that_one_member_has_is_relayed() -> None:
-    """The decider tells one and dies: the other learns it from that one, and both have the same average."""
+    """The coordinator tells one and dies: the other learns it from that one, and both have the same average."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         await trial.tell(trial.b, trial.commit)
         await trial.running[0]
         await trial.a.peer.endpoint.close()
@@ -111,7 +113,7 @@ def test_a_verdict_that_an_auxiliary_member_has_is_relayed() -> None:
     """It wants no averages, and knows as well as anybody that they count."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net, auxiliary_owner=True)
+        trial = await HandCoordinator.begin(net, auxiliary_owner=True)
         await trial.tell(trial.b, trial.commit)
         await trial.running[0]
         await trial.a.peer.endpoint.close()
@@ -125,10 +127,10 @@ def test_a_verdict_that_an_auxiliary_member_has_is_relayed() -> None:
 
 
 def test_an_auxiliary_member_without_a_verdict_fails_too() -> None:
-    """The decider dies before it tells anybody: the outcome is unknown to it as to the others."""
+    """The coordinator dies before it tells anybody: the outcome is unknown to it as to the others."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net, auxiliary_owner=True)
+        trial = await HandCoordinator.begin(net, auxiliary_owner=True)
         began = now()
         await trial.a.peer.endpoint.close()
         failures = await together(*trial.running)
@@ -143,7 +145,7 @@ def test_a_verdict_is_relayed_by_a_round_that_is_closed() -> None:
     """Recent verdicts stay known after the round."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         await trial.tell(trial.b, trial.commit)
         await trial.running[0]
         await trial.rounds[0].close(orderly=False)
@@ -155,10 +157,10 @@ def test_a_verdict_is_relayed_by_a_round_that_is_closed() -> None:
 
 
 def test_without_a_verdict_the_outcome_is_unknown() -> None:
-    """The decider dies before it tells anybody: all fail within seconds, untouched; nobody waits for the deadline."""
+    """The coordinator dies before it tells anybody: all fail within seconds, untouched; none waits for the deadline."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         began = now()
         await trial.a.peer.endpoint.close()
         failures = await together(*trial.running)
@@ -171,11 +173,11 @@ def test_without_a_verdict_the_outcome_is_unknown() -> None:
     on_sim(scenario)
 
 
-def test_who_lost_the_decider_alone_hopes_for_the_others() -> None:
-    """Its stream to the decider broke, another member's did not: it goes on asking until that one knows."""
+def test_who_lost_the_coordinator_alone_hopes_for_the_others() -> None:
+    """Its stream to the coordinator broke, another member's did not: it goes on asking until that one knows."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         trial.a.controls[trial.c.peer.peer_id].abort()
         await sleep(8.0)
         assert not trial.running[1].done()
@@ -189,10 +191,10 @@ def test_who_lost_the_decider_alone_hopes_for_the_others() -> None:
 
 
 def test_an_abort_ends_the_round_at_once() -> None:
-    """With the decider's reason; the tensors are as they were."""
+    """With the coordinator's reason; the tensors are as they were."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         for member in (trial.b, trial.c):
             await trial.tell(member, Abort(ROUND, "too few members are left"))
         failures = await together(*trial.running)
@@ -203,11 +205,11 @@ def test_an_abort_ends_the_round_at_once() -> None:
     on_sim(scenario)
 
 
-def test_a_silent_decider_is_given_up_by_the_deadline() -> None:
+def test_a_silent_coordinator_is_given_up_by_the_deadline() -> None:
     """It lives and says nothing: the round's own deadline ends it."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net, RoundOptions(timeout_s=9.0))
+        trial = await HandCoordinator.begin(net, RoundOptions(timeout_s=9.0))
         failures = await together(*trial.running)
         assert all(isinstance(each, RoundFailed) and "not decided within 9 s" in each.reason for each in failures)
         await trial.close()
@@ -219,7 +221,7 @@ def test_a_commit_of_other_bytes_is_fetched_or_given_up() -> None:
     """The verdict names an average that this member does not hold: it never succeeds with its own."""
 
     async def scenario(net: SimNet) -> None:
-        trial = await HandDecider.begin(net)
+        trial = await HandCoordinator.begin(net)
         [held] = trial.held
         other = Commit(ROUND, [Held(0, 0, held.contributors, held.weight, b"?" * 16)])
         for member in (trial.b, trial.c):
@@ -232,7 +234,7 @@ def test_a_commit_of_other_bytes_is_fetched_or_given_up() -> None:
 
 
 def test_a_member_that_gives_up_is_left_out() -> None:
-    """Cancelled in the middle: the decider hears the stream end, and the others go on without it."""
+    """Cancelled in the middle: the coordinator hears the stream end, and the others go on without it."""
 
     async def scenario(net: SimNet) -> None:
         group = [await RoundPeer.make(net, name, torch.full((NUMEL,), i + 1.0)) for i, name in enumerate("abc")]

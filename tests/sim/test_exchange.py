@@ -304,7 +304,7 @@ def test_absurd_contributions_cost_their_sender_its_place(message: Message, payl
         assert torch.equal(values(a), torch.full((200,), 1.5))
         assert torch.equal(values(a), values(b))
         dropped = [event.peer for event in a.peer.seen(PeerDropped)]
-        # Once for what it sent, and once more if the decider leaves it out.
+        # Once for what it sent, and once more if the coordinator leaves it out.
         assert dropped.count(c.peer.peer_id) in (1, 2) or isinstance(message, PartAbsent | PartAverage | Leave)
         assert not a.peer.seen(Warned)
         await asyncio.gather(*(round_.close() for round_ in rounds))
@@ -474,7 +474,7 @@ def test_early_streams_are_bounded() -> None:
         Leave(),
     ],
 )
-def test_absurd_reports_do_not_stop_the_decider(report: Message) -> None:
+def test_absurd_reports_do_not_stop_the_coordinator(report: Message) -> None:
     """What a member says of itself costs that member at most."""
 
     async def scenario(net: SimNet) -> None:
@@ -510,7 +510,7 @@ def test_absurd_reports_do_not_stop_the_decider(report: Message) -> None:
     ],
 )
 def test_absurd_orders_do_not_stop_a_member(order: Message) -> None:
-    """A decider that talks nonsense: the member fails its round in the end, in order and untouched."""
+    """A coordinator that talks nonsense: the member fails its round in the end, in order and untouched."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
@@ -615,7 +615,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
             round_id=ROUND,
             members=[Member(each.contact, True, None, b"\xc0") for each in (a, b.peer, c)],
             my_index=1,
-            decider=0,
+            coordinator=0,
             slices=[100, 0, 100],
             part_bytes=1024,
             controls=b.controls,
@@ -638,7 +638,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
 
 
 def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
-    """However often an owner says that it has nothing, while the decider's line is slow. What is held is told."""
+    """However often an owner says that it has nothing, while the coordinator's line is slow. What is held is told."""
     members = [Member(Contact(PeerID(bytes([index]) * 32)), True, None, b"", True) for index in range(3)]
     machine = MemberMachine(ROUND, 2, 0, members, [1, 1], silence_s=5.0, now=0.0)
     machine.rules.averaged(HELD)

@@ -1,7 +1,7 @@
 """One fault in one round of known length: whoever is left knows the outcome within the limits of `TimeLimits`.
 
-The victim is drawn (decider or not), and what happens to it, and how far the round is. With it: the others agree, or
-are untouched; and a victim that comes back in time learns the average too.
+The victim is drawn (coordinator or not), and what happens to it, and how far the round is. With it: the others agree,
+or are untouched; and a victim that comes back in time learns the average too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class OneRound:
         self.touched: list[str] = []
 
     async def run(self, faults: Callable[[list[str]], Sequence[Fault]]) -> None:
-        """Play it; `faults` is told the members, the decider first."""
+        """Play it; `faults` is told the members, the coordinator first."""
         swarm = self.trial.swarm
         for name in self.names:
             await self.trial.add(name, self.values[name])
@@ -84,8 +84,8 @@ class OneRound:
         if isinstance(event, GroupFormed) and len(event.peers) == len(self.names) and not self.formed.is_set():
             self.formed_s = self.loop.time()
             by_id = {self.trial.swarm.host(name).peer_id: name for name in self.names}
-            decider = by_id[event.decider]
-            self.order = [decider, *(name for name in self.names if name != decider)]
+            coordinator = by_id[event.coordinator]
+            self.order = [coordinator, *(name for name in self.names if name != coordinator)]
             self.formed.set()
 
     async def member(self, name: str) -> None:
@@ -170,7 +170,7 @@ def check(number: int) -> str:
         survivors = [name for name in one.names if name not in event.hosts]
         limit_s = limit_of(kind, usual_s, decides=decides)
         waits_s = {name: one.ended_s[name] - one.formed_s - at_s for name in survivors if name in one.ended_s}
-        what = f"{number}: {event}, {'decider' if decides else 'member'} of {size}"
+        what = f"{number}: {event}, {'coordinator' if decides else 'member'} of {size}"
         assert set(waits_s) == set(survivors), f"{what}: somebody is left waiting"
         longest_s = max(waits_s.values())
         assert longest_s <= limit_s, f"{what}: known after {longest_s:.2f} s, the limit is {limit_s:.2f}; {one.reasons}"

@@ -175,7 +175,7 @@ def test_two_leaders_with_followers_become_one(target: int, sizes: list[int]) ->
 def check_survivors(fleet: Fleet, ends: Mapping[str, Group | BaseException], victim: str) -> str:
     """Each survivor is in one group with all the others, or was begun by the victim. Says which."""
     dead = fleet.mates[victim].peer
-    led = {name for name, end in ends.items() if isinstance(end, Group) and end.peers[end.decider] == dead}
+    led = {name for name, end in ends.items() if isinstance(end, Group) and end.peers[end.coordinator] == dead}
     others = {name: end for name, end in ends.items() if name not in led}
     if len(others) == 1:
         (last,) = others.values()  # alone, when the victim had begun with all others

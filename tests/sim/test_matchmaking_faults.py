@@ -153,7 +153,7 @@ def test_declared_peer_that_is_gone_does_not_hold_up_the_group() -> None:
 
 
 def test_leader_that_dies_right_after_begin_leaves_broken_controls() -> None:
-    """Begin is final with its first copy: who got it holds the group and sees that the decider is gone."""
+    """Begin is final with its first copy: who got it holds the group and sees that the coordinator is gone."""
 
     async def main() -> None:
         fleet = Fleet.launch()
@@ -179,7 +179,7 @@ def test_leader_that_dies_right_after_begin_leaves_broken_controls() -> None:
 
 
 def test_member_that_dies_at_begin_is_a_dead_member() -> None:
-    """The decider's stream to it breaks; the others have the same group."""
+    """The coordinator's stream to it breaks; the others have the same group."""
 
     async def main() -> None:
         fleet = Fleet.launch()
@@ -511,13 +511,13 @@ def bad_begins(leader: Contact, follower: Member) -> dict[str, Begin]:
         "without us": change(good, members=[mine, Member(Contact(follower.contact.peer), False, None, b"")]),
         "with other words": change(good, members=[mine, stolen]),
         "a member twice": change(good, members=[mine, follower, follower], slices=[NUMEL, 0, 0]),
-        "decided by us": change(good, decider=1),
-        "decided by nobody": change(good, decider=7),
-        "decided by the last": change(good, decider=-2),
+        "decided by us": change(good, coordinator=1),
+        "decided by nobody": change(good, coordinator=7),
+        "decided by the last": change(good, coordinator=-2),
         "slices missing": change(good, slices=[NUMEL]),
         "negative slice": change(good, slices=[NUMEL + 1, -1]),
         "parts of nothing": change(good, part_bytes=0),
-        "alone with us": change(good, members=[follower], decider=0, slices=[NUMEL]),
+        "alone with us": change(good, members=[follower], coordinator=0, slices=[NUMEL]),
         "client reduces": change(
             good, members=[mine, follower, Member(Contact(bytes_peer(9)), True, None, b"")], slices=[NUMEL, 0, 0]
         ),
@@ -678,7 +678,7 @@ async def rounds_under(plan: FaultPlan, *, target: int | None, rounds: int) -> N
                 continue
             assert mate.name not in in_group
             in_group[mate.name] = group.round_id
-            said = (group.members, group.slices, group.part_bytes, group.decider)
+            said = (group.members, group.slices, group.part_bytes, group.coordinator)
             assert members.setdefault(group.round_id, said) == said
             assert group.peers[group.my_index] == mate.peer
             await sleep(rng.uniform(0.01, 0.1))

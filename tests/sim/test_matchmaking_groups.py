@@ -39,12 +39,12 @@ def check_agreement(ends: dict[str, Group | BaseException], fleet: Fleet) -> Non
     for name, group in groups.items():
         mate = fleet.mates[name]
         assert group.peers[group.my_index] == mate.peer
-        leader = group.peers[group.decider]
+        leader = group.peers[group.coordinator]
         others = set(group.peers) - {mate.peer}
         assert set(group.controls) == (others if group.leads else {leader})
         for other in groups.values():
             if other.round_id == group.round_id:
-                for attribute in ("members", "slices", "part_bytes", "decider"):
+                for attribute in ("members", "slices", "part_bytes", "coordinator"):
                     assert getattr(group, attribute) == getattr(other, attribute)
         assert sum(group.slices) == NUMEL
         assert {member.gathered.decode() for member in group.members} == {fleet.name_of(peer) for peer in group.peers}
@@ -212,7 +212,7 @@ def test_clients_only_follow() -> None:
             is_client = member.gathered.startswith(b"client")
             assert member.reduces != is_client
             assert (elements == 0) == is_client
-        assert some.members[some.decider].gathered.startswith(b"p")
+        assert some.members[some.coordinator].gathered.startswith(b"p")
         released(ends)
         await fleet.close()
 
@@ -366,7 +366,7 @@ def test_other_settings_are_refused_by_name_and_values() -> None:
 
 
 def test_control_streams_are_handed_over_whole() -> None:
-    """What a member sends right after Begin is the first thing that the decider reads, and the other way round."""
+    """What a member sends right after Begin is the first thing that the coordinator reads, and the other way round."""
 
     async def main() -> None:
         fleet = Fleet.launch()

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal import sim
-from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor, to_the_end
+from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor, shielded
 from shoal.events import EventBus
 
 
@@ -78,7 +78,7 @@ def test_what_must_not_be_left_half_done_is_waited_for_by_who_is_cancelled() -> 
                 if fails:
                     raise ValueError("no")
 
-            waiting = asyncio.create_task(to_the_end(work()))
+            waiting = asyncio.create_task(shielded(work()))
             for _ in range(3):
                 await sim.sleep(0.1)
                 waiting.cancel()
@@ -96,7 +96,7 @@ def test_what_must_not_be_left_half_done_is_waited_for_by_who_is_cancelled() -> 
             return "result"
 
         with pytest.raises(ValueError, match="no"):
-            await to_the_end(fail())
-        assert await to_the_end(succeed()) == "result"
+            await shielded(fail())
+        assert await shielded(succeed()) == "result"
 
     sim.run(main)

@@ -1,4 +1,4 @@
-"""The commit rule with auxiliary members and slow deciders, event by event; `tests/model` has every order of events."""
+"""The commit rule with auxiliary members and slow coordinators, event by event; `tests/model` has every order."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from shoal.wire import Abort, Assign, Commit, Held, Report
 ROUND = b"r" * 16
 
 
-def decider(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
+def coordinator(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
     """Of a group in which everybody can reduce; the first decides."""
     reduces = [True] * len(contributes)
     return Coordinator(ROUND, owners, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
 
 
 def sends(actions: list[CoordinatorAction]) -> list[Send]:
-    """What the decider tells the members."""
+    """What the coordinator tells the members."""
     return [action for action in actions if isinstance(action, Send)]
 
 
@@ -27,7 +27,7 @@ def held(part: int, attempt: int = 0) -> Held:
 
 def test_the_commit_waits_for_those_who_contribute() -> None:
     """An auxiliary owner's word is not enough, and nobody waits for it to hold the rest."""
-    rules = decider([2, 1], [True, True, False])
+    rules = coordinator([2, 1], [True, True, False])
     assert not rules.reported(2, Report([held(0)]), 1.0)
     assert not rules.reported(0, Report([held(0), held(1)]), 1.0)
     told = sends(rules.reported(1, Report([held(0), held(1)]), 1.0))
@@ -37,7 +37,7 @@ def test_the_commit_waits_for_those_who_contribute() -> None:
 
 def test_without_contributors_there_is_no_commit() -> None:
     """The last of them is left out: the round ends, however many auxiliary members there are."""
-    rules = decider([0, 1], [False, False, True, False])
+    rules = coordinator([0, 1], [False, False, True, False])
     [*_, last] = sends(rules.leave_out(2, "lost", 1.0))
     assert isinstance(last.message, Abort)
     assert last.message.reason == "no member that contributes values is left"
@@ -46,7 +46,7 @@ def test_without_contributors_there_is_no_commit() -> None:
 
 def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
     """One contributor with one auxiliary member are two members; one alone is too few."""
-    rules = decider([1], [True, True, False])
+    rules = coordinator([1], [True, True, False])
     assert [send.message for send in sends(rules.leave_out(1, "lost", 1.0))] == [Assign([0], 1, 2)] * 2
     [*_, last] = sends(rules.leave_out(2, "lost", 2.0))
     assert isinstance(last.message, Abort)
@@ -55,7 +55,7 @@ def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
 
 def test_a_dead_auxiliary_owner_is_replaced_for_those_who_lack_its_parts() -> None:
     """What all contributors hold needs no new owner; what one holds is asked from it; the rest is averaged again."""
-    rules = decider([3, 3, 3], [True, True, False, False])
+    rules = coordinator([3, 3, 3], [True, True, False, False])
     rules.reported(0, Report([held(0), held(1)]), 1.0)
     rules.reported(1, Report([held(0)]), 1.0)
     told = {
@@ -68,7 +68,7 @@ def test_a_dead_auxiliary_owner_is_replaced_for_those_who_lack_its_parts() -> No
 
 
 def test_an_auxiliary_member_sends_and_asks_for_nothing() -> None:
-    """Of what the decider assigns only its own parts concern it."""
+    """Of what the coordinator assigns only its own parts concern it."""
     rules = MemberRules(2, [0, 0, 2], contributes=False)
     assert not rules.assigned(Assign([0], 0, 1))
     assert not rules.assigned(Assign([0], 1, 1))
@@ -91,7 +91,7 @@ def test_an_auxiliary_member_succeeds_with_the_verdict() -> None:
 
 def test_the_last_contributor_is_never_too_slow() -> None:
     """Nobody else can hold its parts, so it looks as if it owed them: it is left out for silence only."""
-    rules = decider([0, 1, 2, 3, 4], [True, False, False, False, False])
+    rules = coordinator([0, 1, 2, 3, 4], [True, False, False, False, False])
     rules.reported(0, Report([held(part) for part in (0, 1, 2, 3)]), 1.0)
     assert rules.slow(1.0) == []
     assert rules.slow(100.0) == [4]
@@ -99,7 +99,7 @@ def test_the_last_contributor_is_never_too_slow() -> None:
 
 def test_progress_counts_from_the_beginning() -> None:
     """What came before somebody began is no stall of anybody."""
-    rules = decider([1, 2], [False, True, True])
+    rules = coordinator([1, 2], [False, True, True])
     rules.begin(100.0)
     assert not rules.tick(104.0)
     assert rules.rules.live == {0, 1, 2}
@@ -112,9 +112,9 @@ def everything_but(missing: int, parts: int) -> Report:
     return Report([held(part) for part in range(parts) if part != missing])
 
 
-def test_a_decider_whose_parts_are_all_that_is_missing_steps_aside() -> None:
+def test_a_coordinator_whose_parts_are_all_that_is_missing_steps_aside() -> None:
     """It moves no bytes, and the others hold each other's parts: they do its part again, and it commits for them."""
-    rules = decider([0, 1, 2], [True] * 3)
+    rules = coordinator([0, 1, 2], [True] * 3)
     rules.reported(0, Report([held(0)]), 1.0)
     for member in (1, 2):
         rules.reported(member, everything_but(0, 3), 1.0)
@@ -132,8 +132,8 @@ def test_a_decider_whose_parts_are_all_that_is_missing_steps_aside() -> None:
 
 
 def test_of_two_it_cannot_be_told_who_is_slow() -> None:
-    """The decider's parts are missing at the only other one that wants any: both are waited for, and so is it."""
-    rules = decider([0, 0], [True, True, False])
+    """The coordinator's parts are missing at the only other one that wants any: both are waited for, and so is it."""
+    rules = coordinator([0, 0], [True, True, False])
     rules.reported(0, Report([held(0), held(1)]), 1.0)
     for now in range(2, 30):
         for member in (1, 2):
@@ -142,9 +142,9 @@ def test_of_two_it_cannot_be_told_who_is_slow() -> None:
     assert rules.rules.live == {0, 1, 2}
 
 
-def test_a_decider_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
+def test_a_coordinator_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
     """Everybody reports all the time: if most are not heard, its own line is in the way. One that is silent is not."""
-    rules = decider([0, 1, 2, 3], [True] * 4)
+    rules = coordinator([0, 1, 2, 3], [True] * 4)
     for now in (1.0, 2.0, 2.4):
         assert rules.tick(now) == []
         for member in (1, 2):
@@ -157,9 +157,9 @@ def test_a_decider_that_hears_from_hardly_anybody_is_itself_to_blame() -> None:
     assert rules.rules.live == {1, 2, 3}
 
 
-def test_a_decider_that_stood_still_blames_nobody_for_it() -> None:
+def test_a_coordinator_that_stood_still_blames_nobody_for_it() -> None:
     """Its own process was stopped: the reports are there, only not read yet."""
-    rules = decider([0, 1, 2, 3], [True] * 4)
+    rules = coordinator([0, 1, 2, 3], [True] * 4)
     assert rules.tick(1.0) == []
     assert rules.tick(4.0) == []
     assert rules.rules.live == {0, 1, 2, 3}
@@ -180,6 +180,6 @@ def test_of_several_slow_ones_only_as_many_are_left_out_as_can_be_done_without()
         ([False, True, False, False], 2, [2, 3]),
     ]
     for contributes, least, late in every:
-        rules = decider([1, 2, 3], contributes, min_group_size=least)
+        rules = coordinator([1, 2, 3], contributes, min_group_size=least)
         rules.stragglers = EverybodyIsLate(margin_s=1.0, now=0.0)
         assert rules.slow(1.0) == late

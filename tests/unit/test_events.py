@@ -94,7 +94,7 @@ def test_the_log_at_info_has_a_line_for_what_a_user_cares_about(caplog: pytest.L
         bus.emit(events.Joined(peers=2, addresses=(), only_here=False))
         bus.emit(PeerConnected(peer=PEER))
         bus.emit(events.StateDownloaded(prefix="r", donors=(PEER,), bytes_received=3_200_000, duration_s=1.25))
-        bus.emit(events.GroupFormed(prefix="r", round_id=digest, peers=(PEER,), decider=PEER, waited_s=0.1))
+        bus.emit(events.GroupFormed(prefix="r", round_id=digest, peers=(PEER,), coordinator=PEER, waited_s=0.1))
         bus.emit(events.EpochAdvanced(run_id="r", epoch=5, samples=1024, peers=3, digest=digest))
         bus.emit(events.PeerLost(peer=PEER, reason="silent\x1b[2J"))
         bus.emit(events.RoundAborted(prefix="r", round_id=None, reason="no group", peers=(PEER,)))
@@ -117,10 +117,10 @@ def test_the_log_for_debugging_shows_names_in_place_of_bytes(caplog: pytest.LogC
     """A line of name=value for what has no words of its own."""
     bus = EventBus()
     with caplog.at_level(logging.DEBUG, logger="shoal.events"):
-        bus.emit(events.GroupFormed(prefix="r", round_id=bytes(16), peers=(PEER,), decider=PEER, waited_s=0.5))
+        bus.emit(events.GroupFormed(prefix="r", round_id=bytes(16), peers=(PEER,), coordinator=PEER, waited_s=0.5))
     name = PEER.short()
     (record,) = caplog.records
-    assert record.message == f"GroupFormed prefix=r round_id=00000000 peers=[{name}] decider={name} waited_s=0.5"
+    assert record.message == f"GroupFormed prefix=r round_id=00000000 peers=[{name}] coordinator={name} waited_s=0.5"
 
 
 def test_every_event_is_named_and_frozen() -> None:

@@ -46,7 +46,7 @@ def test_an_owner_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
 
 
 def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() -> None:
-    """By the attempt, and by the owner that the decider names."""
+    """By the attempt, and by the owner that the coordinator names."""
     member = machine([0, 1, 2])
     member.start(0.0)
     assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
@@ -69,11 +69,11 @@ def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:
     member.start(0.0)
     for sender in (1, 0):
         assert member.contributions.contributed(1, 0, sender, counts=True, now=1.0) == []
-    assert member.obey(Gone(2), 1.0) == [Blame(2, "gone: the decider has lost it"), Finish(1, 0)]
+    assert member.obey(Gone(2), 1.0) == [Blame(2, "gone: the coordinator has lost it"), Finish(1, 0)]
 
 
 def test_a_silent_sender_is_left_out_and_blamed() -> None:
-    """After `silence_s`, by the owner alone: the decider hears of it in the contributors."""
+    """After `silence_s`, by the owner alone: the coordinator hears of it in the contributors."""
     member = machine([0, 1, 2])
     member.start(0.0)
     member.contributions.contributed(1, 0, 1, counts=True, now=0.0)
@@ -116,18 +116,18 @@ def test_a_commit_that_cannot_be_of_this_round_is_none(verdict: Commit) -> None:
     assert member.rules.commit is None
 
 
-def test_a_member_that_loses_the_decider_asks_the_others_once() -> None:
-    """And not after the verdict: then it knows it. The decider never loses itself."""
+def test_a_member_that_loses_the_coordinator_asks_the_others_once() -> None:
+    """And not after the verdict: then it knows it. The coordinator never loses itself."""
     member = machine([0])
-    blame, asks = member.decider_lost("killed")
+    blame, asks = member.coordinator_lost("killed")
     assert blame == Blame(DECIDER, "lost, and it was to decide: killed")
     assert asks == AskOthers()
     assert not member.may_learn
-    assert member.decider_lost("killed") == []
+    assert member.coordinator_lost("killed") == []
     late = machine([0])
     late.obey(commit(0), 1.0)
-    assert [type(action) for action in late.decider_lost("killed")] == [Blame]
-    assert machine([0], me=DECIDER).decider_lost("never") == []
+    assert [type(action) for action in late.coordinator_lost("killed")] == [Blame]
+    assert machine([0], me=DECIDER).coordinator_lost("never") == []
 
 
 def test_a_report_has_all_news_since_the_last_one() -> None:
@@ -143,7 +143,7 @@ def test_a_report_has_all_news_since_the_last_one() -> None:
 
 
 def test_a_member_that_gives_up_stays_failed_and_one_that_succeeded_does_not_fail() -> None:
-    """The first reason stays. An `Abort` of the decider fails it too."""
+    """The first reason stays. An `Abort` of the coordinator fails it too."""
     member = machine([0])
     assert member.give_up("first")
     assert member.give_up("second")

@@ -76,7 +76,7 @@ def test_only_the_last_thousand_are_kept() -> None:
 
 def test_what_is_long_is_cut() -> None:
     """Texts and lists: one event cannot take much memory, however large it is; and the message holds what is left."""
-    group = GroupFormed(prefix="x" * 10_000, round_id=b"r" * 16, peers=(OTHER,) * 200, decider=PEER, waited_s=1.0)
+    group = GroupFormed(prefix="x" * 10_000, round_id=b"r" * 16, peers=(OTHER,) * 200, coordinator=PEER, waited_s=1.0)
     trace = recorded(group)
     [entry] = trace.entries
     fields: dict[str, Any] = entry.fields

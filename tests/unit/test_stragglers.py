@@ -1,4 +1,4 @@
-"""Slow members, in the eyes of the decider; and its remedy for owners that nobody can get parts from."""
+"""Slow members, in the eyes of the coordinator; and its remedy for owners that nobody can get parts from."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_new_owner_gets_the_whole_time_again() -> None:
     assert late(stragglers, [{0, 1, 2}] * 4, 13.0, [0, 1, 2, 0]) == [0]
 
 
-def decider(me: int = 0, *, least: int = 2) -> Coordinator:
+def coordinator(me: int = 0, *, least: int = 2) -> Coordinator:
     """Four members, each the owner of one part."""
     every = [True] * 4
     return Coordinator(b"r" * 16, OWNER, every, every, me, min_group_size=least, stall_s=6.0, now=0.0)
@@ -69,7 +69,7 @@ def report(rules: Coordinator, member: int, parts: list[int], *lost: int, now: f
 
 def test_an_owner_that_all_others_have_lost_owns_nothing_any_more() -> None:
     """It holds its part, and can give it to nobody: somebody else averages it anew; the owner stays a member."""
-    rules = decider()
+    rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1):
         assert report(rules, member, [0, 1, 2], 3) == []
@@ -85,7 +85,7 @@ def test_an_owner_that_all_others_have_lost_owns_nothing_any_more() -> None:
 
 def test_a_silent_owner_is_left_out_before_those_that_wait_for_it() -> None:
     """It holds its part, gives it to nobody, and nobody makes progress: it is the one."""
-    rules = decider()
+    rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1, 2):
         report(rules, member, [0, 1, 2])
@@ -93,9 +93,9 @@ def test_a_silent_owner_is_left_out_before_those_that_wait_for_it() -> None:
     assert rules.rules.live == {0, 1, 2}
 
 
-def test_a_decider_that_cannot_get_a_part_does_not_hold_up_the_others() -> None:
+def test_a_coordinator_that_cannot_get_a_part_does_not_hold_up_the_others() -> None:
     """All others hold everything: it leaves itself out as a member, and commits."""
-    rules = decider(me=0)
+    rules = coordinator(me=0)
     for member in (1, 2, 3):
         report(rules, member, [0, 1, 2, 3])
     report(rules, 0, [0], 1, 2, 3)
@@ -104,9 +104,9 @@ def test_a_decider_that_cannot_get_a_part_does_not_hold_up_the_others() -> None:
     assert {send.member for send in sends if isinstance(send.message, Commit)} == ALL
 
 
-def test_a_decider_that_lacks_what_others_lack_too_stays() -> None:
+def test_a_coordinator_that_lacks_what_others_lack_too_stays() -> None:
     """It is not the one to blame: the owner goes."""
-    rules = decider(me=0)
+    rules = coordinator(me=0)
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1, 2):
         report(rules, member, [0, 1, 2])
@@ -116,7 +116,7 @@ def test_a_decider_that_lacks_what_others_lack_too_stays() -> None:
 
 def test_nobody_is_left_out_for_slowness_where_too_few_would_be_left() -> None:
     """Waiting costs less than failing."""
-    rules = decider(least=4)
+    rules = coordinator(least=4)
     rules.stragglers = Stragglers(margin_s=1.0, now=0.0)
     for member in (0, 1, 2):
         report(rules, member, [0, 1, 2, 3])

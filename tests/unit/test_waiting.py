@@ -19,7 +19,7 @@ from shoal import locks, wire
 from shoal.clock import LONGEST_TURN_S, SharedClock
 from shoal.errors import LocalError
 from shoal.locks import SafeLock
-from shoal.runtime import promptness, waiting
+from shoal.runtime import low_latency, waiting
 from shoal.runtime import thread as thread_module
 from shoal.runtime.leave import Leaving
 from shoal.runtime.thread import LoopFuture, LoopThread
@@ -235,7 +235,7 @@ def test_signals_keep_no_lock() -> None:
 def test_locks_that_any_thread_takes_had_a_window_on_python_3_14() -> None:
     """One that an interrupt kept would stop all decoding, a forked child's rounds, or the way out of SIGTERM."""
     assert isinstance(wire._one_at_a_time, SafeLock)
-    assert isinstance(promptness._holders.guard, SafeLock)
+    assert isinstance(low_latency._holders.guard, SafeLock)
     assert isinstance(Leaving((), 0.0, None)._guard, SafeLock)
 
 

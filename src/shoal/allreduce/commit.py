@@ -1,22 +1,23 @@
 """The commit rule: which averages may a round succeed with? Pure: no input or output, no time.
 
 Every part of the vector has an *owner*, the member that averages it, and an *attempt* number. One member, the
-*decider*, is named when the group begins and is never replaced.
+*coordinator*, is named when the group begins and is never replaced.
 
-- A member keeps the newest attempt of each part (`MemberRules`) and tells the decider what it holds (`Report`).
-- When the decider leaves a member out, the parts that this member owned get another owner: a member that already holds
-  the average (same attempt), or otherwise one that averages the part again (next attempt; older bytes are void).
-- When every member that is not left out holds the current attempt of every part, the decider commits (`CommitRules`).
-  The commit names the digest of each part. A member succeeds when it has a commit and holds exactly these digests.
+- A member keeps the newest attempt of each part (`MemberRules`) and tells the coordinator what it holds (`Report`).
+- When the coordinator leaves a member out, the parts that this member owned get another owner: a member that already
+  holds the average (same attempt), or otherwise one that averages the part again (next attempt; older bytes are void).
+- When every member that is not left out holds the current attempt of every part, the coordinator commits
+  (`CommitRules`). The commit names the digest of each part. A member succeeds when it has a commit and holds exactly
+  these digests.
 - An *auxiliary* member contributes no values and wants no averages. It may own parts, and decide. Nobody waits for it
   to hold parts of others, and the commit alone makes it succeed. At least one member that contributes must be left.
 
 **Agreement**: two members that succeed hold the same averages, however messages, crashes and (wrong) suspicions fall.
-The argument: there is one decider, and `CommitRules.verdict` is set once; it names one digest for each part; a member
-succeeds only while each average that it holds has the digest of the commit; and a digest names its bytes. So whom the
-decider leaves out, when, and whether it is right to do so (`decider`) matters for progress alone. **Not promised**:
-that all survivors learn the verdict. `docs/decisions/0001-commit-and-fork-rules.md` has more; `tests/model` visits
-every state for three peers.
+The argument: there is one coordinator, and `CommitRules.verdict` is set once; it names one digest for each part; a
+member succeeds only while each average that it holds has the digest of the commit; and a digest names its bytes. So
+the choice of members that the coordinator leaves out (module `coordinator`) matters for progress alone.
+**Not promised**: that all survivors learn the verdict. `docs/decisions/0001-commit-and-fork-rules.md` has more;
+`tests/model` visits every state for three peers.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Average(NamedTuple):
 
 
 Order = Assign | Gone | Commit | Abort
-"""The messages of the decider."""
+"""The messages of the coordinator."""
 
 
 PartAction = Contribute | Ask | Average
@@ -118,7 +119,7 @@ class MemberRules:
         return True
 
     def assigned(self, assign: Assign) -> list[PartAction]:
-        """The decider gave parts another owner."""
+        """The coordinator gave parts another owner."""
         actions: list[PartAction] = []
         for part in assign.parts:
             if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
@@ -167,7 +168,7 @@ class MemberRules:
 
 
 class CommitRules:
-    """What the decider of a round may commit.
+    """What the coordinator of a round may commit.
 
     Args:
         round_id: the id of the round.

@@ -1,4 +1,4 @@
-"""The decider of a round: who is slow, who is lost, who averages in their place. Pure: events in, actions out.
+"""The coordinator of a round: who is slow, who is lost, who averages in their place. Pure: events in, actions out.
 
 `CommitRules` says what may be committed. All that is decided here matters for progress alone: whoever is left out, and
 whoever averages a part anew, members that succeed hold equal averages.
@@ -11,10 +11,10 @@ A member is left out
 
 The parts that it owned get another owner. If only the line between two members is bad, none of them is left out: the
 one that lacks parts gets another source for them, and an owner that nobody can get parts from owns none any more. The
-decider may be the slow one. Then it leaves itself out as a member, and goes on deciding.
+coordinator may be the slow one. Then it leaves itself out as a member, and goes on deciding.
 
-The decider is also a member. It learns about itself through `reported` as about others; its messages to itself are a
-`Send` to its own index.
+The coordinator is also a member. It learns about itself through `reported` as about others; its messages to itself are
+a `Send` to its own index.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Coordinator:
         owners: for each part, the index of the member that averages it at first.
         reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
-        me: index of the decider.
+        me: index of the coordinator.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
         stall_s: a member that owes parts and neither reports one nor moves any bytes for this long is left out.
         now: time at the beginning.
@@ -123,7 +123,7 @@ class Coordinator:
         return actions + self._decide()
 
     def gone(self, member: int, reason: str, now: float) -> list[CoordinatorAction]:
-        """As `leave_out`, and the others are told, because only the decider has a connection with every member."""
+        """As `leave_out`, and the others are told, because only the coordinator has a connection with every member."""
         actions = self.leave_out(member, reason, now)
         if actions and self.rules.verdict is None:
             actions += [Send(other, Gone(member)) for other in sorted(self.rules.live)]
@@ -140,7 +140,7 @@ class Coordinator:
         return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
 
     def tick(self, now: float) -> list[CoordinatorAction]:
-        """Time passes: leave out members that keep the others waiting; the decider itself, if it cannot hear them."""
+        """Leave out members that keep the others waiting, or the coordinator itself if it cannot hear them."""
         if now - self._ticked > self.stall_s / 4:
             self._heard = [now] * len(self.reduces)  # this peer itself stood still: that is no sign of a bad line
         self._ticked = now
@@ -154,7 +154,7 @@ class Coordinator:
         return actions
 
     def give_up(self, reason: str) -> list[CoordinatorAction]:
-        """The decider itself cannot go on (its deadline, or its caller cancelled)."""
+        """The coordinator itself cannot go on (its deadline, or its caller cancelled)."""
         self.rules.abort(reason)
         return self._decide()
 
@@ -258,7 +258,7 @@ class Coordinator:
     # --------------------------------------------------------------------------------------------------- who is slow
 
     def slow(self, now: float) -> list[int]:
-        """The members that are far slower than the others; the decider may be one, and then goes on deciding.
+        """The members that are far slower than the others; the coordinator may be one, and then goes on deciding.
 
         Nobody if too few members would be left, or none that contributes: waiting costs less than failing.
         """
@@ -274,16 +274,16 @@ class Coordinator:
         return sorted(slow)
 
     def _cannot_hear(self, now: float) -> bool:
-        """Return whether the decider's own line is slow: for half of the limit most others' reports are missing.
+        """Return whether the coordinator's own line is slow: for half of the limit most others' reports are missing.
 
-        Everybody reports once a second. On a slow line the values to and from the decider delay the reports.
+        Everybody reports once a second. On a slow line the values to and from the coordinator delay the reports.
         """
         others = self.rules.live - {self.me}
         missing = sum(now - self._heard[member] >= self.stall_s / 2 for member in others)
         return self._may_step_aside() and 2 * missing > len(others)
 
     def _may_step_aside(self) -> bool:
-        """Return whether the others can go on without the decider's values: at least two of them have values.
+        """Return whether the others can go on without the coordinator's values: at least two of them have values.
 
         With only one, nobody could tell which of the two is slow.
         """
@@ -291,7 +291,7 @@ class Coordinator:
         return self.me in live and len(self.rules.takers - {self.me}) >= 2 and len(live) > self.rules.min_group_size
 
     def _may_leave_out(self, member: int) -> bool:
-        """Return whether silence is the member's fault: it may be the decider's own, or nobody's."""
+        """Return whether silence is the member's fault: it may be the coordinator's own, or nobody's."""
         if member != self.me:
             return True
         others = self.rules.takers - {member}

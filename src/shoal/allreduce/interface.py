@@ -45,7 +45,7 @@ class FormedGroup(Protocol):
         ...
 
     @property
-    def decider(self) -> int:
+    def coordinator(self) -> int:
         """The index of the member that decides."""
         ...
 
@@ -61,7 +61,7 @@ class FormedGroup(Protocol):
 
     @property
     def controls(self) -> Mapping[PeerID, Stream[Any, Any]]:
-        """Open streams: from the decider to each follower, from a follower to the decider."""
+        """Open streams: from the coordinator to each follower, from a follower to the coordinator."""
         ...
 
 
@@ -73,8 +73,8 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: the round fails here after this.
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that makes no progress for this long, while it owes averages, is left out by the
-            decider; more than `silence_s`, as an owner may be waiting for a sender. None: twice as long.
-        report_s: the longest time between two reports to the decider.
+            coordinator; more than `silence_s`, as an owner may be waiting for a sender. None: twice as long.
+        report_s: the longest time between two reports to the coordinator.
     """
 
     min_group_size: int = 2

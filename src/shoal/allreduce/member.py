@@ -1,9 +1,9 @@
 """One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
 
 `MemberRules` says which averages count. `Contributions` are the values that this member waits for as the owner of
-parts. Before the verdict, a source that fails is reported to the decider, which names another one. After the commit a
-member asks one holder after another for the averages that it lacks. A member that loses the decider asks the others
-for the verdict.
+parts. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
+a member asks one holder after another for the averages that it lacks. A member that loses the coordinator asks the
+others for the verdict.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Blame(NamedTuple):
 
 
 class AskOthers(NamedTuple):
-    """The decider is lost: ask the others for its verdict."""
+    """The coordinator is lost: ask the others for its verdict."""
 
 
 MemberAction = PartAction | Finish | Blame | CutOff | AskOthers
@@ -55,7 +55,7 @@ class MemberMachine:
     Args:
         round_id: the id of the round.
         me: index of this member in the group.
-        decider: index of the member that decides.
+        coordinator: index of the member that decides.
         members: the group.
         owners: for each part, the index of the member that averages it at first.
         silence_s: how long a sender may be silent that owes values.
@@ -64,7 +64,7 @@ class MemberMachine:
     Attributes:
         rules: what is held, and the verdict.
         contributions: of the parts that are owned here.
-        may_learn: whether the verdict can still come from the decider.
+        may_learn: whether the verdict can still come from the coordinator.
         news: whether there is something to report.
     """
 
@@ -72,14 +72,14 @@ class MemberMachine:
         self,
         round_id: bytes,
         me: int,
-        decider: int,
+        coordinator: int,
         members: Sequence[Member],
         owners: Sequence[int],
         *,
         silence_s: float,
         now: float,
     ) -> None:
-        self.me, self.decider = me, decider
+        self.me, self.coordinator = me, coordinator
         self.rules = MemberRules(me, owners, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
@@ -111,7 +111,7 @@ class MemberMachine:
         return actions
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
-        """The decider says something (or another member relays its commit)."""
+        """The coordinator says something (or another member relays its commit)."""
         rules, members, actions = self.rules, len(self._members), list[MemberAction]()
         match message:
             case Assign() if 0 <= message.owner < members and all(0 <= p < len(rules.owner) for p in message.parts):
@@ -119,8 +119,8 @@ class MemberMachine:
                     actions += self._own(action, now) if isinstance(action, Average) else [action]
             case Gone(member) if 0 <= member < members and member != self.me:
                 # We may never have had a connection with it, whose end would tell.
-                if self.me != self.decider:  # it has said so already
-                    actions.append(Blame(member, "gone: the decider has lost it"))
+                if self.me != self.coordinator:  # it has said so already
+                    actions.append(Blame(member, "gone: the coordinator has lost it"))
                 actions += self.exclude(member)
             case Commit() if self._fits(message):
                 for part in rules.committed(message):
@@ -145,13 +145,13 @@ class MemberMachine:
         """Wait for this member's contributions no longer."""
         return [Finish(*work) for work in self.contributions.exclude(member)]
 
-    def decider_lost(self, reason: str) -> list[MemberAction]:
-        """The decider tells nothing any more."""
-        if not self.may_learn or self.me == self.decider:
+    def coordinator_lost(self, reason: str) -> list[MemberAction]:
+        """The coordinator tells nothing any more."""
+        if not self.may_learn or self.me == self.coordinator:
             return []
         self.may_learn = False
         asks = [] if self.decided else [AskOthers()]
-        return [Blame(self.decider, f"lost, and it was to decide: {reason}"), *asks]
+        return [Blame(self.coordinator, f"lost, and it was to decide: {reason}"), *asks]
 
     def source_lost(self, member: int, absent: PartAbsent | None) -> list[MemberAction]:
         """A member does not give a part that it was asked for (None: it gives no part at all)."""
@@ -192,14 +192,14 @@ class MemberMachine:
         return actions
 
     def report(self, moved_bytes: int) -> Report:
-        """The news for the decider; without any it tells the bytes that were moved."""
+        """The news for the coordinator; without any it tells the bytes that were moved."""
         lost, self._lost_sources, self.news = self._lost_sources, set(), False
         return Report(self.rules.take_report(), sorted(lost), moved_bytes)
 
     def give_up(self, reason: str) -> bool:
         """Fail the round here; False if it has succeeded already."""
         given_up = self.rules.give_up(reason)
-        if given_up and self.me != self.decider:
+        if given_up and self.me != self.coordinator:
             self.may_learn = False
         return given_up
 

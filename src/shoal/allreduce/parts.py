@@ -17,7 +17,7 @@ from shoal.allreduce.member import CutOff, Finish, MemberMachine, Work
 from shoal.allreduce.partition import Part
 from shoal.allreduce.streams import SenderStream, UpStream
 from shoal.allreduce.vector import NO_DIGEST, PartDigests, Vector
-from shoal.clock import Executor, to_the_end
+from shoal.clock import Executor, shielded
 from shoal.errors import PeerProtocolError
 from shoal.peer import PeerID
 from shoal.transport.base import Buffer
@@ -64,7 +64,7 @@ class PartWork:
             return function(*args, **kwargs)
         # A function that runs in another thread cannot be stopped: the part is not free until it has ended, even if the
         # caller is cancelled meanwhile. The next attempt gets the memory as soon as it gets the lock.
-        return await to_the_end(self._executor.run(function, *args, **kwargs))
+        return await shielded(self._executor.run(function, *args, **kwargs))
 
 
 class Parts:
@@ -204,7 +204,7 @@ class Parts:
             return held if rules.averaged(held) else None
 
     def assigned(self) -> None:
-        """The decider has assigned something: tasks that wait for an attempt look again."""
+        """The coordinator has assigned something: tasks that wait for an attempt look again."""
         self._assigned.set()
         self._assigned = asyncio.Event()
 

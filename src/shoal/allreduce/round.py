@@ -4,13 +4,14 @@
 give averages and its verdict to members that were left out, until `close`: its owner closes the round when it needs the
 vector for the next one. `RoundTable` finds the round that an incoming stream belongs to, and remembers recent verdicts.
 
-What to do is decided by two pure machines: `MemberMachine`, and at the decider also `Coordinator`. Here are the tasks,
-the streams and the time. The decider and each other member talk on the stream by which the group was formed. When such
-a stream ends before the verdict, the decider leaves that member out; a member that loses the decider asks the others
-whether they know the verdict, and gives up when none of them can still learn it. Values and averages go on streams of
-their own, from each member to each owner. A stream of these that breaks costs the round nothing by itself: the owner
-leaves the sender out of the parts that are not done yet; the sender tells the decider which owner it cannot reach, and
-gets another source or another owner. An auxiliary member opens no such stream: it serves those of the others.
+What to do is decided by two pure machines: `MemberMachine`, and at the coordinator also `Coordinator`. Here are the
+tasks, the streams and the time. The coordinator and each other member talk on the stream by which the group was formed.
+When such a stream ends before the verdict, the coordinator leaves that member out; a member that loses the coordinator
+asks the others whether they know the verdict, and gives up when none of them can still learn it. Values and averages go
+on streams of their own, from each member to each owner. A stream of these that breaks costs the round nothing by
+itself: the owner leaves the sender out of the parts that are not done yet; the sender tells the coordinator which owner
+it cannot reach, and gets another source or another owner. An auxiliary member opens no such stream: it serves those of
+the others.
 
 An auxiliary member's time limits start with the first sign of a contributing member: such members may begin later, when
 their values are ready.
@@ -40,7 +41,7 @@ from shoal.allreduce.parts import Parts
 from shoal.allreduce.run_buffers import common_reference
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
-from shoal.clock import to_the_end
+from shoal.clock import shielded
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
@@ -81,7 +82,7 @@ class Round:
 
     Args:
         table: the table in which incoming streams find the round.
-        group: the members, the decider, and the slice that each member averages.
+        group: the members, the coordinator, and the slice that each member averages.
         vector: the numbers; `copy_in` was called, unless this member is an auxiliary one: then no tensor is read.
         weight: the weight of this member's values, 0 (takes part without counting) or within
             `MIN_WEIGHT`..`MAX_WEIGHT`. 0 for an auxiliary member.
@@ -99,7 +100,7 @@ class Round:
     ) -> None:
         self.endpoint, self.env = table.endpoint, table.endpoint.env
         self.round_id, self.members = group.round_id, list(group.members)
-        self.me, self.decider = group.my_index, group.decider
+        self.me, self.coordinator = group.my_index, group.coordinator
         self.parts = _cut(group, vector, weight)
         owners = [part.owner for part in self.parts]
         self._table, self._options = table, options
@@ -107,7 +108,7 @@ class Round:
         self.machine = MemberMachine(
             self.round_id,
             self.me,
-            self.decider,
+            self.coordinator,
             self.members,
             owners,
             silence_s=options.silence_s,
@@ -122,8 +123,8 @@ class Round:
             members=len(self.members),
             round_id=self.round_id,
         )
-        self._coordinator = self._make_coordinator(owners) if self.me == self.decider else None
-        # Of the decider: to each other member; of another member: to the decider.
+        self._coordinating = self._new_coordinator(owners) if self.me == self.coordinator else None
+        # Of the coordinator: to each other member; of another member: to the coordinator.
         self._control: dict[int, Stream[Any, Any]] = {
             index: group.controls[member.contact.peer]
             for index, member in enumerate(self.members)
@@ -144,7 +145,7 @@ class Round:
         self._blamed: dict[tuple[PeerID, str], None] = {}
         self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
 
-    def _make_coordinator(self, owners: list[int]) -> Coordinator:
+    def _new_coordinator(self, owners: list[int]) -> Coordinator:
         options = self._options
         return Coordinator(
             self.round_id,
@@ -189,7 +190,7 @@ class Round:
         commit = self.machine.rules.commit
         if not self.machine.rules.succeeded or commit is None:
             raise self._failure()
-        await to_the_end(self._parts.settle(commit))
+        await shielded(self._parts.settle(commit))
         return Outcome.of(commit, self.members)
 
     async def end_streams(self) -> None:
@@ -238,7 +239,7 @@ class Round:
         return Verdict(rules.commit, self.machine.may_learn and rules.failed is None)
 
     def obey(self, message: Order) -> None:
-        """The decider says something (or another member relays its commit)."""
+        """The coordinator says something (or another member relays its commit)."""
         if self._closed:
             return
         self._sign.set()
@@ -261,8 +262,8 @@ class Round:
                     self._sender_to(member).put(action)
                 case Blame(member, reason):
                     self._blame(member, reason)
-                case CutOff(reason) if self._coordinator is not None:  # it goes on deciding
-                    self._tell(self._coordinator.leave_out(self.me, reason, self._loop.time()))
+                case CutOff(reason) if self._coordinating is not None:  # it goes on deciding
+                    self._tell(self._coordinating.leave_out(self.me, reason, self._loop.time()))
                 case CutOff(reason):
                     self.give_up(reason)
                 case AskOthers():
@@ -270,7 +271,7 @@ class Round:
         self._look_at_machine()
 
     def _tell(self, actions: Iterable[CoordinatorAction]) -> None:
-        """Carry out what the decider is to do."""
+        """Carry out what the coordinator is to do."""
         for action in actions:
             match action:
                 case LeftOut(member, reason):
@@ -296,8 +297,8 @@ class Round:
     def give_up(self, reason: str) -> None:
         """Fail the round here, unless it succeeded."""
         if self.machine.give_up(reason):
-            if self._coordinator is not None:
-                self._tell(self._coordinator.give_up(reason))
+            if self._coordinating is not None:
+                self._tell(self._coordinating.give_up(reason))
             self._look_at_machine()
 
     def _blame(self, member: int, reason: str) -> None:
@@ -317,22 +318,22 @@ class Round:
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         for index, member in enumerate(self.members):
             if member.contact.peer == peer:
-                # The decider first: if no contributing member is left, that is the better reason.
+                # The coordinator first: if no contributing member is left, that is the better reason.
                 self._control_lost(index, reason)
                 self._do(self.machine.exclude(index))
 
     # --------------------------------------------------------------------------------------------------------- control
 
     def _begin_control(self) -> None:
-        if self._coordinator is None:
-            self._talks.append(self.spawn(self._obey_decider(self._control[self.decider])))
+        if self._coordinating is None:
+            self._talks.append(self.spawn(self._obey_coordinator(self._control[self.coordinator])))
             return
         for member, stream in self._control.items():
             self._talks += [self.spawn(self._hear(member, stream)), self.spawn(self._talk(member, stream))]
         for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
             self._control_lost(member, "it has no control stream")
 
-    async def _obey_decider(self, stream: Stream[Any, Any]) -> None:
+    async def _obey_coordinator(self, stream: Stream[Any, Any]) -> None:
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
@@ -341,11 +342,11 @@ class Round:
                     break
                 self.obey(message)
         except PeerError:
-            pass  # the decider is lost, for whatever reason
-        self._control_lost(self.decider, "its control stream ended")
+            pass  # the coordinator is lost, for whatever reason
+        self._control_lost(self.coordinator, "its control stream ended")
 
     async def _hear(self, member: int, stream: Stream[Any, Report | Leave]) -> None:
-        assert self._coordinator is not None
+        assert self._coordinating is not None
         reason = "it gave up"
         try:
             while (received := await stream.recv()) is not None:
@@ -358,13 +359,13 @@ class Round:
                     break
                 if self.members[member].contributes:
                     self._sign.set()
-                self._tell(self._coordinator.reported(member, message, self._loop.time()))
+                self._tell(self._coordinating.reported(member, message, self._loop.time()))
         except PeerError as error:
             reason = error.message  # any error: without its stream a member cannot report
         self._control_lost(member, reason)
 
     async def _talk(self, member: int, stream: Stream[Any, Any]) -> None:
-        """Tell a member what the decider has to say, up to the verdict."""
+        """Tell a member what the coordinator has to say, up to the verdict."""
         try:
             while (message := await self._to_say[member].get()) is not None:
                 await stream.send(message)
@@ -374,13 +375,13 @@ class Round:
 
     def _control_lost(self, member: int, reason: str) -> None:
         """No word comes from a member, or goes to it, any more."""
-        if self._coordinator is not None:
-            self._tell(self._coordinator.gone(member, reason, self._loop.time()))
-        elif member == self.decider:
-            self._do(self.machine.decider_lost(reason))
+        if self._coordinating is not None:
+            self._tell(self._coordinating.gone(member, reason, self._loop.time()))
+        elif member == self.coordinator:
+            self._do(self.machine.coordinator_lost(reason))
 
     async def _ask_others(self) -> None:
-        others = [m.contact for i, m in enumerate(self.members) if i not in (self.me, self.decider)]
+        others = [m.contact for i, m in enumerate(self.members) if i not in (self.me, self.coordinator)]
         hope = True
         while hope and not self.machine.decided:
             hope = False
@@ -396,21 +397,21 @@ class Round:
             if hope and not self.machine.decided:
                 await asyncio.sleep(_ASK_PAUSE_S)
         if not self.machine.decided:
-            self.give_up("outcome unknown: the decider was lost before its verdict came")
+            self.give_up("outcome unknown: the coordinator was lost before its verdict came")
 
     async def _end_control(self) -> None:
         """All was said: end the streams in order."""
         try:
             async with asyncio.timeout(_FAREWELL_S):
-                if self._coordinator is None:
+                if self._coordinating is None:
                     if self._reporting is not None:
                         self._reporting.cancel()  # it may be about to send
-                    await self._control[self.decider].end()
+                    await self._control[self.coordinator].end()
                 await asyncio.gather(*self._talks, return_exceptions=True)
         except (PeerError, TimeoutError):
             # A member that does not take the verdict in this time asks the others for it.
-            if self._coordinator is None:
-                self._control[self.decider].abort()
+            if self._coordinating is None:
+                self._control[self.coordinator].abort()
 
     # ------------------------------------------------------------------------------------------ values and averages
 
@@ -535,7 +536,7 @@ class Round:
         return self._moved_before + sum(stream.moved_bytes for stream in streams)
 
     def _step_aside(self) -> None:
-        """The decider left itself out because it is slow: from now on it only decides. After the commit it may ask."""
+        """The coordinator left itself out because it is slow: now it only decides. After the commit it may ask."""
         for sender in self._senders.values():
             self._moved_before += sender.moved_bytes
             sender.retire()
@@ -569,13 +570,13 @@ class Round:
                 pass  # a report is sent even without news: it carries the bytes moved
             self._news.clear()
             report = self.machine.report(self._moved_bytes)
-            if self._coordinator is not None:
-                self._tell(self._coordinator.reported(self.me, report, self._loop.time()))
+            if self._coordinating is not None:
+                self._tell(self._coordinating.reported(self.me, report, self._loop.time()))
                 continue
             try:
-                await self._control[self.decider].send(report)  # news that come meanwhile go into the next one
+                await self._control[self.coordinator].send(report)  # news that come meanwhile go into the next one
             except PeerError as error:
-                self._control_lost(self.decider, error.message)
+                self._control_lost(self.coordinator, error.message)
                 return
 
     async def _tick_loop(self) -> None:
@@ -583,8 +584,8 @@ class Round:
         if not self.machine.rules.contributes:
             await self._sign.wait()
             self.machine.contributions.begin(self._loop.time())
-            if self._coordinator is not None:
-                self._coordinator.begin(self._loop.time())
+            if self._coordinating is not None:
+                self._coordinating.begin(self._loop.time())
         while not self.machine.decided:
             await asyncio.sleep(period_s)
             now = self._loop.time()
@@ -592,16 +593,18 @@ class Round:
                 if stream.grew():
                     self.machine.contributions.heard(sender, now)
             self._do(self.machine.tick(now))
-            if self._coordinator is not None:
-                self._tell(self._coordinator.tick(now))
+            if self._coordinating is not None:
+                self._tell(self._coordinating.tick(now))
 
     async def _look_loop(self) -> None:
         """Stop waiting for silent members.
 
-        The decider waits for any member, the others for the decider; after the commit, a member waits for those that it
-        asked for averages.
+        The coordinator waits for any member, the others for the coordinator; after the commit, a member waits for those
+        that it asked for averages.
         """
-        others = {i for i in range(len(self.members)) if i != self.me} if self.me == self.decider else {self.decider}
+        others = (
+            {i for i in range(len(self.members)) if i != self.me} if self.me == self.coordinator else {self.coordinator}
+        )
         while not self._done.done():
             committed = self.machine.rules.commit is not None
             for index in sorted(self.machine.awaited if committed else others):

@@ -27,7 +27,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.plan import AveragingStage, StepPlan, StepResult
 from shoal.averager.settings import MAX_GROUP, AveragerSettings
 from shoal.averager.sharing import StateSharing
-from shoal.clock import Backoff, to_the_end
+from shoal.clock import Backoff, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
@@ -189,7 +189,7 @@ class Averager:
                 if not self.settings.auxiliary:
                     async with self._tensors(deadline):
                         pass  # a member that cannot give its values would only keep a group waiting
-                with self.core.env.prompt():
+                with self.core.env.low_latency():
                     result = await self._try_once(attempt, deadline)
                 if result is not None:
                     return result
@@ -292,7 +292,7 @@ class Averager:
             orderly = True
             if not self.settings.auxiliary:
                 async with self._tensors(deadline, group.round_id, "the average was agreed on, but not applied: "):
-                    await to_the_end(self._apply(attempt.apply))
+                    await shielded(self._apply(attempt.apply))
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
@@ -309,7 +309,7 @@ class Averager:
             async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
                 attempt.plan.take_values()
                 weight, scale = attempt.prepare()
-                bad = await to_the_end(self.core.env.executor.run(self.vector.copy_in, scale, weight))
+                bad = await shielded(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
                 reason = "values that are not finite, or too large to be summed"
                 event = LocalValuesRejected(prefix=self.prefix, tensor=bad, reason=reason)
@@ -324,7 +324,7 @@ class Averager:
         try:
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
         except ConfigError as error:
-            leader = group.members[group.decider].contact.peer
+            leader = group.members[group.coordinator].contact.peer
             reason = f"the group's plan does not fit: {error}"
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
 

@@ -12,7 +12,7 @@ import msgspec
 from shoal.averager.directory import declare_donor, find_donors
 from shoal.averager.lock import TensorLock
 from shoal.averager.settings import AveragerSettings
-from shoal.clock import to_the_end
+from shoal.clock import shielded
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ShoalError, StateUnavailable
 from shoal.events import Warned
@@ -91,7 +91,7 @@ class StateSharing:
     @asynccontextmanager
     async def _hold_state(self) -> AsyncIterator[SharedState]:
         async with self._lock.held():
-            yield await to_the_end(self._core.env.executor.run(self._state))
+            yield await shielded(self._core.env.executor.run(self._state))
 
     async def _declare_loop(self) -> None:
         while True:

@@ -72,18 +72,18 @@ class Group:
         round_id: names the round, 16 bytes.
         members: all members, in the order that the leader drew.
         my_index: our place among the members.
-        decider: the place of the member that decides the round: the leader.
+        coordinator: the place of the member that decides the round: the leader.
         slices: how many elements each member reduces, in order.
         part_bytes: the most bytes of one part, as encoded.
-        controls: the streams that carry the round's control from now on, open. The decider has one for each other
+        controls: the streams that carry the round's control from now on, open. The coordinator has one for each other
             member (also for a member that is gone already, whose stream is broken); any other member has one, to the
-            decider. Nobody else reads or writes them until `release`.
+            coordinator. Nobody else reads or writes them until `release`.
     """
 
     round_id: bytes
     members: tuple[Member, ...]
     my_index: int
-    decider: int
+    coordinator: int
     slices: tuple[int, ...]
     part_bytes: int
     controls: Mapping[PeerID, ControlStream]
@@ -96,8 +96,8 @@ class Group:
 
     @property
     def leads(self) -> bool:
-        """Return whether we are the decider."""
-        return self.my_index == self.decider
+        """Return whether we are the coordinator."""
+        return self.my_index == self.coordinator
 
     def release(self) -> None:
         """The round is over: end the control streams in order (those that still work). Safe to call twice.
@@ -150,8 +150,8 @@ def check_begin(begin: Begin, *, mine: Member, leader: PeerID, min_size: int) ->
         raise _broken(f"begins a group of {count}", leader)
     if mine not in members:
         raise _broken("begins a group without us, or says of us what we did not say", leader)
-    if not 0 <= begin.decider < count or peers[begin.decider] != leader:
-        raise _broken("begins a group with another decider than itself", leader)
+    if not 0 <= begin.coordinator < count or peers[begin.coordinator] != leader:
+        raise _broken("begins a group with another coordinator than itself", leader)
     if len(begin.slices) != count or begin.part_bytes < 1:
         raise _broken("begins a group without a slice for each member", leader)
     for member, elements in zip(members, begin.slices, strict=True):

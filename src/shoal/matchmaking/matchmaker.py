@@ -176,7 +176,7 @@ class Matchmaker:
                 prefix=self._prefix,
                 round_id=group.round_id,
                 peers=group.peers,
-                decider=group.peers[group.decider],
+                coordinator=group.peers[group.coordinator],
                 waited_s=waited_s,
             )
         )
@@ -184,7 +184,7 @@ class Matchmaker:
 
     def _remember(self, group: Group | None) -> None:
         self._memory.led = group is not None and group.leads
-        self._memory.leader = None if group is None or group.leads else group.members[group.decider].contact
+        self._memory.leader = None if group is None or group.leads else group.members[group.coordinator].contact
         if group is not None and self._looking is None and len(group.members) <= LOOKED_AT:
             self._looking = self.spawn(self._look_loop())
 

@@ -349,7 +349,7 @@ class Search:
             round_id=begin.round_id,
             members=tuple(begin.members),
             my_index=my_index,
-            decider=begin.decider,
+            coordinator=begin.coordinator,
             slices=tuple(begin.slices),
             part_bytes=begin.part_bytes,
             controls=controls,

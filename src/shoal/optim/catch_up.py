@@ -16,7 +16,7 @@ from functools import partial
 from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import Averager
-from shoal.clock import to_the_end
+from shoal.clock import shielded
 from shoal.core import PeerCore
 from shoal.events import duration
 from shoal.optim.committed import Committed
@@ -187,7 +187,7 @@ class CatchUp:
         following, self._following = self._following, None
         self._vectors.clear()
         if following is not None:
-            await to_the_end(following.close())
+            await shielded(following.close())
 
     @staticmethod
     def _now() -> float:

@@ -35,7 +35,7 @@ from functools import partial
 from shoal.allreduce.run_buffers import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import own_clock, to_the_end
+from shoal.clock import own_clock, shielded
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
@@ -836,7 +836,7 @@ class Collaboration:
             async with self.lock.held():
                 self._update, self._average_due, self._took_over = update, False, True
                 try:
-                    await to_the_end(self.core.env.executor.run(self.step))
+                    await shielded(self.core.env.executor.run(self.step))
                 finally:
                     self._update = None
             if self.state != update.name:
@@ -898,7 +898,7 @@ class Collaboration:
 
         try:
             async with self.lock.held():
-                await to_the_end(take_over())  # also when the trainer is interrupted: the parameters have one name
+                await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
         except StateUnavailable as error:
             self._misfits.add(values, state.tensors, str(error))
             self._withheld(view.leaders)

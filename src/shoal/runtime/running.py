@@ -21,8 +21,8 @@ from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.recorder import FlightRecorder
 from shoal.runtime.debug import DebugService, warning_of
+from shoal.runtime.low_latency import low_latency
 from shoal.runtime.peers_file import PeersFile
-from shoal.runtime.promptness import prompt
 from shoal.runtime.thread import LoopFuture, LoopThread
 from shoal.transport.tcp import TcpTransport
 
@@ -85,7 +85,7 @@ class RunningPeer:
             self._core = await PeerCore.start(
                 self._identity,
                 self._transport,
-                Env(SystemClock(), random.Random(), self.thread.executor, self._events, prompt),
+                Env(SystemClock(), random.Random(), self.thread.executor, self._events, low_latency),
                 (*initial_peers, *kept),
                 client_mode=client_mode,
                 dht_settings=dht_settings,

@@ -134,7 +134,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
     download = _Download(endpoint, env, prefix, donors, min_epoch, accept, limits, may_read, intake)
     try:
         async with asyncio.timeout(timeout_s):
-            with env.prompt():
+            with env.low_latency():
                 return await download.run(timeout_s)
     except TimeoutError:
         raise StateUnavailable(download.describe(f"no complete state within {timeout_s:g} s")) from None

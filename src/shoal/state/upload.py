@@ -43,7 +43,7 @@ class Upload:
         """Count this stream's traffic in the block as that of a state."""
         self._streams[stream] = stream.bytes_sent
         try:
-            with self._serving.env.prompt():
+            with self._serving.env.low_latency():
                 yield
         finally:
             self._ended_bytes += stream.bytes_sent - self._streams.pop(stream)

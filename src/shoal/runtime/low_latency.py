@@ -18,13 +18,13 @@ from contextlib import contextmanager
 
 from shoal.locks import SafeLock
 
-__all__ = ["SWITCH_INTERVAL_S", "prompt"]
+__all__ = ["SWITCH_INTERVAL_S", "low_latency"]
 
 SWITCH_INTERVAL_S = 0.0001
 
 
 class _Holders:
-    """How many blocks of `prompt` are open in this process, and the interval to go back to."""
+    """How many blocks of `low_latency` are open in this process, and the interval to go back to."""
 
     def __init__(self) -> None:
         self.guard = SafeLock()
@@ -58,7 +58,7 @@ os.register_at_fork(after_in_child=_holders.forget)
 
 
 @contextmanager
-def prompt() -> Iterator[None]:
+def low_latency() -> Iterator[None]:
     """As long as the block lasts, threads of this process wait `SWITCH_INTERVAL_S` for the interpreter, not longer."""
     _holders.enter()
     try:

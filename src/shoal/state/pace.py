@@ -4,9 +4,9 @@
 turns and share the rate evenly. After a pause at most `burst_s` worth of bytes goes at once.
 
 `BackgroundLimit` keeps newcomers from slowing this peer's main work: as long as it sends other things (rounds of
-averaging), states get a fraction of that traffic. If all bytes cost the same, on a line or on a processor, a round takes longer by
-about that fraction, however many newcomers there are. The rule measures the rounds' own traffic, so it needs to know
-neither the line nor the processor, nor when a round begins.
+averaging), states get a fraction of that traffic. If all bytes cost the same, on a line or on a processor, a round
+takes longer by about that fraction, however many newcomers there are. The rule measures the rounds' own traffic, so it
+needs to know neither the line nor the processor, nor when a round begins.
 """
 
 from __future__ import annotations

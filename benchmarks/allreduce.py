@@ -82,9 +82,12 @@ class Peer:
         if args.part_bytes:
             options.append(f"--part-bytes={args.part_bytes}")
         options += getattr(args, "options", [])
+        kind = name.removeprefix("clear").removeprefix("_") or "shoal"
+        if name.startswith("clear"):
+            options.append("--clear")
         log = logs / f"{name}-{args.compression}-{rank}.log"
         sources = getattr(args, "sources", SOURCES)
-        return await cls.spawn(python, f"{name}_peer", options, log, place.command, sources=sources)
+        return await cls.spawn(python, f"{kind}_peer", options, log, place.command, sources=sources)
 
     @classmethod
     async def spawn(

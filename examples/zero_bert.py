@@ -23,7 +23,7 @@ from transformers import BertConfig, BertForMaskedLM
 import shoal.zero  # shoal
 from shoal.demo.batches import MaskedBatches
 from shoal.demo.text import load_corpus
-from shoal.zero.optimizer import unique_bytes
+from shoal.zero.parameters import unique_bytes
 
 # BERT's logits are a view; FSDP2 warns that changing them in place would go wrong, which nobody does here.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)

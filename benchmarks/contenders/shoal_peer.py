@@ -22,8 +22,6 @@ def codec(name: str) -> CompressionBase:
 class ShoalPeer(Contender):
     """One peer: the events tell when the group was formed and when the average was applied."""
 
-    encrypt = True
-
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
         self.options, self.tensor = options, tensor
         self.min_group_size = options.peers
@@ -35,12 +33,14 @@ class ShoalPeer(Contender):
         self.listen = f"/ip4/{self.options.host}/tcp/0"
         if self.options.rank:
             return ""
-        self.dht = shoal.DHT(host_maddrs=self.listen, encrypt=self.encrypt, start=True)
+        self.dht = shoal.DHT(host_maddrs=self.listen, encrypt=self.options.encrypt, start=True)
         return str(self.dht.get_visible_maddrs()[0])
 
     def join(self, invites: list[str]) -> None:
         if self.options.rank:
-            self.dht = shoal.DHT(initial_peers=invites[:1], host_maddrs=self.listen, encrypt=self.encrypt, start=True)
+            self.dht = shoal.DHT(
+                initial_peers=invites[:1], host_maddrs=self.listen, encrypt=self.options.encrypt, start=True
+            )
         self.dht.events.subscribe(self.note)
         part: dict[str, Any] = {"part_size_bytes": self.options.part_bytes} if self.options.part_bytes else {}
         self.averager = shoal.DecentralizedAverager(

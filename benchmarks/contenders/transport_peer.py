@@ -22,8 +22,6 @@ PART_BYTES = 1 << 20
 class TransportPeer(OwnLoop, Contender):
     """One peer."""
 
-    encrypt = True
-
     def __init__(self, options: Options, tensor: torch.Tensor) -> None:
         OwnLoop.__init__(self)
         itemsize = {"none": 4, "float16": 2}.get(options.compression, 1)
@@ -42,7 +40,7 @@ class TransportPeer(OwnLoop, Contender):
 
     def start(self) -> str:
         async def listen() -> str:
-            self.transport = TcpTransport(Identity.ephemeral(), host=self.options.host, encrypt=self.encrypt)
+            self.transport = TcpTransport(Identity.ephemeral(), host=self.options.host, encrypt=self.options.encrypt)
             await self.transport.listen(self.accept)
             return str(self.transport.addresses[0])
 

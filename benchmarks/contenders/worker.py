@@ -48,6 +48,8 @@ class Options(NamedTuple):
     host: str = "127.0.0.1"
     sizes: tuple[int, ...] = ()
     """Elements of the tensors that are averaged, over and over; none: all values are one tensor."""
+    encrypt: bool = True
+    """False: as on a network that is trusted."""
 
 
 class Times(NamedTuple):
@@ -189,6 +191,7 @@ def parse() -> Options:
     parser.add_argument("--part-bytes", type=int)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--sizes", type=lambda text: tuple(map(int, text.split(","))), default=())
+    parser.add_argument("--clear", action="store_false", dest="encrypt")
     return Options(**vars(parser.parse_args()))
 
 

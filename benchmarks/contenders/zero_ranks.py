@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.zero
-from shoal.zero.optimizer import unique_bytes
+from shoal.zero.parameters import unique_bytes
 
 BATCH, TOKENS = 2, 64
 LEARNING_RATE = 1e-3

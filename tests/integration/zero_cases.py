@@ -19,7 +19,8 @@ import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.zero import checkpoint, flat, fsdp
 from shoal.zero.collectives import Collectives, Run, Traffic
-from shoal.zero.optimizer import ShardedOptimizer, local
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.parameters import local
 from shoal.zero.tiles import Plan, Tile
 from shoal.zero.watch import Watch
 from tests.integration.ranks import die_here, freeze_here, wake_the_frozen

@@ -21,8 +21,9 @@ import shoal
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
 from shoal.zero import buckets, collectives, reduction
-from shoal.zero.flat import engine_of
-from shoal.zero.optimizer import ShardedOptimizer, local
+from shoal.zero.flat import FlatEngine
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.parameters import local
 from tests.integration.zero_cases import Odd, Parts, alone, loss_of, make, train
 
 State = dict[str, torch.Tensor]
@@ -441,16 +442,17 @@ def wide_values(stage: int) -> tuple[bool, bool, bool]:
         backward(model, step)
         optimizer.step()
         optimizer.zero_grad()
-    engine = engine_of(model)
-    assert engine is not None
-    found = dict(engine.wide())
+    engine = optimizer.carrier
+    assert isinstance(engine, FlatEngine)
+    found = dict([*engine._copies.whole(), *engine.frozen()])
     assert found.keys() == before.keys()
     assert not any(torch.equal(found["scale"], each["scale"]) for each in (before, dict(model.named_parameters())))
     pieces = engine.pieces()
     equal = all(torch.equal(each.values, found[each.name].reshape(-1)[each.start : each.stop]) for each in pieces)
     kept = torch.equal(found["frozen.weight"], before["frozen.weight"])
     engine.write("frozen.weight", before["frozen.weight"] / 3)
-    return equal, kept, torch.equal(dict(engine.wide())["frozen.weight"], before["frozen.weight"] / 3)
+    written = dict(engine.frozen())["frozen.weight"]
+    return equal, kept, torch.equal(written, before["frozen.weight"] / 3)
 
 
 WRITINGS: dict[str, Callable[[Odd], object]] = {

@@ -1,7 +1,7 @@
 """ZeRO, the zero redundancy optimizer: the memory of training is partitioned instead of repeated.
 
-`laws` has the cost of each stage, in memory and in bytes sent, and `estimate` the same for a real model. Names are
-loaded on first use: the laws, and with them the command line, do without torch.
+`laws` has the cost of each stage, in memory and in bytes sent, also for a real model. Names are loaded on first use:
+the laws, and with them the command line, do without torch.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ if TYPE_CHECKING:
     from shoal.zero.shard import shard
     from shoal.zero.weights import full_state_dict
 else:
-    _HOMES = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs"), "shoal.zero.laws")
+    _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.laws")
 
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     _OTHERS = {
         "ShardedOptimizer": "shoal.zero.optimizer",
         "consolidate": "shoal.zero.saved",
-        "estimate": "shoal.zero.estimate",
         "full_state_dict": "shoal.zero.weights",
         "load": "shoal.zero.checkpoint",
         "save": "shoal.zero.checkpoint",
         "shard": "shoal.zero.shard",
     }
-    __getattr__, __dir__ = lazy(__name__, {**_HOMES, **_OTHERS})
+    __getattr__, __dir__ = lazy(__name__, {**_LAWS, **_OTHERS})
 
 
 __all__ = [

@@ -9,10 +9,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from shoal.zero.copies import wide_dtype
 from shoal.zero.fsdp import is_sharded, missing, roots
-from shoal.zero.hooks import hooks_of
-from shoal.zero.names import named_parameters
+from shoal.zero.parameters import hooks_of, named_parameters, wide_dtype
 
 __all__ = ["problems"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.zero.collectives import Run
-from shoal.zero.layout import flat as flatten
-from shoal.zero.layout import order_of, shaped
+from shoal.zero.parameters import flat as flatten
+from shoal.zero.parameters import order_of, shaped
 from shoal.zero.tiles import Plan, Tile, cut
 
 __all__ = ["BUCKET_BYTES", "Bucket", "buckets_of"]

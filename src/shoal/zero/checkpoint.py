@@ -22,26 +22,24 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
-from shoal.zero.agreement import Agreement
-from shoal.zero.bare import BareWeights, bare_weights
-from shoal.zero.extra import pack
-from shoal.zero.layout import flat
-from shoal.zero.names import named_parameters
-from shoal.zero.optimizer import Piece, ShardedOptimizer, local
+from shoal.zero.optimizer import ShardedOptimizer
+from shoal.zero.parameters import Piece, flat, local, named_parameters
+from shoal.zero.plain import Whole
 from shoal.zero.saved import (
     FORMATS,
     INDEX,
     Saved,
-    Whole,
     consolidate,
     exact,
     number,
+    pack,
     state_key,
     typed,
     untyped,
     value_key,
 )
-from shoal.zero.weights import full_state_dict, overwrite
+from shoal.zero.watch import Agreement
+from shoal.zero.weights import BareWeights, bare_weights, full_state_dict, overwrite
 
 __all__ = ["load", "save"]
 

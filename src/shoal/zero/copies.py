@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.zero.collectives import Collectives, Run
-from shoal.zero.layout import flat, order_of, shaped
+from shoal.zero.parameters import flat, order_of, shaped
 from shoal.zero.tiles import Plan, Tile
 
-__all__ = ["Copies", "wide_dtype"]
+__all__ = ["Copies"]
 
 
 class Copies:
@@ -83,8 +83,3 @@ class Copies:
             if tile in self.own:
                 self.own[tile].copy_(flat(values, order_of(self._parameters[name]))[tile.start : tile.stop])
         return True
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of a dtype are added up and stepped."""
-    return torch.float32 if dtype.itemsize < torch.float32.itemsize else dtype

@@ -23,24 +23,15 @@ from torch.autograd.graph import increment_version
 from shoal.errors import LocalError
 from shoal.zero.buckets import buckets_of
 from shoal.zero.collectives import Collectives
-from shoal.zero.copies import Copies, wide_dtype
-from shoal.zero.hooks import hooks_of
-from shoal.zero.layout import Order, flat, order_of
-from shoal.zero.names import named_parameters
-from shoal.zero.optimizer import Piece
+from shoal.zero.copies import Copies
+from shoal.zero.parameters import Order, Piece, Roster, flat, hooks_of, named_parameters, order_of, wide_dtype
 from shoal.zero.reduction import Reduction
-from shoal.zero.roster import Roster
 from shoal.zero.tiles import Tile, assign, cut, tile_numel
 
-__all__ = ["FlatEngine", "engine_of"]
+__all__ = ["FlatEngine"]
 
 _engines: weakref.WeakKeyDictionary[torch.nn.Module, FlatEngine] = weakref.WeakKeyDictionary()
 """The engine of each carried model. An engine lives as long as its model, to which it does not refer."""
-
-
-def engine_of(model: torch.nn.Module) -> FlatEngine | None:
-    """The engine that carries a model, if it was sharded in stage 1 or 2."""
-    return _engines.get(model)
 
 
 class FlatEngine:
@@ -153,17 +144,9 @@ class FlatEngine:
         """In which order tiles count a parameter's values."""
         return {name: order_of(each) for name, each in self._parameters.items()}
 
-    def wide(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and float32 values of each parameter that has fewer bits; frozen ones too, if `shard` narrowed them.
-
-        All ranks go through all of it: one after another is gathered.
-        """
-        yield from self._copies.whole()
-        yield from self.frozen()
-
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The frozen ones alone."""
-        yield from self._frozen.whole()
+        """Name and float32 values of frozen parameters that `shard` narrowed. All ranks go through all of it."""
+        return self._frozen.whole()
 
     def write(self, name: str, values: torch.Tensor) -> bool:
         """Replace a frozen parameter that `shard` narrowed, by float32 values, the same on all ranks.

@@ -28,11 +28,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
 from shoal.zero.collectives import Collectives, Traffic
-from shoal.zero.fsdp_comms import Meeting, NarrowReduceScatter, OwnAllGather, OwnReduceScatter
-from shoal.zero.hooks import present_pass, weakly
-from shoal.zero.layout import Order
-from shoal.zero.names import named_parameters
-from shoal.zero.optimizer import Piece, local
+from shoal.zero.fsdp_comms import NarrowReduceScatter, OwnAllGather, OwnReduceScatter, UnitMeeting
+from shoal.zero.parameters import Order, Piece, local, named_parameters, present_pass, weakly
 from shoal.zero.unsharded import BROKE_OFF, Unsharded
 
 __all__ = ["FsdpEngine", "is_container", "is_sharded", "missing", "partition", "roots", "units"]
@@ -250,7 +247,7 @@ class FsdpEngine:
             # A parameter that one rank does not use counts as zero there: else ranks would send unlike sizes.
             module.set_reduce_scatter_unused_params(True, recurse=False)
             if collectives.tagged:
-                meeting = Meeting(collectives, number, name)
+                meeting = UnitMeeting(collectives, number, name)
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_custom_reduce_scatter(OwnReduceScatter(meeting, dtype))
                 module.set_custom_all_gather(OwnAllGather(meeting))

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 else:
     AllGather = ReduceScatter = object  # older versions of torch have none; stages 1 and 2 do without
 
-__all__ = ["Meeting", "NarrowReduceScatter", "OwnAllGather", "OwnReduceScatter"]
+__all__ = ["NarrowReduceScatter", "OwnAllGather", "OwnReduceScatter", "UnitMeeting"]
 
 
-class Meeting:
+class UnitMeeting:
     """The messages of one unit, and the check that all ranks are at it.
 
     A rank that has skipped a layer exchanges the next one's parameters: others would take them for those that they wait
@@ -60,7 +60,7 @@ class _Allocating:
 class OwnReduceScatter(_Allocating, ReduceScatter):
     """Each rank's part goes to that rank only, in `dtype`, and is added up in float32."""
 
-    def __init__(self, meeting: Meeting, dtype: torch.dtype | None) -> None:
+    def __init__(self, meeting: UnitMeeting, dtype: torch.dtype | None) -> None:
         self._meeting, self._dtype = meeting, dtype
 
     def __call__(
@@ -103,7 +103,7 @@ class NarrowReduceScatter(_Allocating, ReduceScatter):
 class OwnAllGather(_Allocating, AllGather):
     """Each rank sends its part to every other one; received in place."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: UnitMeeting) -> None:
         self._meeting = meeting
 
     def __call__(

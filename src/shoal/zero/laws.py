@@ -28,9 +28,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "BACKENDS",
@@ -43,7 +46,9 @@ __all__ = [
     "Sizes",
     "costs",
     "costs_of",
+    "estimate",
     "optimizer_kind",
+    "sizes_of",
 ]
 
 BACKENDS = ("nccl", "gloo")
@@ -241,3 +246,55 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
         return Cost(engine, kept[0], kept[1], kept[2], sent * (ranks - 1) / ranks)
 
     return [cost(engine) for engine in ENGINES if stage in (None, engine.stage)]
+
+
+def estimate(
+    model: torch.nn.Module,
+    ranks: int | None = None,
+    *,
+    stage: int | None = None,
+    optimizer: str = "adam",
+    micro_batches: int = 1,
+    backend: str = "gloo",
+) -> list[Cost]:
+    """The costs of each stage and engine for this model: see `shoal.zero.costs`.
+
+    The model's own dtypes count, tied parameters once, and frozen ones are neither trained nor reduced.
+
+    Args:
+        model: on any device, `meta` included; nothing is allocated.
+        ranks: how many share it, at least 1; None for those of the default process group, 1 where there is none.
+        stage: only this one, 0 to 3; None for all.
+        optimizer: `adam` (also AdamW), `momentum` or `sgd`. It keeps float32 state for each parameter that requires a
+            gradient, and a float32 copy of those that have 16 bits.
+        micro_batches: in one optimizer step, at least 1.
+        backend: `nccl` or `gloo`.
+
+    Returns:
+        One entry for each engine, bytes per rank, without padding.
+
+    Raises:
+        ConfigError: the model has no parameters, or an argument is out of its range; it is named.
+    """
+    if ranks is None:
+        import torch  # noqa: PLC0415 (the laws alone do without it)
+
+        grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+        ranks = torch.distributed.get_world_size() if grouped else 1
+    return costs_of(sizes_of(model, optimizer), ranks, stage=stage, micro_batches=micro_batches, backend=backend)
+
+
+def sizes_of(model: torch.nn.Module, optimizer: str) -> Sizes:
+    """How large a model is with this optimizer. Raises `ConfigError` as `estimate` does."""
+    kind = optimizer_kind(optimizer)
+    parameters = gradients = state = 0
+    for parameter in model.parameters():  # tied ones come once
+        nbytes = parameter.numel() * parameter.itemsize
+        parameters += nbytes
+        if parameter.requires_grad:
+            precision = Precision.MIXED if parameter.itemsize == Precision.MIXED.width else Precision.FLOAT32
+            gradients += nbytes
+            state += parameter.numel() * kind.state_bytes(precision)
+    if not parameters:
+        raise ConfigError("model has no parameters: there is nothing to estimate")
+    return Sizes(parameters, gradients, state)

@@ -4,42 +4,25 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError, LocalError
-from shoal.zero.agreement import Agreement
 from shoal.zero.collectives import Collectives, Traffic
-from shoal.zero.layout import Order
-from shoal.zero.names import named_parameters
+from shoal.zero.flat import FlatEngine
+from shoal.zero.fsdp import FsdpEngine
+from shoal.zero.parameters import local, named_parameters, unique_bytes
+from shoal.zero.watch import Agreement
 
-__all__ = ["Carrier", "Memory", "Piece", "ShardedOptimizer", "described", "local", "unique_bytes"]
+__all__ = ["Carrier", "Memory", "ShardedOptimizer", "described"]
 
 _PLAIN = (bool, int, float, str, tuple, list, type(None))
 """Settings that are the same text wherever they are the same."""
-
-
-class Piece(NamedTuple):
-    """A range of a parameter that this rank keeps.
-
-    Attributes:
-        name: the name of the parameter.
-        start: the first of its flat values, in the carrier's order.
-        stop: behind the last one.
-        parameter: the tensor that the optimizer steps; its state is `optimizer.state[parameter]`.
-        values: one-dimensional, `stop - start` of them, in memory that may be written.
-    """
-
-    name: str
-    start: int
-    stop: int
-    parameter: torch.Tensor
-    values: torch.Tensor
 
 
 class Memory(NamedTuple):
@@ -63,64 +46,8 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-class Carrier(Protocol):
-    """The engine that partitions a model: `FlatEngine` for stages 1 and 2, FSDP2 for stage 3."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this block keep their gradients to this rank."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Let go of all gradients."""
-        ...
-
-    def gradients(self) -> list[torch.Tensor]:
-        """This rank's part of the averaged gradients."""
-        ...
-
-    def finite(self) -> bool:
-        """Whether they hold nothing infinite, and only numbers."""
-        ...
-
-    def absent(self) -> list[bool]:
-        """For each parameter whether it got no gradient on this rank."""
-        ...
-
-    def reduced(self) -> Mapping[str, int]:
-        """How many backward passes' gradients each parameter has, since it was cleared: the same on all ranks."""
-        ...
-
-    def hand_over(self, absent: Sequence[bool]) -> None:
-        """Give the optimizer its gradients."""
-        ...
-
-    def publish(self) -> None:
-        """The optimizer has stepped."""
-        ...
-
-    def check(self) -> None:
-        """Raise `LocalError` if the model was changed in a way that cannot be carried."""
-        ...
-
-    def pieces(self) -> Iterator[Piece]:
-        """This rank's part of the parameters, in an order of its own."""
-        ...
-
-    def orders(self) -> Mapping[str, Order]:
-        """In which order of its values a parameter's pieces are cut, where it is not that of its shape."""
-        ...
-
-    def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and float32 values of frozen parameters that `shard` narrowed. All ranks go through all of it."""
-        ...
-
-    def write(self, name: str, values: torch.Tensor) -> bool:
-        """Replace one of those, the same on all ranks; False if it is none."""
-        ...
-
-    def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-        """Memory beside parameters and their `grad`: gradients, and copies of parameters."""
-        ...
+Carrier = FlatEngine | FsdpEngine
+"""The engine that partitions a model: for stages 1 and 2, or FSDP2 for stage 3."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -391,17 +318,3 @@ def described(groups: Sequence[Mapping[str, Any]]) -> str:
             if key != "params" and isinstance(known, _PLAIN):
                 lines.append(f"group {number} {key}={known}")
     return "\n".join(lines)
-
-
-def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The memory behind some tensors, each storage counted once; bytes."""
-    storages = {}
-    for tensor in tensors:
-        storage = local(tensor).untyped_storage()
-        storages[storage.data_ptr(), tensor.device] = storage.nbytes()
-    return sum(storages.values())
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, if it is sharded; not part of any graph."""
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

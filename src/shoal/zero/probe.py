@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from shoal.zero.copies import wide_dtype
+from shoal.zero.parameters import wide_dtype
 
 __all__ = ["why_not_cut"]
 

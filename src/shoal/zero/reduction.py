@@ -26,8 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 from shoal.errors import LocalError, RankLost
 from shoal.zero.buckets import Bucket
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
-from shoal.zero.copies import wide_dtype
-from shoal.zero.hooks import present_pass, weakly
+from shoal.zero.parameters import present_pass, weakly, wide_dtype
 from shoal.zero.standins import StandIns
 from shoal.zero.tiles import Tile
 

@@ -13,18 +13,16 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
 from shoal.errors import ConfigError
-from shoal.zero.agreement import Agreement
 from shoal.zero.arguments import problems
 from shoal.zero.collectives import Collectives
 from shoal.zero.flat import FlatEngine
 from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
-from shoal.zero.layout import flat, order_of
-from shoal.zero.names import named_parameters
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
+from shoal.zero.parameters import flat, named_parameters, order_of
 from shoal.zero.probe import why_not_cut
 from shoal.zero.tiles import Tile
-from shoal.zero.watch import Watch
+from shoal.zero.watch import Agreement, Watch
 from shoal.zero.weights import overwrite
 
 __all__ = ["shard"]

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import LocalError
-from shoal.zero.hooks import present_pass, weakly
-from shoal.zero.optimizer import local
+from shoal.zero.parameters import local, present_pass, weakly
 
 __all__ = ["BROKE_OFF", "Unsharded"]
 

@@ -41,11 +41,18 @@ from shoal.compression import (
     choose_codecs,
     codec_by_name,
 )
-from shoal.demo.batches import MaskedBatches
 from shoal.demo.model import MaskedLM
 from shoal.demo.settings import Training
 from shoal.demo.text import load_corpus
-from shoal.demo.training import draw_batches, held_out, held_out_loss, make_model, make_optimizer, make_schedule
+from shoal.demo.training import (
+    MaskedBatches,
+    draw_batches,
+    held_out,
+    held_out_loss,
+    make_model,
+    make_optimizer,
+    make_schedule,
+)
 
 PEERS = 4
 ROWS = 16

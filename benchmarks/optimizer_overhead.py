@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 import shoal
-from shoal.demo.batches import Batch
+from shoal.demo.model import Batch
 from shoal.demo.settings import Training
 from shoal.demo.training import make_model
 

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
 import shoal.zero  # shoal
-from shoal.demo.batches import MaskedBatches
 from shoal.demo.text import load_corpus
+from shoal.demo.training import MaskedBatches
 from shoal.zero.parameters import unique_bytes
 
 # BERT's logits are a view; FSDP2 warns that changing them in place would go wrong, which nobody does here.

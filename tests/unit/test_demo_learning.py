@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from shoal import events
 from shoal.demo import messages as say
 from shoal.demo import training as learn
-from shoal.demo.batches import MaskedBatches, held_out_batches
 from shoal.demo.lifeline import Lifeline
 from shoal.demo.model import ModelConfig, build_model
 from shoal.demo.peer import Peer
 from shoal.demo.settings import Training, warm_up
 from shoal.demo.text import MASK, SPECIALS, UNKNOWN, Corpus, Tokenizer, load_corpus, paragraphs
-from tests.unit.demo_kit import id_of, noted
+from shoal.demo.training import MaskedBatches, held_out_batches
+from tests.unit.demo_kit import id_of, noted, stepped_into
 
 SMALL = Training(vocabulary=2048, sequence=16, embedding=8, hidden=16, heads=2, target_batch=32, micro_batch=8)
 
@@ -245,24 +245,26 @@ def test_lifeline_hands_over_commands_and_reports() -> None:
 
 
 class Alone:
-    """A swarm of one: steps by itself after enough samples, and knows the end it was told."""
+    """A swarm of one, as its DHT and its optimizer: steps by itself, and knows the end it was told."""
 
-    peer_id, run_id, addresses = "me", "run", ("here",)
+    peer_id = "me"
 
     def __init__(
         self, config: say.PeerConfig, parameters: Iterable[torch.Tensor], tell: Callable[[events.Event], None]
     ) -> None:
         self._training, self._tell = config.training, tell
         self._optimizer = learn.make_optimizer(config.training, parameters)
-        self._samples = self.epoch = 0
+        self._samples = self.local_epoch = self.left = 0
         self.last: int | None = None
-        self.left = False
+
+    def get_visible_maddrs(self) -> list[str]:
+        return ["here"]
 
     @property
     def finished(self) -> bool:
-        return self.last is not None and self.epoch >= self.last
+        return self.last is not None and self.local_epoch >= self.last
 
-    def catch_up(self) -> None:
+    def load_state_from_peers(self) -> None:
         pass
 
     def step(self) -> None:
@@ -270,27 +272,29 @@ class Alone:
         if self._samples >= self._training.target_batch:
             self._optimizer.step()
             self._optimizer.zero_grad()
-            self.epoch += 1
+            self.local_epoch += 1
             self._samples = 0
-            digest = bytes(32)
             self._tell(events.PeerConnected(peer=id_of("elm")))  # of which the supervisor is not told
-            self._tell(events.EpochAdvanced(run_id="run", epoch=self.epoch, samples=32, peers=1, digest=digest))
+            self._tell(stepped_into(self.local_epoch))
+
+    def zero_grad(self) -> None:
+        pass
 
     def announce_end(self, epoch: int) -> None:
         self.last = epoch
 
-    def leave(self) -> None:
-        self.left = True
+    def shutdown(self) -> None:
+        self.left += 1
 
 
 def test_peer_trains_to_the_announced_epoch_and_reports_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """From ready through training and the held-out loss to the hash; then it waits to be sent home, and leaves."""
     member: list[Alone] = []
 
-    def join(config: say.PeerConfig, run_id: str, parameters: Iterable[torch.Tensor], tell: Any) -> Alone:
+    def join(config: say.PeerConfig, run_id: str, parameters: Iterable[torch.Tensor], tell: Any) -> Any:
         assert run_id.startswith("demo-x-")
         member.append(Alone(config, parameters, tell))
-        return member[0]
+        return member[0], member[0]
 
     monkeypatch.setattr("shoal.demo.swarm.join", join)
     out = io.BytesIO()
@@ -322,7 +326,7 @@ def test_peer_trains_to_the_announced_epoch_and_reports_its_weights(monkeypatch:
     assert isinstance(final, say.Finished)
     assert final.epoch == 3
     assert final.weights_sha256 == learn.weights_sha256(member[0]._optimizer.param_groups[0]["params"])
-    assert member[0].left
+    assert member[0].left == 2
     assert "PeerConnected" not in {kind.__name__ for kind in kinds}
     working = [report for report in reports if isinstance(report, say.Working)]
     assert [report.state for report in working][:2] == ["loading torch", "joining"]

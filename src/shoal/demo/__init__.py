@@ -17,13 +17,12 @@ report             the result, as a picture
 peer               a peer process: the training loop
 baseline           the single process it is compared with
 swarm              the only file here that uses shoal
-training           model, optimizer, schedule as peers and baseline share them
+training           batches, model, optimizer, schedule as peers and baseline share them
 model              a small ALBERT-style masked language model in plain torch
-batches            masked batches
 text               English text and a tokenizer without a download
 =================  ==========================================================================================
 
-Only peer, baseline, training, model and batches import torch; the supervisor's process never does.
+Only peer, baseline, training and model import torch; the supervisor's process never does.
 """
 
 from __future__ import annotations

@@ -24,10 +24,11 @@ import msgspec
 
 from shoal.demo.messages import Command, Report, decode_report, encode
 
-__all__ = ["Child", "child_environment", "python_module"]
+__all__ = ["Child", "python_module"]
 
 _LONGEST_LINE_BYTES = 1 << 20
 _DRAIN_S = 5.0
+_SOURCES = str(Path(__file__).resolve().parents[2])
 _NEW_GROUP: int = getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0)  # the same for Windows
 
 
@@ -36,21 +37,8 @@ def python_module(module: str, argument: bytes) -> list[str]:
     return [sys.executable, "-P", "-m", module, argument.decode()]
 
 
-def child_environment() -> dict[str, str]:
-    """This process's environment, with this shoal first on the path and one thread per library."""
-    package_parent = str(Path(__file__).resolve().parents[2])
-    paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-
-
 class Child:
-    """One child process. Made by `Child.start`.
-
-    Args:
-        name: what people call it.
-        process: the running process.
-        log: file that its stderr goes to.
-    """
+    """One child process. Made by `Child.start`."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.name = name
@@ -77,13 +65,15 @@ class Child:
             on_report: called with the name and each report, in the running loop.
             on_end: called once with the name, the return code and the last words of the log when it is gone.
         """
+        paths = [_SOURCES, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}  # this shoal comes first
         with log.open("wb") as stderr:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env=child_environment(),
+                env={**os.environ, **environment},
                 limit=_LONGEST_LINE_BYTES,
                 start_new_session=True,  # without effect on Windows
                 creationflags=_NEW_GROUP,

@@ -99,7 +99,7 @@ class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # ------------------------------------------------------------------------------------------------ child to supervisor
 
 
-class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Working(msgspec.Struct, kw_only=True, tag=True):
     """The present work of the peer; sent about twice a second, and when it changes.
 
     Attributes:

@@ -21,11 +21,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shoal.demo.batches import Batch
-
-__all__ = ["MaskedLM", "ModelConfig", "build_model"]
+__all__ = ["Batch", "MaskedLM", "ModelConfig", "build_model"]
 
 _NEIGHBOUR_SLOPE, _NEIGHBOUR_REACH = 3.0, 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences to learn from, or to be judged on.
+
+    Attributes:
+        inputs: token indices [B, T], masked.
+        chosen: indices into the flattened places [N] whose token is to be guessed.
+        targets: the tokens that were there [N].
+    """
+
+    inputs: Tensor
+    chosen: Tensor
+    targets: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

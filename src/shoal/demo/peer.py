@@ -20,9 +20,9 @@ from shoal.demo.lifeline import Lifeline
 from shoal.demo.messages import TOLD, Finished, HeldOutLoss, PeerConfig, Ready, Working
 
 if TYPE_CHECKING:
-    from shoal.demo.batches import Batch, MaskedBatches
-    from shoal.demo.model import MaskedLM
-    from shoal.demo.swarm import Membership
+    from shoal.demo.model import Batch, MaskedLM
+    from shoal.demo.training import MaskedBatches
+    from shoal.optim.optimizer import Optimizer
 
 __all__ = ["main"]
 
@@ -52,26 +52,24 @@ class Reporter:
     def __init__(self, line: Lifeline) -> None:
         self._line = line
         self._lock = threading.Lock()
-        self._state, self._epoch = "loading torch", 0
-        self._loss: float | None = None
-        self._sent = self._received = self._samples = 0
+        self._work = Working(state="loading torch")
         self._recent: deque[tuple[float, int]] = deque()  # (when, samples)
         self._due_s = 0.0
 
     def enter(self, state: str) -> None:
         """The peer does something else now."""
         with self._lock:
-            self._state = state
+            self._work.state = state
             self._tell()
 
     def trained(self, samples: int, loss: float, epoch: int) -> None:
         """A micro-batch is done."""
         with self._lock:
+            work = self._work
             self._recent.append((time.monotonic(), samples))
-            self._samples += samples
-            self._loss, self._epoch = loss, epoch
-            if self._state != "training" or time.monotonic() >= self._due_s:
-                self._state = "training"
+            work.samples, work.loss, work.epoch = work.samples + samples, loss, epoch
+            if work.state != "training" or time.monotonic() >= self._due_s:
+                work.state = "training"
                 self._tell()
 
     def happened(self, event: events.Event) -> None:
@@ -80,11 +78,11 @@ class Reporter:
             self._line.say(event)
         with self._lock:
             if isinstance(event, events.GroupFormed):
-                self._state = "averaging"
+                self._work.state = "averaging"
                 self._tell()
             elif isinstance(event, events.RoundFinished):
-                self._sent += event.bytes_sent
-                self._received += event.bytes_received
+                self._work.bytes_sent += event.bytes_sent
+                self._work.bytes_received += event.bytes_received
 
     def _tell(self) -> None:
         now_s = time.monotonic()
@@ -93,17 +91,8 @@ class Reporter:
             self._recent.popleft()
         # Over the whole window, pauses included; right after the start over the time there has been.
         over_s = max(1.0, now_s - self._recent[0][0]) if self._recent else 1.0
-        self._line.say(
-            Working(
-                state=self._state,
-                epoch=self._epoch,
-                samples=self._samples,
-                samples_per_s=sum(samples for _, samples in self._recent) / over_s,
-                loss=self._loss,
-                bytes_sent=self._sent,
-                bytes_received=self._received,
-            )
-        )
+        self._work.samples_per_s = sum(samples for _, samples in self._recent) / over_s
+        self._line.say(self._work)
 
 
 class Peer:
@@ -135,37 +124,45 @@ class Peer:
         held_out = learn.held_out(config.training, corpus)
 
         self._report.enter("joining")
-        member = join(config, f"{config.run_id}-{corpus.digest[:8]}", model.parameters(), self._report.happened)
+        run_id = f"{config.run_id}-{corpus.digest[:8]}"
+        dht, optimizer = join(config, run_id, model.parameters(), self._report.happened)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._line.say(
-            Ready(peer_id=member.peer_id, run_id=member.run_id, addresses=member.addresses, parameters=parameters)
+            Ready(
+                peer_id=str(dht.peer_id),
+                run_id=run_id,
+                addresses=tuple(map(str, dht.get_visible_maddrs())),
+                parameters=parameters,
+            )
         )
-        member.catch_up()
-        self._loop(member, model, batches, held_out)
-        if member.finished:
+        optimizer.load_state_from_peers()
+        self._loop(optimizer, model, batches, held_out)
+        if optimizer.finished:
             loss = learn.held_out_loss(model, held_out)
             digest = learn.weights_sha256(model.parameters())
-            self._line.say(Finished(epoch=member.epoch, weights_sha256=digest, loss=loss))
+            self._line.say(Finished(epoch=optimizer.local_epoch, weights_sha256=digest, loss=loss))
             # Others may still need what this peer holds: it leaves when all are there.
             self._line.wait_for_leave(_LONGEST_WAIT_FOR_LEAVE_S)
-        member.leave()
+        optimizer.shutdown()
+        dht.shutdown()
 
-    def _loop(self, member: Membership, model: MaskedLM, batches: MaskedBatches, held_out: list[Batch]) -> None:
+    def _loop(self, optimizer: Optimizer, model: MaskedLM, batches: MaskedBatches, held_out: list[Batch]) -> None:
         judged = -1
-        while not member.finished and not self._line.told_to_leave:
-            if member.epoch != judged:
-                judged = member.epoch
+        while not optimizer.finished and not self._line.told_to_leave:
+            if optimizer.local_epoch != judged:
+                judged = optimizer.local_epoch
                 self._judge(judged, model, held_out)
             begin_s = time.monotonic()
             loss = model.loss(next(batches))
             loss.backward()  # type: ignore[no-untyped-call]
             computed_s = time.monotonic() - begin_s
-            member.step()
-            self._report.trained(self._config.training.micro_batch, loss.item(), member.epoch)
+            optimizer.step()
+            optimizer.zero_grad()
+            self._report.trained(self._config.training.micro_batch, loss.item(), optimizer.local_epoch)
             time.sleep(computed_s * (1 / self._config.speed - 1))
             last_epoch = self._line.stop_epoch()
             if last_epoch is not None:
-                member.announce_end(last_epoch)
+                optimizer.announce_end(last_epoch)
 
     def _judge(self, epoch: int, model: MaskedLM, held_out: list[Batch]) -> None:
         from shoal.demo.training import held_out_loss

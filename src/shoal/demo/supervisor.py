@@ -42,7 +42,7 @@ __all__ = ["Wiring", "run_demo"]
 
 COMPLETED, INTERRUPTED = "completed", "interrupted"
 _EXIT_INTERRUPTED = 130
-_TICK_S, _SHOW_EVERY_S, _RECORD_EVERY_S = 0.1, 0.25, 0.5
+_TICK_S, _SHOW_EVERY_S, _RECORD_EVERY_S = 0.05, 0.25, 0.5
 _BASELINE = "baseline"
 
 
@@ -146,8 +146,6 @@ class _Supervisor:
         self._children: dict[str, Child] = {}
         self._meeting: MeetingPoint | None = None
         self._interrupted = False
-        self._news: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._shown_s = self._recorded_s = -1e9
         self.state = DemoState(seconds=options.seconds)
         self._refresh()
@@ -159,8 +157,6 @@ class _Supervisor:
     def interrupt(self) -> None:
         """End the run in order, as after Ctrl+C. Callable from a signal handler."""
         self._interrupted = True
-        if self._loop is not None and self._news is not None:
-            self._loop.call_soon_threadsafe(self._news.set)
 
     def conclude(self, reason: str) -> None:
         """Write down how the run ended."""
@@ -169,7 +165,6 @@ class _Supervisor:
 
     async def run(self) -> None:
         """The whole run; afterwards `state.exit_reason` says how it went."""
-        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
         try:
             reason = await self._acts()
         finally:
@@ -295,28 +290,17 @@ class _Supervisor:
 
     def _on_report(self, name: str, report: Report) -> None:
         self.state.said(name, report, self.now_s())
-        self._wake()
 
     def _on_peer_end(self, name: str, returncode: int, detail: str) -> None:
         self.state.ended(name, returncode, detail, self.now_s())
-        self._wake()
 
     def _on_baseline_end(self, _name: str, returncode: int, _detail: str) -> None:
         last = self.state.baseline[-1].samples if self.state.baseline else 0
         self.state.baseline_complete = returncode == 0 and last >= self.state.samples
-        self._wake()
-
-    def _wake(self) -> None:
-        assert self._news is not None
-        self._news.set()
 
     async def _pause(self) -> None:
-        """Wait for news, at most a tick; then bring screen and file up to date."""
-        assert self._news is not None
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_TICK_S):
-                await self._news.wait()
-        self._news.clear()
+        """Wait a moment; then bring screen and file up to date."""
+        await asyncio.sleep(_TICK_S)
         self._refresh()
 
     def _refresh(self, *, at_once: bool = False) -> None:

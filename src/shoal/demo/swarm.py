@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.optim.optimizer import Optimizer
     from shoal.runtime.dht import DHT
 
-__all__ = ["MeetingPoint", "Membership", "join", "open_meeting_point"]
+__all__ = ["MeetingPoint", "join", "open_meeting_point"]
 
 
 class MeetingPoint(NamedTuple):
@@ -37,57 +37,7 @@ def open_meeting_point() -> MeetingPoint:
     from shoal.runtime.dht import DHT
 
     dht = DHT(start=True)
-    return MeetingPoint(_addresses(dht), dht.shutdown)
-
-
-def _addresses(dht: DHT) -> tuple[str, ...]:
-    return tuple(map(str, dht.get_visible_maddrs()))
-
-
-class Membership:
-    """A peer's place in the swarm. Made by `join`."""
-
-    def __init__(self, dht: DHT, optimizer: Optimizer, run_id: str) -> None:
-        self._dht, self._optimizer = dht, optimizer
-        self.run_id = run_id
-
-    @property
-    def peer_id(self) -> str:
-        """Printed identity."""
-        return str(self._dht.peer_id)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where this peer listens."""
-        return _addresses(self._dht)
-
-    @property
-    def epoch(self) -> int:
-        """The swarm epoch of this peer's weights."""
-        return int(self._optimizer.local_epoch)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the announced end of the run is reached."""
-        return bool(self._optimizer.finished)
-
-    def catch_up(self) -> None:
-        """Take the state of the others, if there are any and they are ahead."""
-        self._optimizer.load_state_from_peers()
-
-    def step(self) -> None:
-        """Hand in the gradients of one micro-batch; at the end of an epoch this takes the swarm's step."""
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def announce_end(self, epoch: int) -> None:
-        """Tell the swarm that `epoch` is the last."""
-        self._optimizer.announce_end(epoch)
-
-    def leave(self) -> None:
-        """Leave in order."""
-        self._optimizer.shutdown()
-        self._dht.shutdown()
+    return MeetingPoint(tuple(map(str, dht.get_visible_maddrs())), dht.shutdown)
 
 
 def join(
@@ -95,8 +45,8 @@ def join(
     run_id: str,
     parameters: Iterable[torch.Tensor],
     on_event: Callable[[events.Event], None],
-) -> Membership:
-    """Join the run.
+) -> tuple[DHT, Optimizer]:
+    """Join the run; both are to be shut down at the end, the optimizer first.
 
     Args:
         config: the peer's settings.
@@ -111,7 +61,7 @@ def join(
     training = config.training
     dht = DHT(initial_peers=list(config.initial_peers), start=True)
     dht.events.subscribe(on_event)
-    optimizer = Optimizer(
+    return dht, Optimizer(
         dht=dht,
         run_id=run_id,
         target_batch_size=training.target_batch,
@@ -120,4 +70,3 @@ def join(
         optimizer=lambda params: make_optimizer(training, params),
         scheduler=lambda optimizer: make_schedule(training, optimizer),
     )
-    return Membership(dht, optimizer, run_id)

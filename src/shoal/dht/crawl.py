@@ -7,7 +7,9 @@ back is checked here before anything else sees it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal.dht.local import Local
@@ -43,14 +45,13 @@ def _report(error: BaseException) -> None:
         report("DHT task", error)
 
 
+@dataclass(slots=True)
 class _Gate:
     """The calls to one peer, under way or waiting; and since when none of them has been answered."""
 
-    __slots__ = ("free", "since", "users")
-
-    def __init__(self, calls: int, now: float) -> None:
-        self.free = asyncio.Semaphore(calls)
-        self.users, self.since = 0, now
+    free: asyncio.Semaphore
+    since: float
+    users: int = 0
 
 
 class Caller:
@@ -94,24 +95,23 @@ class Caller:
             ClosedError: we were shut down.
         """
         peer, loop = contact.peer, asyncio.get_running_loop()
-        await self._enter(peer)
-        self.calls += 1
-        try:
-            reply = await self._endpoint.call(self._way_to(contact), request, timeout_s=self._settings.call_timeout_s)
-        except PeerUnreachable:
-            self._neighbours.unreachable(peer, loop.time())
-            raise
-        except PeerProtocolError:
-            self._neighbours.lied(peer, loop.time())
-            raise
-        except PeerRefused:
-            self._neighbours.refused(peer, loop.time())
-            raise
-        except PeerError:
-            self._neighbours.silent(peer, loop.time())
-            raise
-        finally:
-            self._leave(peer)
+        async with self._gate(peer):
+            self.calls += 1
+            try:
+                timeout_s = self._settings.call_timeout_s
+                reply = await self._endpoint.call(self._way_to(contact), request, timeout_s=timeout_s)
+            except PeerUnreachable:
+                self._neighbours.unreachable(peer, loop.time())
+                raise
+            except PeerProtocolError:
+                self._neighbours.lied(peer, loop.time())
+                raise
+            except PeerRefused:
+                self._neighbours.refused(peer, loop.time())
+                raise
+            except PeerError:
+                self._neighbours.silent(peer, loop.time())
+                raise
         self._neighbours.alive(self._known(contact), loop.time())
         return reply
 
@@ -125,28 +125,24 @@ class Caller:
         known = self._endpoint.contact_of(contact.peer)
         return known if known.addresses else contact
 
-    async def _enter(self, peer: PeerID) -> None:
+    @asynccontextmanager
+    async def _gate(self, peer: PeerID) -> AsyncIterator[None]:
         """Wait until few enough calls to this peer are under way."""
+        loop = asyncio.get_running_loop()
         gate = self._gates.get(peer)
         if gate is None:
-            gate = self._gates[peer] = _Gate(self._settings.calls_per_peer, asyncio.get_running_loop().time())
+            gate = self._gates[peer] = _Gate(asyncio.Semaphore(self._settings.calls_per_peer), loop.time())
         gate.users += 1
         try:
-            await gate.free.acquire()
-        except BaseException:
-            self._forget(peer, gate)
-            raise
-
-    def _leave(self, peer: PeerID) -> None:
-        gate = self._gates[peer]
-        gate.since = asyncio.get_running_loop().time()
-        gate.free.release()
-        self._forget(peer, gate)
-
-    def _forget(self, peer: PeerID, gate: _Gate) -> None:
-        gate.users -= 1
-        if not gate.users:
-            del self._gates[peer]
+            async with gate.free:
+                try:
+                    yield
+                finally:
+                    gate.since = loop.time()
+        finally:
+            gate.users -= 1
+            if not gate.users:
+                del self._gates[peer]
 
 
 class Findings:
@@ -185,16 +181,14 @@ class KeySearch(Findings):
         return bool(self.first and self.records) or self.lookup.done
 
 
+@dataclass(slots=True)
 class _Queue:
     """The keys to ask one node for in one run: one call at a time; keys that come up meanwhile go into the next."""
 
-    __slots__ = ("contact", "members", "timers", "waiting")
-
-    def __init__(self, contact: Contact) -> None:
-        self.contact = contact
-        self.waiting: list[KeySearch] = []
-        self.members: list[KeySearch] = []
-        self.timers: list[asyncio.TimerHandle] = []
+    contact: Contact
+    waiting: list[KeySearch] = field(default_factory=list)
+    members: list[KeySearch] = field(default_factory=list)
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
 
 class _Run:

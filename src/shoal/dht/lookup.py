@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from shoal.dht.routing import node_id
@@ -41,16 +42,14 @@ class _State(Enum):
     FAILED = auto()
 
 
+@dataclass(slots=True, eq=False)
 class _Candidate:
     """A node that the lookup heard of. `hops` is how many calls in a row led to its answer, its own included."""
 
-    __slots__ = ("contact", "distance", "hops", "state")
-
-    def __init__(self, contact: Contact, distance: int, hops: int) -> None:
-        self.contact = contact
-        self.distance = distance
-        self.hops = hops
-        self.state = _State.NEW
+    contact: Contact
+    distance: int
+    hops: int
+    state: _State = _State.NEW
 
 
 class Lookup:

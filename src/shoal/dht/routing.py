@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -47,28 +48,24 @@ def node_id(peer: PeerID) -> int:
     return int.from_bytes(hashlib.sha256(peer.raw).digest())
 
 
+@dataclass(slots=True, eq=False)
 class _Node:
     """A node in a bucket or among its spares."""
 
-    __slots__ = ("bucket", "contact", "failures", "id", "last_seen")
-
-    def __init__(self, contact: Contact, bucket: int, now: float) -> None:
-        self.contact = contact
-        self.bucket = bucket
-        self.id = node_id(contact.peer)
-        self.last_seen = now
-        self.failures = 0
+    contact: Contact
+    id: int
+    bucket: int
+    last_seen: float
+    failures: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class _Bucket:
     """Nodes at one distance. Both dictionaries are ordered by when a node was last seen, the longest ago first."""
 
-    __slots__ = ("nodes", "refreshed", "spares")
-
-    def __init__(self, now: float) -> None:
-        self.nodes: dict[PeerID, _Node] = {}
-        self.spares: dict[PeerID, _Node] = {}
-        self.refreshed = now
+    refreshed: float
+    nodes: dict[PeerID, _Node] = field(default_factory=dict)
+    spares: dict[PeerID, _Node] = field(default_factory=dict)
 
 
 class RoutingTable:
@@ -160,13 +157,12 @@ class RoutingTable:
             nodes = self._buckets[known.bucket].nodes
             nodes[peer] = nodes.pop(peer)
             return False
-        index = self._index(node_id(peer))
+        its_id = node_id(peer)
+        index = self._index(its_id)
         if index == ID_BITS:
             return False
-        bucket = self._buckets.get(index)
-        if bucket is None:
-            bucket = self._buckets[index] = _Bucket(now)
-        node = _Node(contact, index, now)
+        bucket = self._buckets.setdefault(index, _Bucket(now))
+        node = _Node(contact, its_id, index, now)
         bucket.spares.pop(peer, None)
         if len(bucket.nodes) < self.bucket_size:
             bucket.nodes[peer] = self._nodes[peer] = node
@@ -217,9 +213,7 @@ class RoutingTable:
         deepest = max(index for index, bucket in self._buckets.items() if bucket.nodes)
         due = []
         for index in range(deepest + 1):
-            bucket = self._buckets.get(index)
-            if bucket is None:
-                bucket = self._buckets[index] = _Bucket(float("-inf"))
+            bucket = self._buckets.setdefault(index, _Bucket(float("-inf")))
             if bucket.refreshed < before:
                 due.append(index)
         return due

@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from shoal.clock import Backoff
 from shoal.dht.crawl import Caller, Crawler, report
@@ -42,14 +43,12 @@ _KEYS_AT_ONCE = 64
 _KNOCK_S = 5.0
 
 
+@dataclass(slots=True)
 class _Placed:
     """The nodes that should hold a key, as of the last check, and when a record of the key last came in."""
 
-    __slots__ = ("at", "nodes")
-
-    def __init__(self, nodes: Sequence[PeerID], at: float) -> None:
-        self.nodes = dict.fromkeys(nodes)
-        self.at = at
+    nodes: Sequence[PeerID]
+    at: float
 
 
 class Upkeep:
@@ -190,7 +189,7 @@ class Upkeep:
             for peer in holders:
                 if peer not in placed.nodes:
                     moves.setdefault(peer, []).append(key)
-        placed.nodes = dict.fromkeys(holders)
+        placed.nodes = holders
 
     async def _move(self, moves: dict[PeerID, list[bytes]]) -> None:
         now = self._env.clock.time()
@@ -214,7 +213,7 @@ class Upkeep:
             placed = self._placed.setdefault(key, _Placed(holders, float("-inf")))
             if placed.at < at - self._settings.republish_s / 2 and holders[0] == self._own:
                 placed.at = at
-                placed.nodes = dict.fromkeys(holders)
+                placed.nodes = holders
                 for peer in holders[1:]:
                     moves.setdefault(peer, []).append(key)
         await self._move(moves)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from shoal.clock import Backoff
 from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
@@ -19,6 +19,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Kind, Limits, pack
 from shoal.rpc.link import CallLink
 from shoal.rpc.ways import Ways
+from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 from shoal.wire import Contact, Hello
 
@@ -27,12 +28,6 @@ __all__ = ["Dialer"]
 _MAX_CONTACTS = 8192
 
 T = TypeVar("T")
-
-
-class Spawn(Protocol):
-    """Starts a task that the endpoint owns."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]: ...
 
 
 class Dialer:
@@ -44,7 +39,7 @@ class Dialer:
         limits: how long dialing may take.
         me: how others reach us.
         add_link: makes a call link of a new connection.
-        spawn: starts a task that the endpoint owns.
+        tasks: the endpoint's.
         on_shut: see `Ways`.
     """
 
@@ -56,7 +51,7 @@ class Dialer:
         *,
         me: Callable[[], Contact],
         add_link: Callable[[Connection], CallLink],
-        spawn: Spawn,
+        tasks: Tasks,
         on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._transport, self._open, self._limits = transport, connections, limits
@@ -64,11 +59,11 @@ class Dialer:
             transport,
             limits.dial_timeout_s,
             link=connections.link,
-            spawn=spawn,
+            tasks=tasks,
             keep=self._keep_again,
             on_shut=on_shut,
         )
-        self._me, self._add_link, self._spawn = me, add_link, spawn
+        self._me, self._add_link, self._tasks = me, add_link, tasks
         self._told: dict[PeerID, tuple[Address, ...]] = {}  # by the peers themselves, the last one at the end
         self._heard: dict[PeerID, tuple[Address, ...]] = {}  # from others
         self._closed = False
@@ -118,7 +113,7 @@ class Dialer:
         if state.link is not None:
             return state.link
         if state.dialing is None:
-            state.dialing = self._spawn(self._dial_link(peer))
+            state.dialing = self._tasks.spawn(self._dial_link(peer))
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._result(state.dialing)
@@ -230,7 +225,7 @@ class Dialer:
             if not connection.closed:
                 return connection
             self._open.drop(connection)
-        dialing, state.ahead = state.ahead or self._spawn(self._dial(peer)), None
+        dialing, state.ahead = state.ahead or self._tasks.spawn(self._dial(peer)), None
         try:
             connection = await self._result(dialing)
         except asyncio.CancelledError:
@@ -259,7 +254,7 @@ class Dialer:
             return False
         if state.link is None:
             if link and state.dialing is None:
-                state.dialing = self._spawn(self._dial_link(peer))
+                state.dialing = self._tasks.spawn(self._dial_link(peer))
                 state.dialing.add_done_callback(linked)
             self._open.forget(peer)
             return state.dialing is not None
@@ -272,7 +267,7 @@ class Dialer:
                 self._keep(dialed)
                 self._open.forget(peer)
 
-        state.ahead = self._spawn(self._dial(peer))
+        state.ahead = self._tasks.spawn(self._dial(peer))
         state.ahead.add_done_callback(came)
         return True
 

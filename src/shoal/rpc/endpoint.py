@@ -32,6 +32,7 @@ from shoal.rpc.link import CallLink, LinkRetired
 from shoal.rpc.rhythm import LOOK_S, Rhythm
 from shoal.rpc.serving import Services, tag_of
 from shoal.rpc.stream import Stream
+from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 from shoal.wire import (
     Call,
@@ -83,14 +84,15 @@ class Endpoint:
         self.limits = limits or Limits()
         self._transport = transport
         self._open = Connections()
-        self._services = Services(self._open, self.limits, spawn=self._spawn, warn=self._warn, answered=self._answered)
+        self._tasks = Tasks(self._task_failed)
+        self._services = Services(self._open, self.limits, tasks=self._tasks, warn=self._warn, answered=self._answered)
         self._dialer = Dialer(
             transport,
             self._open,
             self.limits,
             me=lambda: self.contact,
             add_link=self._add_link,
-            spawn=self._spawn,
+            tasks=self._tasks,
             on_shut=self._way_shut,
         )
         self._withheld = False
@@ -107,7 +109,6 @@ class Endpoint:
         self._linking_anew: set[PeerID] = set()
         self._looking = False
         self._lost_callbacks: list[Callable[[PeerID, str], None]] = []
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False
         self._clock_told = False
         self._clock = env.clock if isinstance(env.clock, SharedClock) else SharedClock(env.clock, settled=True)
@@ -268,7 +269,7 @@ class Endpoint:
         for link in links:
             link.ask()
         if not links and self._dialer.contact(peer).addresses and not self._closed:
-            self._spawn(self._dial_and_ask(peer))
+            self._tasks.spawn(self._dial_and_ask(peer))
             return True
         return bool(links)
 
@@ -289,7 +290,7 @@ class Endpoint:
         self._open.drop_all(state.idle)  # its line may have been cut: they would be as late as its links
         if peer not in self._linking_anew and len(self._linking_anew) < _MAX_LINKING_ANEW:
             self._linking_anew.add(peer)
-            self._spawn(self._link_anew(peer))
+            self._tasks.spawn(self._link_anew(peer))
 
     async def _link_anew(self, peer: PeerID) -> None:
         try:
@@ -392,7 +393,7 @@ class Endpoint:
         deadline = loop.time() + timeout_s
         if not self._looking:
             self._looking = True
-            self._spawn(self._look_loop())
+            self._tasks.spawn(self._look_loop())
         while True:
             link = self._open.link(peer) or await self._dialer.link(peer, max(deadline - loop.time(), 0.0))
             with suppress(LinkRetired):  # it was idle, and closed while the call was on its way: the next one is fresh
@@ -474,7 +475,7 @@ class Endpoint:
             connection.abort()
             return
         self._open.connections.add(connection)
-        self._spawn(self._serve_connection(connection))
+        self._tasks.spawn(self._serve_connection(connection))
 
     async def _serve_connection(self, connection: Connection) -> None:
         is_link, peer = False, connection.peer_id
@@ -572,7 +573,7 @@ class Endpoint:
 
     def _add_link(self, connection: Connection) -> CallLink:
         state = self._open.of(connection.peer_id)
-        link = CallLink(connection, self, self.limits, self._spawn)
+        link = CallLink(connection, self, self.limits, self._tasks)
         self._allowance(connection.remote_host).add(link, asyncio.get_running_loop().time())
         state.links.append(link)
         link.start()
@@ -599,7 +600,7 @@ class Endpoint:
             if not expected:
                 self._peer_lost(peer, error.message)
             elif state.streams and self._dialer.contact(peer).addresses:
-                self._spawn(self._link_again(peer))
+                self._tasks.spawn(self._link_again(peer))
             else:
                 self._open.drop_all(state.idle)
         self._open.forget(peer)
@@ -617,7 +618,7 @@ class Endpoint:
         self._open.drop_all(state.streams)
         self._open.drop_all(state.idle)
         if state.accepted:
-            self._spawn(self._drop_accepted(peer))
+            self._tasks.spawn(self._drop_accepted(peer))
         self._open.forget(peer)
         self.env.events.emit(PeerLost(peer=peer, reason=reason))
         for callback in list(self._lost_callbacks):
@@ -643,15 +644,8 @@ class Endpoint:
         _logger.error("internal error in %s", where, exc_info=error)
         self.env.events.emit(Warned(where=where, message=f"{type(error).__name__}: {error}"))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, PeerError | ClosedError):
+    def _task_failed(self, error: BaseException) -> None:
+        if not isinstance(error, PeerError | ClosedError):
             self._warn("background task", error if isinstance(error, Exception) else RuntimeError(repr(error)))
 
     async def close(self) -> None:
@@ -664,11 +658,7 @@ class Endpoint:
         await asyncio.gather(*(link.close(leaving=True) for link in links))
         for connection in list(self._open.connections):
             self._open.drop(connection)
-        current = asyncio.current_task()
-        tasks = [task for task in self._tasks if task is not current]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         for state in list(self._open.peers.values()):
             for link in list(state.links):
                 link.abort()

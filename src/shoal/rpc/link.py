@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol, TypeAlias
 
@@ -18,6 +17,7 @@ from shoal.clock import SharedClock
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
+from shoal.tasks import Tasks
 from shoal.transport.base import Connection
 from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode, encode
 
@@ -83,7 +83,7 @@ class CallLink:
         connection: the connection, used by nobody else.
         owner: the endpoint.
         limits: bounds and heartbeat periods.
-        spawn: starts a task that the endpoint owns.
+        tasks: the endpoint's.
 
     Attributes:
         heard: set once a message has come.
@@ -94,13 +94,13 @@ class CallLink:
         connection: Connection,
         owner: LinkOwner,
         limits: Limits,
-        spawn: Callable[..., asyncio.Task[None]],
+        tasks: Tasks,
     ) -> None:
         self.connection = connection
         self.serving = 0
         self.clock_offset_s, self.clock_known = 0.0, False
         self._asked_time_at = 0.0
-        self._owner, self._limits, self._spawn = owner, limits, spawn
+        self._owner, self._limits, self._tasks = owner, limits, tasks
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._next_id = 1
@@ -128,8 +128,8 @@ class CallLink:
 
     def start(self) -> None:
         """Start to read and to watch."""
-        self._spawn(self._read_loop())
-        self._spawn(self._write_loop())
+        self._tasks.spawn(self._read_loop())
+        self._tasks.spawn(self._write_loop())
         self._ask_time()
         self.watch()
 
@@ -335,7 +335,7 @@ class CallLink:
             return
         if not busy and not self._waiting and not self.serving and now - self._last_used > limits.idle_close_s:
             self._said_bye = Bye(leaving=False)
-            self._spawn(self._say_bye(self._said_bye))
+            self._tasks.spawn(self._say_bye(self._said_bye))
             return
         if silent_s >= period_s * 0.9 or not self.clock_known or now - self._asked_time_at >= _ASK_TIME_S:
             try:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from shoal.events import Warned
 from shoal.peer import Address, PeerID
 from shoal.rpc.endpoint import Endpoint
 from shoal.rpc.rate_limiter import RateLimiter
+from shoal.tasks import Tasks
 from shoal.wire import Ballast, DialBack, DialedBack, Noted, NoWayIn, Whereabouts
 
 __all__ = ["Reachability", "Verdict"]
@@ -87,7 +88,7 @@ class Reachability:
         self._looking: asyncio.Task[Any] | None = None
         self._looked_at = float("-inf")
         self._shut_out: dict[PeerID, tuple[float, frozenset[Address]]] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(_report)
         endpoint.serve(DialBack, self._dial_back)
         endpoint.serve(Whereabouts, self._moved)
         endpoint.serve(NoWayIn, self._told_no_way)
@@ -149,7 +150,7 @@ class Reachability:
             look_around: connects with neighbours, and makes us known to them.
             on_opened: called when others can.
         """
-        self._spawn(self._watch(look_around, on_opened))
+        self._tasks.spawn(self._watch(look_around, on_opened))
 
     async def _watch(self, look_around: Callable[[], Awaitable[None]], on_opened: Callable[[], None]) -> None:
         pause_s = _AGAIN_S
@@ -230,7 +231,7 @@ class Reachability:
     # ------------------------------------------------------------------------------------------- when it turns out so
 
     def _way_shut(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
-        self._spawn(self._tell_no_way(peer, addresses))
+        self._tasks.spawn(self._tell_no_way(peer, addresses))
 
     async def _tell_no_way(self, peer: PeerID, addresses: tuple[Address, ...]) -> None:
         with suppress(PeerError):
@@ -258,21 +259,17 @@ class Reachability:
         busy = self._looking is not None and not self._looking.done()
         if not busy and now >= self._looked_at + _LOOK_AGAIN_S:
             self._looked_at = now
-            self._looking = self._spawn(self.find_out())
+            self._looking = self._tasks.spawn(self.find_out())
         return Noted()
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def close(self) -> None:
         """Stop asking."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
+
+
+def _report(error: BaseException) -> None:
+    """A fault of ours: nobody waits for these tasks."""
+    asyncio.get_running_loop().call_exception_handler({"message": "asking for reachability failed", "exception": error})
 
 
 def _may_be_dialed(host: str) -> bool:

@@ -22,6 +22,7 @@ from shoal.rpc.connections import Connections
 from shoal.rpc.framing import Frame, Kind, Limits
 from shoal.rpc.link import CallLink, reply_frame
 from shoal.rpc.stream import Stream
+from shoal.tasks import Tasks
 from shoal.transport.base import Connection
 from shoal.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, stream_types
 
@@ -57,7 +58,7 @@ class Services:
     Args:
         connections: what is open.
         limits: what one peer may cost.
-        spawn: starts a task that the endpoint owns.
+        tasks: the endpoint's.
         warn: told of a bug in a handler: where, and the exception.
         answered: told of each reply: the link, and how many bytes.
     """
@@ -67,11 +68,11 @@ class Services:
         connections: Connections,
         limits: Limits,
         *,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        tasks: Tasks,
         warn: Callable[[str, Exception], None],
         answered: Callable[[CallLink, int], None],
     ) -> None:
-        self._open, self._limits, self._spawn, self._warn = connections, limits, spawn, warn
+        self._open, self._limits, self._tasks, self._warn = connections, limits, tasks, warn
         self._answered = answered
         self._calls: dict[str, _Served[CallHandler]] = {}
         self._notes: dict[str, _Served[NoteHandler]] = {}
@@ -193,7 +194,7 @@ class Services:
             answer = handler(link.peer_id, request)
             if asyncio.iscoroutine(answer):
                 link.serving += 1
-                task = self._spawn(self._wait_for_answer(link, call, answer))
+                task = self._tasks.spawn(self._wait_for_answer(link, call, answer))
                 task.add_done_callback(lambda _: answer.close())  # it may have been cancelled before it began
             else:
                 self._reply(link, reply_frame(call.id, answer))

@@ -19,6 +19,7 @@ from contextlib import suppress
 from shoal.errors import PeerError
 from shoal.peer import Address, PeerID
 from shoal.rpc.link import CallLink
+from shoal.tasks import Tasks
 from shoal.transport.base import Connection, Transport
 
 __all__ = ["Ways"]
@@ -47,7 +48,7 @@ class Ways:
         transport: dials.
         dial_timeout_s: longest time of one dial.
         link: the call link with a peer, if there is one.
-        spawn: starts a task that the endpoint owns.
+        tasks: the endpoint's.
         keep: takes a connection that a second try made.
         on_shut: told of each way that is shut, with the addresses that were tried.
     """
@@ -58,12 +59,12 @@ class Ways:
         dial_timeout_s: float,
         *,
         link: Callable[[PeerID], CallLink | None],
-        spawn: Callable[..., object],
+        tasks: Tasks,
         keep: Callable[[Connection], None],
         on_shut: Callable[[PeerID, tuple[Address, ...]], None],
     ) -> None:
         self._transport, self._dial_timeout_s = transport, dial_timeout_s
-        self._link, self._spawn, self._keep, self._on_shut = link, spawn, keep, on_shut
+        self._link, self._tasks, self._keep, self._on_shut = link, tasks, keep, on_shut
         self._ways: dict[PeerID, _Way] = {}
 
     def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
@@ -105,7 +106,7 @@ class Ways:
     def _doubt(self, peer: PeerID, way: _Way) -> None:
         if self._link(peer) is not None and peer not in self._ways and len(self._ways) < _MAX_DOUBTS:
             self._ways[peer] = way
-            self._spawn(self._try_again(peer, way))
+            self._tasks.spawn(self._try_again(peer, way))
 
     async def _try_again(self, peer: PeerID, way: _Way) -> None:
         """Try until the way is open, or of no interest any more."""

@@ -5,11 +5,11 @@ side, `assembly` and `download` the receiver's. See those for their invariants.
 """
 
 from shoal.state.arrivals import Intake
-from shoal.state.donor import ShareLimits, StateDonor
+from shoal.state.donor import StateDonor
 from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
 from shoal.state.manifest import Accept, Manifest, TensorSpec, matching
 from shoal.state.pace import Pacer
-from shoal.state.snapshot import HoldState, SharedState
+from shoal.state.snapshot import HoldState, SharedState, ShareLimits
 
 __all__ = [
     "Accept",

@@ -12,20 +12,18 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
-import msgspec
-
 from shoal.clock import Env
 from shoal.errors import ClosedError, ConfigError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
 from shoal.state.pace import Pacer
-from shoal.state.snapshot import HoldState, Snapshot, SnapshotStore
+from shoal.state.snapshot import HoldState, ShareLimits, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
 from shoal.tasks import Changes
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
-__all__ = ["ShareLimits", "StateDonor"]
+__all__ = ["StateDonor"]
 
 _ANSWER_WITHIN_S = 2.0
 """A snapshot that takes longer is answered with "not yet": so a receiver can tell a slow donor from a dead one."""
@@ -35,34 +33,6 @@ _MESSAGE_ROOM = 1024
 _TAKEN_BYTES = 64 << 10
 """A receiver that asks for nothing is left if its machine takes less than this meanwhile, of what was sent already. The
 queues of a slow line hold more than it carries within `send_stall_s`."""
-
-
-class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """The limits on the costs of sharing state.
-
-    Attributes:
-        upload_bytes_per_s: the rate at which state is sent, over all receivers; None for no limit.
-        beside_rounds: while this peer sends other things (rounds of averaging), states get at most this fraction of
-            their traffic, so that newcomers do not slow them; None: no such limit.
-        max_receivers: streams that are served at the same time; more are asked to come again.
-        max_receivers_per_peer: how many of them may be one peer's.
-        join_s: there is one copy of a state at a time. While it is being taken, newcomers are given the same one for so
-            long after it was made, though the state has moved on; after that they wait for the next.
-        hold_s: for so long after that, readers may keep an old copy while others wait for the next one; then the
-            readers are sent away. As long as a download may take if its user does not say otherwise.
-        linger_s: how long a copy that nobody downloads is kept, seconds.
-        send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none though it has
-            what it was sent, is left.
-    """
-
-    upload_bytes_per_s: float | None = None
-    beside_rounds: float | None = 0.1
-    max_receivers: int = 16
-    max_receivers_per_peer: int = 4
-    join_s: float = 120.0
-    hold_s: float = 600.0
-    linger_s: float = 10.0
-    send_stall_s: float = 30.0
 
 
 class StateDonor:
@@ -109,15 +79,8 @@ class StateDonor:
         self._endpoint = endpoint
         self._serving: Counter[PeerID] = Counter()
         self._hosts: Counter[str] = Counter()  # of those that are served
-        self._store = SnapshotStore(
-            env,
-            hold,
-            version,
-            join_s=self._limits.join_s,
-            hold_s=self._limits.hold_s,
-            linger_s=self._limits.linger_s,
-            max_message_bytes=endpoint.limits.header_bytes - _MESSAGE_ROOM,
-        )
+        message_bytes = endpoint.limits.header_bytes - _MESSAGE_ROOM
+        self._store = SnapshotStore(env, hold, version, self._limits, max_message_bytes=message_bytes)
         self._stopped = False
         self._unserve = (
             endpoint.serve(GetManifest, self._show, scope=prefix),

@@ -22,6 +22,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import torch
 
 from shoal.clock import Env
@@ -32,7 +33,7 @@ from shoal.rpc.rate_limiter import RateLimiter
 from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
 from shoal.wire import ManifestPending, ManifestReply, encode
 
-__all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
+__all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore"]
 
 _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
@@ -119,6 +120,34 @@ class Snapshot:
         return self.streams > 0 or any(now - at < _ABOUT_TO_OPEN_S for at in self.told.values())
 
 
+class ShareLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """The limits on the costs of sharing state.
+
+    Attributes:
+        upload_bytes_per_s: the rate at which state is sent, over all receivers; None for no limit.
+        beside_rounds: while this peer sends other things (rounds of averaging), states get at most this fraction of
+            their traffic, so that newcomers do not slow them; None: no such limit.
+        max_receivers: streams that are served at the same time; more are asked to come again.
+        max_receivers_per_peer: how many of them may be one peer's.
+        join_s: there is one copy of a state at a time. While it is being taken, newcomers are given the same one for so
+            long after it was made, though the state has moved on; after that they wait for the next.
+        hold_s: for so long after that, readers may keep an old copy while others wait for the next one; then the
+            readers are sent away. As long as a download may take if its user does not say otherwise.
+        linger_s: how long a copy that nobody downloads is kept, seconds.
+        send_stall_s: a receiver that does not take a piece of a chunk within this time, or asks for none though it has
+            what it was sent, is left.
+    """
+
+    upload_bytes_per_s: float | None = None
+    beside_rounds: float | None = 0.1
+    max_receivers: int = 16
+    max_receivers_per_peer: int = 4
+    join_s: float = 120.0
+    hold_s: float = 600.0
+    linger_s: float = 10.0
+    send_stall_s: float = 30.0
+
+
 class CopyLimit:
     """How often hosts may have the state copied: copying takes the trainer's time.
 
@@ -157,10 +186,7 @@ class SnapshotStore:
         env: chance and executor.
         hold: gives the state, held still.
         version: the current version of the state: cheap, and different whenever the state is.
-        join_s: until when newcomers are given a copy that others take, though the state has moved on, seconds after it
-            was made.
-        hold_s: how long after that its readers may keep it while others wait for the next one.
-        linger_s: how long a copy that nobody takes is kept, seconds.
+        limits: how long a copy is given to newcomers, kept for its readers, and kept without any.
         max_message_bytes: the largest manifest that can be sent.
     """
 
@@ -169,19 +195,16 @@ class SnapshotStore:
         env: Env,
         hold: HoldState,
         version: Callable[[], Hashable],
+        limits: ShareLimits,
         *,
-        join_s: float,
-        hold_s: float,
-        linger_s: float,
         max_message_bytes: int,
     ) -> None:
         self._env, self._hold, self._version = env, hold, version
-        self._join_s, self._hold_s, self._linger_s = join_s, hold_s, linger_s
-        self._max_message_bytes = max_message_bytes
+        self._limits, self._max_message_bytes = limits, max_message_bytes
         self._snapshot: Snapshot | None = None
         self._making: asyncio.Task[Snapshot] | None = None
         self._awaited_by: dict[PeerID, str] = {}  # with their hosts
-        self._limit = CopyLimit()
+        self._copies = CopyLimit()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -230,13 +253,13 @@ class SnapshotStore:
         snapshot, now = self._snapshot, asyncio.get_running_loop().time()
         if snapshot is not None and snapshot.version == self._version():
             return self._tell(snapshot, peer, host)
-        if (snapshot is None or not snapshot.in_use(now)) and self._limit.allows(host, now):
+        if (snapshot is None or not snapshot.in_use(now)) and self._copies.allows(host, now):
             return None
         if snapshot is not None:
             age_s = now - snapshot.made_at
-            if age_s <= self._join_s and snapshot.manifest.epoch >= epoch:
+            if age_s <= self._limits.join_s and snapshot.manifest.epoch >= epoch:
                 return self._tell(snapshot, peer, host)
-            snapshot.over = age_s > self._join_s + self._hold_s
+            snapshot.over = age_s > self._limits.join_s + self._limits.hold_s
         return ManifestPending(busy=True)
 
     def find(self, name: bytes) -> Snapshot | None:
@@ -254,7 +277,7 @@ class SnapshotStore:
         snapshot.streams -= 1
         snapshot.used_at = now = asyncio.get_running_loop().time()
         if sent_bytes:
-            self._limit.sent(host, snapshot.took_s, sent_bytes / snapshot.manifest.total_bytes, now)
+            self._copies.sent(host, snapshot.took_s, sent_bytes / snapshot.manifest.total_bytes, now)
 
     def close(self) -> None:
         """Free everything; a copy that is being made is given up."""
@@ -296,7 +319,7 @@ class SnapshotStore:
                 await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
             manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         finally:
-            self._limit.copied(host, time() - began, time())
+            self._copies.copied(host, time() - began, time())
         now, message = time(), manifest.to_message()
         size = len(encode(message))
         return Snapshot(version, manifest, message, size, data, made_at=now, took_s=now - began, used_at=now)
@@ -342,12 +365,12 @@ class SnapshotStore:
 
     def _free_later(self) -> None:
         if self._timer is None and self._snapshot is not None:
-            self._timer = asyncio.get_running_loop().call_later(self._linger_s, self._free)
+            self._timer = asyncio.get_running_loop().call_later(self._limits.linger_s, self._free)
 
     def _free(self) -> None:
         self._timer = None
         now, found = asyncio.get_running_loop().time(), self._snapshot
-        if found is not None and found.streams == 0 and now - found.used_at >= self._linger_s:
+        if found is not None and found.streams == 0 and now - found.used_at >= self._limits.linger_s:
             self._snapshot = None
         self._free_later()
 

@@ -26,8 +26,6 @@ class Bucket:
         tile: the largest size of a tile.
 
     Attributes:
-        parameters: see above.
-        flat: see above.
         tiles: the tiles that lie in `flat`, in its order.
         runs: the tiles of each owner; neighbouring tiles of one owner are one run.
         gradients: stage 1: laid out as `flat`, where this rank's gradients stay; None until there are some.

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -333,14 +333,8 @@ def _check_same(agreement: Agreement, identity: str, path: str | os.PathLike[str
 def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
     """Raise `ConfigError` unless a checkpoint is of this model and these groups."""
     parameters = dict(named_parameters(model))
-    here = {name: list(parameters[name].shape) for group in optimizer.names for name in group}
-    there = {name: entry["shape"] for name, entry in index["parameters"].items()}
-    for name in [*here, *there]:
-        if here.get(name) != there.get(name):
-            raise ConfigError(
-                f"the checkpoint is of another model: it has {name} with shape {there.get(name)}, and the model has "
-                f"{here.get(name)} (None: it is not trained there)"
-            )
+    here = {name: parameters[name].shape for group in optimizer.names for name in group}
+    _check_shapes({name: entry["shape"] for name, entry in index["parameters"].items()}, here, trained=True)
     if [entry["parameters"] for entry in index["groups"]] != optimizer.names:
         raise ConfigError("the checkpoint has other parameter groups: give shard() those that it was saved with")
     if index["optimizer"] not in (None, kind := type(optimizer.inner).__name__):
@@ -349,18 +343,19 @@ def _check(index: Mapping[str, Any], model: torch.nn.Module, optimizer: ShardedO
 
 def _check_others(others: Mapping[str, torch.Tensor], model: torch.nn.Module, optimizer: ShardedOptimizer) -> None:
     """The same of frozen parameters and buffers."""
-    trained = _trained(model, optimizer)
-    here = {
-        name: tuple(each.shape)
-        for name, each in model.state_dict(keep_vars=True).items()
-        if id(each) not in trained and isinstance(each, torch.Tensor)
-    }
-    there = {name: tuple(each.shape) for name, each in others.items()}
+    trained, state = _trained(model, optimizer), model.state_dict(keep_vars=True)
+    here = {name: each.shape for name, each in state.items() if id(each) not in trained and torch.is_tensor(each)}
+    _check_shapes({name: each.shape for name, each in others.items()}, here, trained=False)
+
+
+def _check_shapes(there: Mapping[str, Iterable[int]], here: Mapping[str, Iterable[int]], *, trained: bool) -> None:
+    which, none = ("", "it is not trained there") if trained else (", which is not trained,", "not there, or trained")
     for name in [*here, *there]:
-        if here.get(name) != there.get(name):
+        saved, ours = (list(each[name]) if name in each else None for each in (there, here))
+        if saved != ours:
             raise ConfigError(
-                f"the checkpoint is of another model: it has {name}, which is not trained, with shape "
-                f"{there.get(name)}, and the model has {here.get(name)} (None: not there, or trained)"
+                f"the checkpoint is of another model: it has {name}{which} with shape {saved}, and the model has "
+                f"{ours} (None: {none})"
             )
 
 

@@ -66,11 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
-        inner: the optimizer that was given.
-        carrier: see above.
-        collectives: see above.
-        listed: see above.
-        names: those of them that are trained.
+        names: those of `listed` that are trained.
         skipped: how many steps were left out.
     """
 

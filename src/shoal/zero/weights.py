@@ -99,9 +99,6 @@ class BareWeights:
         tensors: by name; tied parameters under one of their names, or all.
         where: it comes from, for people.
 
-    Attributes:
-        where: see above.
-
     Raises:
         ConfigError: it holds anything other than whole tensors.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shoal.lazy import lazy
+from shoal.version import __version__
 
 if TYPE_CHECKING:
     from shoal import compression, sim, zero
@@ -42,8 +43,6 @@ else:
     # Hidden from type checkers: otherwise they would accept any misspelt name.
     __getattr__, __dir__ = lazy(__name__, _HOMES)
 
-
-__version__ = "0.1.0.dev0"
 
 __all__ = [
     "DHT",

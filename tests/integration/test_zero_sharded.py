@@ -101,7 +101,7 @@ def test_stage_2_of_fsdp2_gathers_in_each_micro_batch(pool: Ranks) -> None:
     (law,) = (each for each in ENGINES if (each.name, each.stage) == ("FSDP2", 2))
     once, thrice = (pool.play(2, programs.gathered_in_stage_2, count)[0] for count in (1, 3))
     assert once > 0
-    assert thrice == once * law.gathered(3) / law.gathered(1)
+    assert thrice == once * (law.gathers + 3 * law.gathers_each) / (law.gathers + law.gathers_each)
 
 
 def test_ranks_that_leave_out_other_layers_are_told(pool: Ranks) -> None:

@@ -257,9 +257,11 @@ def ordinary(stage: int) -> tuple[list[float], bool, str, bool]:
         train(optimizer, model, steps=1, first=step)
         scheduler.step()
     torch.autograd.backward(loss_of(model, 0, dist.get_rank()))
-    held = optimizer.carrier.gradients()
+    held = optimizer.reduction.gradients()
     model.zero_grad()
-    cleared = bool(held) and not optimizer.carrier.gradients() and all(each.grad is None for each in model.parameters())
+    cleared = (
+        bool(held) and not optimizer.reduction.gradients() and all(each.grad is None for each in model.parameters())
+    )
     refused = ""
     try:
         optimizer.add_param_group({"params": [torch.zeros(1, requires_grad=True)]})

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 import shoal.zero
 from shoal.errors import ConfigError, LocalError
-from shoal.zero import buckets, collectives, reduction
+from shoal.zero import collectives, reduction, tiles
 from shoal.zero.flat import FlatEngine
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import local
@@ -525,11 +525,11 @@ def broken_off(stage: int, clears: bool) -> State:
 @contextmanager
 def small_buckets(nbytes: int = 1000) -> Iterator[None]:
     """Models that are sharded in this block have many, as large ones do."""
-    before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, nbytes
+    before, tiles.BUCKET_BYTES = tiles.BUCKET_BYTES, nbytes
     try:
         yield
     finally:
-        buckets.BUCKET_BYTES = before
+        tiles.BUCKET_BYTES = before
 
 
 class Segments(torch.nn.Module):

@@ -51,7 +51,7 @@ def story(*, ended: bool = False) -> tuple[DemoState, float]:
 def drawn(state: DemoState, now_s: float, width: int) -> list[str]:
     """The screen as lines of text."""
     console = Console(width=width, file=io.StringIO(), record=True, color_system=None)
-    console.print(render(state, now_s))
+    console.print(render(state, now_s, console))
     return console.export_text().splitlines()
 
 
@@ -78,7 +78,7 @@ def test_screen_shows_each_peer_with_its_numbers() -> None:
 def test_killed_peer_is_red() -> None:
     """It is seen at once."""
     console = Console(width=100, file=io.StringIO(), force_terminal=True, color_system="standard", height=50)
-    console.print(render(*story()))
+    console.print(render(*story(), console))
     output = console.file.getvalue()  # type: ignore[attr-defined]
     assert "\x1b[1;31mfir" in output
     assert "\x1b[1;31mDEAD" in output
@@ -100,7 +100,7 @@ def test_first_screen_says_what_will_happen() -> None:
 def test_low_terminal_gets_a_shorter_log() -> None:
     """With 24 lines all of it can be seen."""
     console = Console(width=80, height=24, file=io.StringIO(), force_terminal=True)
-    console.print(render(*story()))
+    console.print(render(*story(), console))
     assert len(console.file.getvalue().splitlines()) <= 24  # type: ignore[attr-defined]
 
 

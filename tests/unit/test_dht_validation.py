@@ -15,8 +15,7 @@ from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import (
     RECORD_CONTEXT,
     CompositeValidator,
-    FormValidator,
-    SignatureValidator,
+    RecordRules,
     Subkey,
     decode_subkey,
     decode_value,
@@ -32,7 +31,7 @@ from shoal.wire import Record, decode, encode
 ALICE = Identity.from_seed(bytes(32))
 BOB = Identity.from_seed(bytes(31) + b"\x01")
 KEY = key_of("key")
-RULES = SignatureValidator()
+RULES = RecordRules()
 
 
 def signed(identity: Identity = ALICE, subkey: Subkey | None = None, value: object = 1) -> Record:
@@ -190,13 +189,13 @@ def test_values_that_nobody_could_read_are_refused(raw: bytes) -> None:
     """Not MessagePack, cut short, endlessly nested, or followed by more."""
     with pytest.raises(ValueError, match="undecodable"):
         decode_value(raw)
-    assert FormValidator().refuses(Record(KEY, None, raw, 2000.0)) != ""
+    assert RULES.refuses(Record(KEY, None, raw, 2000.0)) != ""
 
 
 @pytest.mark.parametrize("expiration", [math.nan, math.inf, -math.inf])
 def test_expirations_that_are_no_times_are_refused(expiration: float) -> None:
     """They would compare with nothing, or never end."""
-    assert FormValidator().refuses(Record(KEY, None, encode_value(1), expiration)) == "expiration is not a number"
+    assert RULES.refuses(Record(KEY, None, encode_value(1), expiration)) == "expiration is not a number"
 
 
 class Says:

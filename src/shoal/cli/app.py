@@ -9,7 +9,6 @@ from typing import NoReturn
 
 import click
 
-import shoal
 from shoal.cli.debug import debug
 from shoal.cli.demo import demo
 from shoal.cli.dht import dht
@@ -18,6 +17,7 @@ from shoal.cli.key import key
 from shoal.cli.plan import plan
 from shoal.cli.status import status
 from shoal.errors import ConfigError, ShoalError
+from shoal.version import __version__
 
 __all__ = ["main"]
 
@@ -25,7 +25,7 @@ EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 1, 2, 130
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(shoal.__version__, prog_name="shoal")
+@click.version_option(__version__, prog_name="shoal")
 def command() -> None:
     """Train one PyTorch model on machines that nobody controls: no server, no cluster, peers come and go."""
 

@@ -99,10 +99,10 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
 
 def look_at_machine() -> Iterator[Finding]:
     """Versions, descriptors, memory."""
-    import shoal
+    from shoal.version import __version__
     from shoal.wire import PROTOCOL_VERSION
 
-    found = [f"shoal {shoal.__version__} (protocol {PROTOCOL_VERSION})", f"Python {platform.python_version()}"]
+    found = [f"shoal {__version__} (protocol {PROTOCOL_VERSION})", f"Python {platform.python_version()}"]
     try:
         found.append(f"torch {importlib.metadata.version('torch')}")
     except importlib.metadata.PackageNotFoundError:

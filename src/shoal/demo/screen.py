@@ -1,7 +1,7 @@
 """The demo's display while it runs: a live screen in a terminal, plain lines anywhere else. No torch here.
 
-`render(state, now_s)` is a pure function to a rich renderable that fits the width (from 80 columns) and height it is
-given. `open_display` chooses between the two displays and draws the first picture, before anything is started.
+`render` is a pure function to a rich renderable that fits the width (from 80 columns) and height of the console.
+`open_display` chooses between the two displays and draws the first picture, before anything is started.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import Protocol
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
@@ -39,34 +38,16 @@ _PHASES = {
 }
 
 
-class Display(Protocol):
-    """Shows the run."""
-
-    def show(self, state: DemoState, now_s: float) -> None:
-        """Bring the display up to date."""
-        ...
-
-    def close(self, state: DemoState, now_s: float) -> None:
-        """Show the end and the result, and give the terminal back."""
-        ...
-
-
-def open_display(options: DemoOptions, console: Console | None = None) -> Display:
-    """The display that fits: live in a terminal, plain lines if `options.headless` or stdout is something else."""
-    console = console or Console(highlight=False)
-    if options.headless or not console.is_terminal or console.is_dumb_terminal:
-        return _PlainLines(console, options)
-    return _LiveScreen(console, options)
-
-
 class _LiveScreen:
+    """Draws the run over and over."""
+
     def __init__(self, console: Console, options: DemoOptions) -> None:
         self._console, self._options = console, options
         self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
     def show(self, state: DemoState, now_s: float) -> None:
-        self._live.update(render(state, now_s), refresh=True)
+        self._live.update(render(state, now_s, self._console), refresh=True)
 
     def close(self, state: DemoState, now_s: float) -> None:
         self.show(state, now_s)
@@ -75,6 +56,8 @@ class _LiveScreen:
 
 
 class _PlainLines:
+    """Prints what happens, and now and then how it goes."""
+
     def __init__(self, console: Console, options: DemoOptions) -> None:
         self._console, self._options = console, options
         self._printed = 0
@@ -100,6 +83,18 @@ class _PlainLines:
         self._console.print(f"{at_s:6.1f} s  {text}", markup=False, soft_wrap=True)
 
 
+Display = _LiveScreen | _PlainLines
+"""`show` brings it up to date; `close` shows the end and the result, and gives the terminal back."""
+
+
+def open_display(options: DemoOptions, console: Console | None = None) -> Display:
+    """The display that fits: live in a terminal, plain lines if `options.headless` or stdout is something else."""
+    console = console or Console(highlight=False)
+    if options.headless or not console.is_terminal or console.is_dumb_terminal:
+        return _PlainLines(console, options)
+    return _LiveScreen(console, options)
+
+
 def _print_conclusion(console: Console, state: DemoState, options: DemoOptions) -> None:
     good = state.exit_reason == "completed"
     console.print()
@@ -113,37 +108,23 @@ def _print_conclusion(console: Console, state: DemoState, options: DemoOptions) 
 # ---------------------------------------------------------------------------------------------------------- rendering
 
 
-def render(state: DemoState, now_s: float) -> RenderableType:
+def render(state: DemoState, now_s: float, console: Console) -> RenderableType:
     """The screen for `state` at `now_s` seconds since the start."""
-    return _Screen(state, now_s)
-
-
-class _Screen:
-    def __init__(self, state: DemoState, now_s: float) -> None:
-        self._state, self._now_s = state, now_s
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        state, now_s = self._state, self._now_s
-        inner = options.max_width - 4
-        # Frame 2, status 1, bar 1, three gaps, table head 1, and 1 for the cursor: the rest goes to the log.
-        room = console.size.height - (9 + len(state.peers) + _CHART_ROWS) if console.is_terminal else _LOG_ROWS
-        log_rows = max(3, min(_LOG_ROWS, room))
-        yield Panel(
-            Group(
-                _status(state, now_s, inner),
-                _time_bar(state, now_s, inner),
-                Text(),
-                _peer_table(state, wide=inner >= 100),
-                Text(),
-                _loss_chart(state, inner),
-                Text(),
-                _log(state.log, log_rows, inner),
-            ),
-            title=f"[bold]shoal demo[/]  [dim]{state.run_id or 'one model, many processes'}[/]",
-            title_align="left",
-            border_style=_border(state),
-            width=options.max_width,
-        )
+    inner = console.width - 4
+    # Frame 2, status 1, bar 1, three gaps, table head 1, and 1 for the cursor: the rest goes to the log.
+    room = console.height - (9 + len(state.peers) + _CHART_ROWS) if console.is_terminal else _LOG_ROWS
+    parts = (
+        _status(state, now_s, inner),
+        _time_bar(state, now_s, inner),
+        Text(),
+        _peer_table(state, wide=inner >= 100),
+        Text(),
+        _loss_chart(state, inner),
+        Text(),
+        _log(state.log, max(3, min(_LOG_ROWS, room)), inner),
+    )
+    title = f"[bold]shoal demo[/]  [dim]{state.run_id or 'one model, many processes'}[/]"
+    return Panel(Group(*parts), title=title, title_align="left", border_style=_border(state), width=console.width)
 
 
 def _border(state: DemoState) -> str:

@@ -153,11 +153,6 @@ class Tokenizer:
             begin = end
         return pieces
 
-    def decode(self, indices: Iterable[int]) -> str:
-        """Readable text of the tokens at `indices`: pieces are joined, words are spaced."""
-        text = " ".join(self.vocabulary[index] for index in indices)
-        return re.sub(r" #(?=\S)", "", text)
-
 
 @dataclass(frozen=True, slots=True)
 class Corpus:

@@ -15,7 +15,7 @@ import msgspec
 from shoal.clock import Env
 from shoal.dht.neighbours import Neighbours
 from shoal.dht.storage import RecordStore, StorageLimits
-from shoal.dht.validation import CompositeValidator, FormValidator, SignatureValidator
+from shoal.dht.validation import CompositeValidator, RecordRules
 from shoal.errors import ConfigError
 from shoal.peer import PeerID
 from shoal.wire import Record
@@ -99,7 +99,7 @@ class Vault:
         self._cache_s = settings.cache_s
         self._peer = own
         self._limits = limits
-        self._rules = CompositeValidator([FormValidator(), SignatureValidator()])
+        self._rules = CompositeValidator([RecordRules()])
         self._validators = validators
         self.on_held: Callable[[Record], None] = lambda _: None
 

@@ -7,8 +7,8 @@ number is a `float` too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -32,7 +32,7 @@ class SchemaValidator:
         prefix: put before the name of each key, with `_`.
 
     Attributes:
-        kinds: the allowed type for each key, by the key's hash.
+        kinds: the checks of the allowed types for each key, by the key's hash.
 
     Raises:
         ConfigError: a type cannot be checked; names its key.
@@ -60,62 +60,59 @@ class SchemaValidator:
         kinds = self.kinds.get(record.key)
         if kinds is None:
             return "" if self.allow_extra_keys else "its key is in no schema"
-        misfits = [kind.misfit(record) for kind in kinds]
+        misfits = [misfit(record) for misfit in kinds]
         return "" if "" in misfits else f"value does not fit its schema: {misfits[0]}"
 
 
-class _Kind(Protocol):
-    def misfit(self, record: Record) -> str:
-        """The fault of a record under this key; empty if there is none."""
-        ...
+Misfit = Callable[[Record], str]
+"""The fault of a record under a key of some type; empty if there is none."""
 
 
-class _Typed:
-    """A type that msgspec knows."""
+def _typed(kind: Any) -> Misfit:
+    """For a type that msgspec knows. Raises `TypeError` if it does not."""
+    subkeys: msgspec.msgpack.Decoder[Any] | None = None
+    if get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping):
+        of_subkey, kind = get_args(kind) or (Any, Any)
+        subkeys = msgspec.msgpack.Decoder(of_subkey)
+    values = msgspec.msgpack.Decoder(kind)
 
-    def __init__(self, kind: Any) -> None:
-        self._subkey: msgspec.msgpack.Decoder[Any] | None = None
-        if get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping):
-            of_subkey, kind = get_args(kind) or (Any, Any)
-            self._subkey = msgspec.msgpack.Decoder(of_subkey)
-        self._value = msgspec.msgpack.Decoder(kind)
-
-    def misfit(self, record: Record) -> str:
-        if (wrong := _wrong_shape(record, dictionary=self._subkey is not None)) != "":
+    def misfit(record: Record) -> str:
+        if (wrong := _wrong_shape(record, dictionary=subkeys is not None)) != "":
             return wrong
         try:
-            if self._subkey is not None:
-                self._subkey.decode(record.subkey or b"")
-            self._value.decode(record.value)
+            if subkeys is not None:
+                subkeys.decode(record.subkey or b"")
+            values.decode(record.value)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             return str(error)
         return ""
 
+    return misfit
 
-class _Field:
-    """A field of a pydantic model. shoal does without pydantic: the model brings it along."""
 
-    def __init__(self, model: Any, name: str, kind: Any) -> None:
-        self._model, self._name = model, name
-        self._dictionary = get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping)
+def _field(model: Any, name: str, kind: Any) -> Misfit:
+    """For a field of a pydantic model. shoal does without pydantic: the model brings it along."""
+    dictionary = get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping)
 
-    def misfit(self, record: Record) -> str:
-        if (wrong := _wrong_shape(record, dictionary=self._dictionary)) != "":
+    def misfit(record: Record) -> str:
+        if (wrong := _wrong_shape(record, dictionary=dictionary)) != "":
             return wrong
         value = decode_value(record.value)
         if record.subkey is not None:
             value = {decode_subkey(record.subkey): value}
         try:
-            if hasattr(self._model, "__pydantic_validator__"):
-                draft = self._model.model_construct()
-                self._model.__pydantic_validator__.validate_assignment(draft, self._name, value, strict=True)
+            if hasattr(model, "__pydantic_validator__"):
+                draft = model.model_construct()
+                model.__pydantic_validator__.validate_assignment(draft, name, value, strict=True)
                 return ""
-            parsed, errors = self._model.__fields__[self._name].validate(value, {}, loc=self._name)
+            parsed, errors = model.__fields__[name].validate(value, {}, loc=name)
         except (ValueError, TypeError, RecursionError) as error:  # pydantic's own are ValueErrors
             return str(error)
         if errors:
             return str(getattr(errors, "exc", errors))
         return "" if parsed == value else f"{value!r:.80} would have to be converted to {parsed!r:.80}"
+
+    return misfit
 
 
 def _wrong_shape(record: Record, *, dictionary: bool) -> str:
@@ -124,15 +121,15 @@ def _wrong_shape(record: Record, *, dictionary: bool) -> str:
     return "its key is that of a plain value: give no subkey" if not dictionary and record.subkey is not None else ""
 
 
-def _kinds_of(schema: Mapping[Any, Any] | type) -> dict[str | bytes, _Kind]:
+def _kinds_of(schema: Mapping[Any, Any] | type) -> dict[str | bytes, Misfit]:
     if hasattr(schema, "__pydantic_validator__") or hasattr(schema, "parse_obj"):
         fields = getattr(schema, "__pydantic_fields__", None) or schema.__fields__  # type: ignore[union-attr]
-        return {name: _Field(schema, name, field.annotation) for name, field in fields.items()}
+        return {name: _field(schema, name, field.annotation) for name, field in fields.items()}
     hints: Mapping[Any, Any] = schema if isinstance(schema, Mapping) else get_type_hints(schema, include_extras=True)
-    kinds: dict[str | bytes, _Kind] = {}
+    kinds: dict[str | bytes, Misfit] = {}
     for key, kind in hints.items():
         try:
-            kinds[key] = _Typed(kind)
+            kinds[key] = _typed(kind)
         except TypeError as error:
             raise ConfigError(f"the schema's type for key {key!r} cannot be checked: {error}") from error
     return kinds

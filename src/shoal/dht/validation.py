@@ -35,8 +35,8 @@ __all__ = [
     "MAX_VALUE_BYTES",
     "RECORD_CONTEXT",
     "CompositeValidator",
+    "RecordRules",
     "RecordValidator",
-    "SignatureValidator",
     "Subkey",
     "check_validators",
     "decode_subkey",
@@ -164,11 +164,14 @@ def check_validators(validators: Iterable[RecordValidator] | None) -> tuple[Reco
     return given
 
 
-class SignatureValidator:
-    """Holds the rules that keep one peer from writing in another's name. Every node uses it."""
+class RecordRules:
+    """The rules of every node: a record can be read, and no peer writes in another's name."""
 
     def refuses(self, record: Record) -> str:
+        if not math.isfinite(record.expiration):
+            return "expiration is not a number"
         try:
+            decode_value(record.value)
             named = named_peer(record)
         except ValueError as error:
             return str(error)
@@ -178,19 +181,6 @@ class SignatureValidator:
             return "signed, but without the peer that signed it" if record.signature else ""
         signed = _signed_bytes(record.key, record.subkey, record.value, record.expiration)
         return "" if verify(record.owner, RECORD_CONTEXT, signed, record.signature) else "wrong signature"
-
-
-class FormValidator:
-    """Refuses records that no reader could read. Every node uses it."""
-
-    def refuses(self, record: Record) -> str:
-        if not math.isfinite(record.expiration):
-            return "expiration is not a number"
-        try:
-            decode_value(record.value)
-        except ValueError as error:
-            return str(error)
-        return ""
 
 
 @runtime_checkable

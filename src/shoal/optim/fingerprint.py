@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-import shoal
 from shoal.compression import CompressionBase
 from shoal.optim.model import TrainedModel
 from shoal.optim.options import HOW
 from shoal.optim.training_state import TrainingState
+from shoal.version import __version__
 
 __all__ = ["run_settings"]
 
@@ -50,7 +50,7 @@ def run_settings(
         **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
-        "shoal version": ".".join(shoal.__version__.split(".")[:2]),
+        "shoal version": ".".join(__version__.split(".")[:2]),
     }
 
 

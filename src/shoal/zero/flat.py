@@ -5,7 +5,7 @@ the reverse of their order, about `BUCKET_BYTES`; its values lie in one flat ten
 so that the new values of other ranks are received in place.
 
 Gradients travel in the parameters' dtype. With 16-bit parameters sums are taken and kept in float32, and the optimizer
-works on float32 copies of the own tiles (`copies`). `backward` outside `no_sync` ends with everything reduced. Ranks
+works on float32 copies of the own tiles (`Copies`). `backward` outside `no_sync` ends with everything reduced. Ranks
 must call `backward` equally often; a parameter that got no gradient on a rank counts as zero there.
 
 Source: Rajbhandari et al., "ZeRO" (2020), sections 5.1 and 5.2.
@@ -15,18 +15,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch.autograd.graph import increment_version
 
 from shoal.errors import LocalError
-from shoal.zero.buckets import buckets_of
-from shoal.zero.collectives import Collectives
-from shoal.zero.copies import Copies
-from shoal.zero.parameters import Order, Piece, Roster, flat, hooks_of, named_parameters, order_of, wide_dtype
+from shoal.zero.collectives import Collectives, Run
+from shoal.zero.parameters import (
+    Order,
+    Piece,
+    Roster,
+    flat,
+    hooks_of,
+    named_parameters,
+    order_of,
+    shaped,
+    wide_dtype,
+)
 from shoal.zero.reduction import Reduction
-from shoal.zero.tiles import Tile, assign, cut, tile_numel
+from shoal.zero.tiles import Plan, Tile, assign, buckets_of, cut, tile_numel
 
 __all__ = ["FlatEngine"]
 
@@ -48,6 +55,7 @@ class FlatEngine:
         plan: the owner of each tile.
         own: the tensors that the optimizer steps: each own tile's values, one-dimensional; the parameters' memory
             itself, or with 16-bit parameters a float32 copy.
+        reduction: the gradients, on their way to these tensors.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class FlatEngine:
             for tile in plan.owned(rank)
         }
         self._frozen = Copies(frozen, plan, kept, collectives)
-        self._reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
+        self.reduction = Reduction(parameters, self._buckets, self.own, stage, collectives)
         self._hooks = {name: hooks_of(each) for name, each in parameters.items()}
         _engines[model] = self
 
@@ -90,30 +98,6 @@ class FlatEngine:
     def _values(self, tile: Tile) -> torch.Tensor:
         parameter = self._parameters[tile.name]
         return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes in this block keep their gradients to this rank; they are reduced with the next one."""
-        return self._reduction.no_sync()
-
-    def zero_grad(self) -> None:
-        """Let go of all gradients."""
-        self._reduction.clear()
-
-    def gradients(self) -> list[torch.Tensor]:
-        """The own tiles' gradients: see `Reduction.gradients`."""
-        return self._reduction.gradients()
-
-    def finite(self) -> bool:
-        """Whether they hold nothing infinite, and only numbers."""
-        return self._reduction.finite()
-
-    def absent(self) -> list[bool]:
-        """For each parameter whether it got no gradient on this rank since it was cleared."""
-        return self._reduction.absent()
-
-    def reduced(self) -> Mapping[str, int]:
-        """How many backward passes' gradients each parameter has, since it was cleared."""
-        return self._reduction.reduced()
 
     def hand_over(self, absent: Sequence[bool]) -> None:
         """The optimizer finds values and gradients where they are; no gradient where no rank had any.
@@ -158,15 +142,86 @@ class FlatEngine:
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the float32 copies of 16-bit parameters."""
-        return self._reduction.held(), [*self._copies.own.values(), *self._frozen.own.values()]
+        return self.reduction.held(), [*self._copies.own.values(), *self._frozen.own.values()]
 
     def check(self) -> None:
         """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""
         self._roster.check()
-        self._reduction.check()
+        self.reduction.check()
         for name, each in self._parameters.items():
             if hooks_of(each) > self._hooks[name]:
                 raise LocalError(
                     f"{name} got a hook (register_post_accumulate_grad_hook) after shard(), when its gradient may be "
                     "elsewhere: register it before shard(), and it sees this rank's own gradient"
                 )
+
+
+class Copies:
+    """Float32 values of 16-bit parameters, each tile's with its owner.
+
+    The optimizer steps those of trained parameters; the copies of frozen ones hold their values before narrowing, for
+    callers that ask for the whole model. If a program writes into a parameter, in whatever way, the new value counts: a
+    parameter that differs from its rounded copy was written to.
+
+    Args:
+        parameters: the parameters, of 16 bits, by name.
+        plan: the owner of each tile of them.
+        own: float32 values of the tiles of this rank, one-dimensional.
+        collectives: among the ranks.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        plan: Plan,
+        own: Mapping[Tile, torch.Tensor],
+        collectives: Collectives,
+    ) -> None:
+        self._parameters, self._plan, self._collectives = dict(parameters), plan, collectives
+        self.own = {tile: values.detach() for tile, values in own.items() if tile.name in parameters}
+
+    def _narrow(self, tile: Tile) -> torch.Tensor:
+        parameter = self._parameters[tile.name]
+        return flat(parameter.detach(), order_of(parameter))[tile.start : tile.stop]
+
+    def adopt(self) -> None:
+        """Take over values that were written into parameters, equally on all ranks."""
+        written = [self._narrow(tile) != values.to(self._narrow(tile).dtype) for tile, values in self.own.items()]
+        if written and torch.stack([each.any() for each in written]).any():
+            for where, (tile, values) in zip(written, self.own.items(), strict=True):
+                values.copy_(torch.where(where, self._narrow(tile).to(values.dtype), values))
+
+    def publish(self) -> None:
+        """Round this rank's copies into the parameters."""
+        for tile, values in self.own.items():
+            self._narrow(tile).copy_(values)
+
+    def whole(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and float32 values of each parameter, gathered one after another. All ranks go through all of it."""
+        self.adopt()
+        for name, parameter in self._parameters.items():
+            found = torch.empty(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            ends: list[tuple[int, int, int]] = []  # owner, start, stop
+            for tile in self._plan.of(name):
+                owner, start = self._plan.owner(tile), tile.start
+                if ends and ends[-1][0] == owner:
+                    start = ends.pop()[1]
+                ends.append((owner, start, tile.stop))
+                if tile in self.own:
+                    found[tile.start : tile.stop].copy_(self.own[tile])
+            self._collectives.all_gather([Run(owner, found[start:stop]) for owner, start, stop in ends]).wait()
+            yield name, shaped(found, parameter.shape, order_of(parameter))
+
+    def write(self, name: str, values: torch.Tensor) -> bool:
+        """Replace a parameter, the same on all ranks: the copies take the values, the parameter their rounding.
+
+        Returns:
+            Whether there are copies of it.
+        """
+        if name not in self._parameters:
+            return False
+        self._parameters[name].detach().copy_(values)
+        for tile in self._plan.of(name):
+            if tile in self.own:
+                self.own[tile].copy_(flat(values, order_of(self._parameters[name]))[tile.start : tile.stop])
+        return True

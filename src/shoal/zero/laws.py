@@ -12,7 +12,7 @@ stage  partitioned             memory per rank             sent per rank and ste
 3      and parameters          (p + g + s) P / N           3 A: two all-gathers and a reduce-scatter for each one
 =====  ======================  ==========================  ==========================================================
 
-p, g and s are bytes per parameter (`Precision`, `OptimizerKind`). This memory is held all through a step. Memory for a
+p, g and s are bytes per parameter (`Precision`, `state_bytes`). This memory is held all through a step. Memory for a
 part of a step comes on top: activations, the buckets of collectives, one or two unsharded layers in stage 3; so do up
 to N - 1 elements of padding per tensor. Between steps FSDP2 holds in stage 2 no more than in stage 3.
 
@@ -41,14 +41,13 @@ __all__ = [
     "OPTIMIZERS",
     "Cost",
     "Engine",
-    "OptimizerKind",
     "Precision",
     "Sizes",
     "costs",
     "costs_of",
     "estimate",
-    "optimizer_kind",
     "sizes_of",
+    "state_bytes",
 ]
 
 BACKENDS = ("nccl", "gloo")
@@ -71,32 +70,19 @@ class Precision(Enum):
         return 2 if self is Precision.MIXED else 4
 
 
-class OptimizerKind(NamedTuple):
-    """The memory that an optimizer keeps.
+OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
+"""How many float32 values each optimizer keeps per parameter."""
 
-    Attributes:
-        name: what users call it.
-        moments: float32 values per parameter.
+
+def state_bytes(optimizer: str, precision: Precision) -> int:
+    """Bytes of an optimizer's state per parameter; the float32 copy of mixed precision is part of it, as in the paper.
+
+    Raises:
+        ConfigError: there is no optimizer of this name.
     """
-
-    name: str
-    moments: int
-
-    def state_bytes(self, precision: Precision) -> int:
-        """Per parameter; the float32 copy of mixed precision is part of it, as in the paper."""
-        return 4 * self.moments + (4 if precision is Precision.MIXED else 0)
-
-
-OPTIMIZERS = {
-    each.name: each for each in (OptimizerKind("adam", 2), OptimizerKind("momentum", 1), OptimizerKind("sgd", 0))
-}
-
-
-def optimizer_kind(name: str) -> OptimizerKind:
-    """The optimizer of this name. Raises `ConfigError` if there is none."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {name!r}")
-    return OPTIMIZERS[name]
+    if optimizer not in OPTIMIZERS:
+        raise ConfigError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    return 4 * OPTIMIZERS[optimizer] + (4 if precision is Precision.MIXED else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +106,6 @@ class Engine:
     reduces: int = 0
     reduces_each: int = 0
     own_scatter: bool = False
-
-    def gathered(self, micro_batches: int) -> int:
-        """How many times a rank sends (N-1)/N of the parameters in one step."""
-        return self.gathers + self.gathers_each * micro_batches
-
-    def reduced(self, micro_batches: int, backend: str) -> int:
-        """How many times a rank sends (N-1)/N of the gradients in one step."""
-        times = self.reduces + self.reduces_each * micro_batches
-        return 2 * times if backend == "gloo" and not self.own_scatter else times
 
 
 ENGINES = (
@@ -219,8 +196,7 @@ def costs(
         kind = Precision(precision)
     except ValueError:
         raise ConfigError(f"precision must be mixed or float32, got {precision!r}") from None
-    state = optimizer_kind(optimizer).state_bytes(kind)
-    sizes = Sizes(kind.width * parameters, kind.width * parameters, state * parameters)
+    sizes = Sizes(kind.width * parameters, kind.width * parameters, state_bytes(optimizer, kind) * parameters)
     return costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)
 
 
@@ -242,7 +218,11 @@ def costs_of(sizes: Sizes, ranks: int, *, stage: int | None, micro_batches: int,
         ]
         # Parameters that were not trained have not changed; but stage 3 has to gather them, too.
         gathered = sizes.parameters if engine.stage == 3 else sizes.gradients
-        sent = engine.gathered(micro_batches) * gathered + engine.reduced(micro_batches, backend) * sizes.gradients
+        gathers = engine.gathers + engine.gathers_each * micro_batches
+        reduces = engine.reduces + engine.reduces_each * micro_batches
+        if backend == "gloo" and not engine.own_scatter:
+            reduces *= 2
+        sent = gathers * gathered + reduces * sizes.gradients
         return Cost(engine, kept[0], kept[1], kept[2], sent * (ranks - 1) / ranks)
 
     return [cost(engine) for engine in ENGINES if stage in (None, engine.stage)]
@@ -286,7 +266,6 @@ def estimate(
 
 def sizes_of(model: torch.nn.Module, optimizer: str) -> Sizes:
     """How large a model is with this optimizer. Raises `ConfigError` as `estimate` does."""
-    kind = optimizer_kind(optimizer)
     parameters = gradients = state = 0
     for parameter in model.parameters():  # tied ones come once
         nbytes = parameter.numel() * parameter.itemsize
@@ -294,7 +273,7 @@ def sizes_of(model: torch.nn.Module, optimizer: str) -> Sizes:
         if parameter.requires_grad:
             precision = Precision.MIXED if parameter.itemsize == Precision.MIXED.width else Precision.FLOAT32
             gradients += nbytes
-            state += parameter.numel() * kind.state_bytes(precision)
+            state += parameter.numel() * state_bytes(optimizer, precision)
     if not parameters:
         raise ConfigError("model has no parameters: there is nothing to estimate")
     return Sizes(parameters, gradients, state)

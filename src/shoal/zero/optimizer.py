@@ -66,6 +66,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: leave out a step, on all ranks, if a gradient of any rank is infinite or not a number.
 
     Attributes:
+        reduction: the part of the carrier that has the gradients.
         names: those of `listed` that are trained.
         skipped: how many steps were left out.
     """
@@ -82,6 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # A rank may own nothing of a group, or of any.
         self.inner, self.carrier, self.skipped = inner, carrier, 0
+        self.reduction = carrier.reduction if isinstance(carrier, FlatEngine) else carrier
         trained = {name for name, each in named_parameters(model) if each.requires_grad}
         self.collectives, self.listed = collectives, listed
         self.names = [[name for name in group if name in trained] for group in listed]
@@ -97,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         For all micro-batches of a step but the last one. Until that, every rank holds all gradients.
         """
-        return self.carrier.no_sync()
+        return self.reduction.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT002 (torch's signature)
         """Let go of all gradients; `model.zero_grad()` does the same.
@@ -105,7 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: kept for compatibility: they always are.
         """
-        self.carrier.zero_grad()
+        self.reduction.zero_grad()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients, so that together, over all ranks' shares, their norm is at most `max_norm`.
@@ -127,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ConfigError(f"max_norm must be a number above 0, got {max_norm!r}")
         if not norm_type > 0:
             raise ConfigError(f"norm_type must be a number above 0, got {norm_type!r}")
-        self.carrier.gradients()  # raises if there are none to clip yet
+        self.reduction.gradients()  # raises if there are none to clip yet
         listed = (each for group in self.param_groups for each in group["params"])
         found = [local(each.grad) for each in listed if each.grad is not None]
         gradients = [each for each in found if each.numel()]  # of few rows a rank may have none
@@ -214,13 +216,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         problem, finite, lines = None, True, [f"the sharded model number {self.collectives.model}"]
         try:
             self.carrier.check()
-            finite = self.carrier.finite()
-            lines += [f"gradients of {count} passes for {name}" for name, count in self.carrier.reduced().items()]
+            finite = self.reduction.finite()
+            lines += [f"gradients of {count} passes for {name}" for name, count in self.reduction.reduced().items()]
         except LocalError as error:
             problem = error
         described_here = "\n".join([*lines, described(self.param_groups)])
         number = zlib.crc32(described_here.encode())
-        flags = [problem is not None, not finite, number, -number, *(not each for each in self.carrier.absent())]
+        flags = [problem is not None, not finite, number, -number, *(not each for each in self.reduction.absent())]
         found = torch.tensor(flags, dtype=torch.int64, device=self._device)
         self._all_reduce(found, dist.ReduceOp.MAX)
         refused, infinite, most, least, *present = found.tolist()

@@ -24,11 +24,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from shoal.errors import LocalError, RankLost
-from shoal.zero.buckets import Bucket
 from shoal.zero.collectives import Collectives, Pending, sum_in_order
 from shoal.zero.parameters import present_pass, weakly, wide_dtype
 from shoal.zero.standins import StandIns
-from shoal.zero.tiles import Tile
+from shoal.zero.tiles import Bucket, Tile
 
 __all__ = ["Reduction"]
 
@@ -306,7 +305,7 @@ class Reduction:
 
     # ----------------------------------------------------------------------------------------- between backward passes
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Let go of all gradients."""
         self._end()  # of a pass that broke off: others wait for the rest of it
         self._stand_ins.clear()

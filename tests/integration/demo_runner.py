@@ -13,8 +13,7 @@ from typing import Any
 
 from shoal.demo.plan import Limits
 from shoal.demo.settings import NAMES, DemoOptions, Training
-from shoal.demo.supervisor import Wiring, run_demo
-from shoal.demo.swarm import MeetingPoint
+from shoal.demo.supervisor import MeetingPoint, Wiring, run_demo
 
 CHILD = str(Path(__file__).with_name("demo_child.py"))
 

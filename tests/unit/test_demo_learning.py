@@ -240,7 +240,6 @@ def test_lifeline_hands_over_commands_and_reports() -> None:
     threading.Thread(target=line.listen, daemon=True).start()
     assert ended.wait(60)
     assert line.wait_for_leave(0)
-    assert line.told_to_leave
     assert line.stop_epoch() == 6
     assert line.stop_epoch() is None
     line.say(noted("x"))
@@ -302,7 +301,7 @@ def test_peer_trains_to_the_announced_epoch_and_reports_its_weights(monkeypatch:
         member.append(Alone(config, parameters, tell))
         return member[0], member[0]
 
-    monkeypatch.setattr("shoal.demo.swarm.join", join)
+    monkeypatch.setattr("shoal.demo.peer._join", join)
     out = io.BytesIO()
     commands = [say.encode(say.Stop(epoch=3)), say.encode(say.Leave())]
     line = Lifeline([], out)

@@ -12,9 +12,8 @@ import pytest
 
 from shoal import events
 from shoal.demo import messages as say
-from shoal.demo.conclusion import conclusion, verdict
 from shoal.demo.plan import Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
-from shoal.demo.record import make_record, write_record
+from shoal.demo.result import conclusion, make_record, verdict, write_record
 from shoal.demo.settings import DemoOptions, Training, warm_up
 from shoal.demo.state import DemoState
 from shoal.demo.supervisor import run_demo

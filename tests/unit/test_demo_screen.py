@@ -185,7 +185,7 @@ def test_supervisor_and_screen_do_without_torch() -> None:
     import sys
 
     script = (
-        "import sys; import shoal.demo.swarm; from shoal.demo import DemoOptions, run_demo; "
+        "import sys; from shoal.demo import DemoOptions, run_demo; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'matplotlib')))"
     )
     environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}

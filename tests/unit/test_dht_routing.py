@@ -55,7 +55,7 @@ def test_full_bucket_keeps_old_nodes_and_new_ones_wait() -> None:
     for now, each in enumerate(nodes):
         assert table.seen(each, float(now)) is (now < 4)
     assert list(table) == nodes[:4]
-    assert table.spares == 4
+    assert sum(len(bucket.spares) for bucket in table._buckets.values()) == 4
 
 
 def test_lost_node_is_replaced_at_once_by_the_spare_seen_last() -> None:
@@ -71,7 +71,7 @@ def test_lost_node_is_replaced_at_once_by_the_spare_seen_last() -> None:
     assert set(table) == {third, fourth}
     assert not table.remove(second.peer)
     assert len(table) == 2
-    assert table.spares == 0
+    assert sum(len(bucket.spares) for bucket in table._buckets.values()) == 0
 
 
 def test_lost_spare_does_not_come_back() -> None:

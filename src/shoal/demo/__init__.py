@@ -11,12 +11,10 @@ supervisor         processes, signals, time; `run_demo` is here
 children           one child process: started, heard, told, ended
 lifeline           the child's side of it
 screen             the live screen and the plain lines
-conclusion         the result, in sentences
-record             the result, as JSON
+result             the result, in sentences and as JSON
 report             the result, as a picture
 peer               a peer process: the training loop
 baseline           the single process it is compared with
-swarm              the only file here that uses shoal
 training           batches, model, optimizer, schedule as peers and baseline share them
 model              a small ALBERT-style masked language model in plain torch
 text               English text and a tokenizer without a download

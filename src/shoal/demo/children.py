@@ -83,11 +83,6 @@ class Child:
         return child
 
     @property
-    def running(self) -> bool:
-        """Whether the process has not been seen to end."""
-        return self._process.returncode is None
-
-    @property
     def returncode(self) -> int | None:
         """As in subprocess; None while it runs."""
         return self._process.returncode
@@ -108,7 +103,7 @@ class Child:
         if self._listener is not None:
             await asyncio.wait({self._listener}, timeout=within_s)
             return self._listener.done()
-        return not self.running
+        return self.returncode is not None
 
     async def _listen(self, on_report: Callable[[str, Report], None], on_end: Callable[[str, int, str], None]) -> None:
         reader = asyncio.create_task(self._read(on_report))

@@ -88,13 +88,8 @@ class Lifeline:
                 newest = command.epoch
         return newest
 
-    @property
-    def told_to_leave(self) -> bool:
-        """Whether `Leave` has come."""
-        return self._leave.is_set()
-
     def wait_for_leave(self, within_s: float) -> bool:
-        """Wait until `Leave` comes; False if it does not come in time."""
+        """Wait until `Leave` comes; False if it does not come in time. 0 asks whether it has come."""
         return self._leave.wait(within_s)
 
 

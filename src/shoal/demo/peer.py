@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -20,9 +21,12 @@ from shoal.demo.lifeline import Lifeline
 from shoal.demo.messages import TOLD, Finished, HeldOutLoss, PeerConfig, Ready, Working
 
 if TYPE_CHECKING:
+    import torch
+
     from shoal.demo.model import Batch, MaskedLM
     from shoal.demo.training import MaskedBatches
     from shoal.optim.optimizer import Optimizer
+    from shoal.runtime.dht import DHT
 
 __all__ = ["main"]
 
@@ -95,6 +99,38 @@ class Reporter:
         self._line.say(self._work)
 
 
+def _join(
+    config: PeerConfig,
+    run_id: str,
+    parameters: Iterable[torch.Tensor],
+    on_event: Callable[[events.Event], None],
+) -> tuple[DHT, Optimizer]:
+    """Join the run; both are to be shut down at the end, the optimizer first.
+
+    Args:
+        config: the peer's settings.
+        run_id: full name of the run.
+        parameters: of the model; in the order in which all peers have them.
+        on_event: called with everything that happens, from shoal's own thread.
+    """
+    from shoal.demo.training import make_optimizer, make_schedule
+    from shoal.optim.optimizer import Optimizer
+    from shoal.runtime.dht import DHT
+
+    training = config.training
+    dht = DHT(initial_peers=list(config.initial_peers), start=True)
+    dht.events.subscribe(on_event)
+    return dht, Optimizer(
+        dht=dht,
+        run_id=run_id,
+        target_batch_size=training.target_batch,
+        batch_size_per_step=training.micro_batch,
+        params=parameters,
+        optimizer=lambda params: make_optimizer(training, params),
+        scheduler=lambda optimizer: make_schedule(training, optimizer),
+    )
+
+
 class Peer:
     """One peer, from loading torch to leaving.
 
@@ -113,7 +149,6 @@ class Peer:
         import torch
 
         from shoal.demo import training as learn
-        from shoal.demo.swarm import join
         from shoal.demo.text import load_corpus
 
         torch.set_num_threads(1)
@@ -125,7 +160,7 @@ class Peer:
 
         self._report.enter("joining")
         run_id = f"{config.run_id}-{corpus.digest[:8]}"
-        dht, optimizer = join(config, run_id, model.parameters(), self._report.happened)
+        dht, optimizer = _join(config, run_id, model.parameters(), self._report.happened)
         parameters = sum(parameter.numel() for parameter in model.parameters())
         self._line.say(
             Ready(
@@ -148,7 +183,7 @@ class Peer:
 
     def _loop(self, optimizer: Optimizer, model: MaskedLM, batches: MaskedBatches, held_out: list[Batch]) -> None:
         judged = -1
-        while not optimizer.finished and not self._line.told_to_leave:
+        while not optimizer.finished and not self._line.wait_for_leave(0):
             if optimizer.local_epoch != judged:
                 judged = optimizer.local_epoch
                 self._judge(judged, model, held_out)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.demo.conclusion import proof
+from shoal.demo.result import proof
 from shoal.demo.state import DemoState, PeerView
 
 if TYPE_CHECKING:

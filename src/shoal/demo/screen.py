@@ -16,7 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from shoal.demo.conclusion import conclusion
+from shoal.demo.result import conclusion
 from shoal.demo.settings import DemoOptions
 from shoal.demo.state import DemoState, Happening, PeerView
 

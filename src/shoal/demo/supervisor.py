@@ -24,26 +24,45 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import msgspec
 
 from shoal.demo.children import Child, python_module
-from shoal.demo.conclusion import verdict
 from shoal.demo.messages import BaselineConfig, Leave, PeerConfig, Report, Stop, encode
 from shoal.demo.plan import Action, Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
-from shoal.demo.record import make_record, write_record
+from shoal.demo.result import make_record, verdict, write_record
 from shoal.demo.screen import Display, open_display
 from shoal.demo.settings import NAMES, SPEEDS, DemoOptions, Training
 from shoal.demo.state import DemoState
-from shoal.demo.swarm import MeetingPoint, open_meeting_point
 from shoal.errors import ConfigError
 
-__all__ = ["Wiring", "run_demo"]
+__all__ = ["MeetingPoint", "Wiring", "run_demo"]
 
 COMPLETED, INTERRUPTED = "completed", "interrupted"
 _EXIT_INTERRUPTED = 130
 _TICK_S, _SHOW_EVERY_S, _RECORD_EVERY_S = 0.05, 0.25, 0.5
 _BASELINE = "baseline"
+
+
+class MeetingPoint(NamedTuple):
+    """A node of the network that trains nothing: the first peers find each other through it.
+
+    Attributes:
+        addresses: the addresses that peers take as `initial_peers`.
+        close: leaves the network.
+    """
+
+    addresses: tuple[str, ...]
+    close: Callable[[], object]
+
+
+def open_meeting_point() -> MeetingPoint:
+    """Start the node on this machine, at a free port."""
+    from shoal.runtime.dht import DHT
+
+    dht = DHT(start=True)
+    return MeetingPoint(tuple(map(str, dht.get_visible_maddrs())), dht.shutdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +188,7 @@ class _Supervisor:
             reason = await self._acts()
         finally:
             await self._clear_away()
-        left = [child.name for child in self._children.values() if child.running]
+        left = [child.name for child in self._children.values() if child.returncode is None]
         if left and not reason:
             reason = f"processes are left: {', '.join(left)}"
         if not reason:
@@ -253,7 +272,7 @@ class _Supervisor:
             else:
                 child.kill()  # it is still loading torch, and has met nobody
         deadline_s = self.now_s() + self._wiring.limits.leave_s
-        while any(child.running for child in children) and self.now_s() < deadline_s:
+        while any(child.returncode is None for child in children) and self.now_s() < deadline_s:
             await self._pause()
         for child in children:
             child.kill()

@@ -48,6 +48,7 @@ class Neighbours:
     Attributes:
         version: changes whenever a node comes into the table, or leaves it.
         on_change: called then.
+        initial: the initial peers.
     """
 
     def __init__(self, own: PeerID, *, bucket_size: int) -> None:
@@ -56,7 +57,7 @@ class Neighbours:
         self.on_change: Callable[[], None] = lambda: None
         self._avoided: dict[PeerID, _Avoided] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
-        self._always: dict[PeerID, Contact] = {}
+        self.initial: dict[PeerID, Contact] = {}
         self._joined_since: dict[PeerID, None] = {}
         self._lost_since: dict[PeerID, None] = {}
 
@@ -125,16 +126,11 @@ class Neighbours:
 
     def always_remember(self, contacts: Iterable[Contact]) -> None:
         """Keep trying these (the initial peers) whenever they are not in the table."""
-        self._always.update((contact.peer, contact) for contact in contacts)
+        self.initial.update((contact.peer, contact) for contact in contacts)
 
     def missing_initial(self) -> list[Contact]:
         """The initial peers that are not in the table."""
-        return [contact for peer, contact in self._always.items() if peer not in self.table]
-
-    @property
-    def given(self) -> list[Contact]:
-        """The initial peers."""
-        return list(self._always.values())
+        return [contact for peer, contact in self.initial.items() if peer not in self.table]
 
     def lately_lost(self, count: int) -> list[Contact]:
         """The nodes that were lost last."""

@@ -200,7 +200,7 @@ class DhtNode:
     @property
     def initial_peers(self) -> list[Contact]:
         """The peers that this node was given when it began."""
-        return self._neighbours.given
+        return list(self._neighbours.initial.values())
 
     async def look_around(self) -> None:
         """Look up this node's own id: so it and its neighbours learn of each other, and they learn its addresses."""

@@ -96,11 +96,6 @@ class RoutingTable:
             for node in self._buckets[index].nodes.values():
                 yield node.contact
 
-    @property
-    def spares(self) -> int:
-        """How many nodes wait in the replacement caches."""
-        return sum(len(bucket.spares) for bucket in self._buckets.values())
-
     def contact(self, peer: PeerID) -> Contact | None:
         """The contact of a known node; None if it is not in the table."""
         node = self._nodes.get(peer)

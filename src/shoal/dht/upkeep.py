@@ -132,7 +132,7 @@ class Upkeep:
         """Ask the lost and the initial peers, again and again, until this node knows a node that is there."""
         backoff = Backoff(self._env.rng, first_s=0.5, max_s=_KNOCK_S)
         try:
-            while not len(self._neighbours.table) and self._neighbours.given:
+            while not len(self._neighbours.table) and self._neighbours.initial:
                 await asyncio.sleep(backoff.next_s())
                 await self.retry_lost()
         except ClosedError:

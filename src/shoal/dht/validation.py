@@ -21,7 +21,7 @@ import logging
 import math
 from collections.abc import Iterable
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -183,13 +183,6 @@ class RecordRules:
         return "" if verify(record.owner, RECORD_CONTEXT, signed, record.signature) else "wrong signature"
 
 
-@runtime_checkable
-class _Unites(Protocol):
-    def union(self, other: Any) -> RecordValidator:
-        """A validator that accepts all records that either of two of its kind accepts."""
-        ...
-
-
 class CompositeValidator:
     """Accepts a record that all its validators accept; they are asked in order, up to the first refusal.
 
@@ -208,8 +201,8 @@ class CompositeValidator:
         """Ask these, too, from now on."""
         for new in validators:
             for place, old in enumerate(self._validators):
-                if type(old) is type(new) and isinstance(old, _Unites):
-                    self._validators[place] = old.union(new)
+                if type(old) is type(new) and (union := getattr(old, "union", None)) is not None:
+                    self._validators[place] = union(new)
                     break
             else:
                 self._validators.append(new)

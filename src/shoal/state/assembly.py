@@ -28,11 +28,6 @@ class Assembly:
         self._manifest = manifest
         self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Memory taken so far."""
-        return sum(data.nbytes for _, data in self._buffers.values())
-
     def clear(self) -> None:
         """Free everything that was received."""
         self._buffers.clear()

@@ -50,6 +50,7 @@ class StateDonor:
         pacer: an upload limit that is shared with others; None makes one from `limits`.
 
     Attributes:
+        prefix: the name by which receivers ask for it.
         enabled: set it to False to refuse new receivers for a while; those being served are served on.
 
     Raises:
@@ -67,7 +68,7 @@ class StateDonor:
         limits: ShareLimits | None = None,
         pacer: Pacer | None = None,
     ) -> None:
-        self._env, self._prefix, self._limits = env, prefix, limits or ShareLimits()
+        self._env, self.prefix, self._limits = env, prefix, limits or ShareLimits()
         for name in ("max_receivers", "max_receivers_per_peer"):
             if getattr(self._limits, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self._limits, name)}, must be at least 1")
@@ -86,11 +87,6 @@ class StateDonor:
             endpoint.serve(GetManifest, self._show, scope=prefix),
             endpoint.serve_stream(FetchChunks, self._send, scope=prefix),
         )
-
-    @property
-    def prefix(self) -> str:
-        """The name by which receivers ask for the state."""
-        return self._prefix
 
     @property
     def receivers(self) -> int:
@@ -134,7 +130,7 @@ class StateDonor:
         except ClosedError as error:
             raise PeerRefused(str(error)) from None
         except ConfigError as error:
-            self._env.events.emit(Warned(where=f"state sharing under {self._prefix!r}", message=str(error)))
+            self._env.events.emit(Warned(where=f"state sharing under {self.prefix!r}", message=str(error)))
             raise PeerRefused(f"the state cannot be sent: {error}") from error
         if not isinstance(offered, Snapshot):
             return offered
@@ -169,7 +165,7 @@ class StateDonor:
             self._serving -= Counter({peer: 1})
             self._hosts -= Counter({host: 1})
             if sent:
-                self._env.events.emit(StateServed(prefix=self._prefix, peer=peer, bytes_sent=sent))
+                self._env.events.emit(StateServed(prefix=self.prefix, peer=peer, bytes_sent=sent))
 
     async def _send_chunk(self, stream: Stream[Chunk, MoreChunks], snapshot: Snapshot, chunk: int) -> int:
         start, stop = snapshot.manifest.chunk_range(chunk)

@@ -25,11 +25,11 @@ class ChunkPlan(Generic[D]):
     """The plan of one download.
 
     Args:
-        manifest: the snapshot to get. Donors are any hashable values.
+        manifest: the snapshot that is fetched; `move_to` sets another. Donors are any hashable values.
     """
 
     def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self.manifest = manifest
         self._missing = dict.fromkeys(range(len(manifest.hashes)))  # a set that keeps its order
         self._in_flight: dict[int, D] = {}
         self._doubled: dict[int, D] = {}
@@ -37,14 +37,9 @@ class ChunkPlan(Generic[D]):
         self._holdings: dict[D, frozenset[int]] = {}
 
     @property
-    def manifest(self) -> Manifest:
-        """The snapshot that is being fetched."""
-        return self._manifest
-
-    @property
     def complete(self) -> bool:
         """True once every chunk is verified."""
-        return len(self._verified) == len(self._manifest.hashes)
+        return len(self._verified) == len(self.manifest.hashes)
 
     @property
     def missing(self) -> int:
@@ -68,10 +63,10 @@ class ChunkPlan(Generic[D]):
         buffers for the old one are of no use.
         """
         assert not self._in_flight, "move_to() while chunks are in flight"
-        same = self._manifest.same_layout(manifest)
-        old = self._manifest.hashes if same else ()
+        same = self.manifest.same_layout(manifest)
+        old = self.manifest.hashes if same else ()
         kept = {chunk: d for chunk, d in self._verified.items() if same and old[chunk] == manifest.hashes[chunk]}
-        self._manifest = manifest
+        self.manifest = manifest
         self._verified = kept
         self._missing = dict.fromkeys(chunk for chunk in range(len(manifest.hashes)) if chunk not in kept)
         self._holdings.clear()
@@ -79,7 +74,7 @@ class ChunkPlan(Generic[D]):
 
     def offer(self, donor: D, manifest: Manifest) -> int:
         """A donor has this snapshot; returns how many of our chunks it can send."""
-        ours = self._manifest
+        ours = self.manifest
         if not ours.same_layout(manifest):
             return 0
         equal = (i for i, (a, b) in enumerate(zip(ours.hashes, manifest.hashes, strict=True)) if a == b)

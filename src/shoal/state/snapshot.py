@@ -188,6 +188,9 @@ class SnapshotStore:
         version: the current version of the state: cheap, and different whenever the state is.
         limits: how long a copy is given to newcomers, kept for its readers, and kept without any.
         max_message_bytes: the largest manifest that can be sent.
+
+    Attributes:
+        snapshot: the copy, if there is one.
     """
 
     def __init__(
@@ -201,17 +204,12 @@ class SnapshotStore:
     ) -> None:
         self._env, self._hold, self._version = env, hold, version
         self._limits, self._max_message_bytes = limits, max_message_bytes
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
         self._making: asyncio.Task[Snapshot] | None = None
         self._awaited_by: dict[PeerID, str] = {}  # with their hosts
         self._copies = CopyLimit()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The copy, if there is one."""
-        return self._snapshot
 
     async def offer(self, peer: PeerID, host: str, *, epoch: int, timeout_s: float) -> Snapshot | ManifestPending:
         """A snapshot for this peer: of the present state, or the one that others are downloading.
@@ -236,7 +234,7 @@ class SnapshotStore:
         if self._making is None:
             if (found := self._copy_for(peer, host, epoch)) is not None:
                 return found
-            self._snapshot = None  # before the next one takes memory
+            self.snapshot = None  # before the next one takes memory
             self._making = asyncio.get_running_loop().create_task(self._make(host))
             self._making.add_done_callback(lambda task: task.cancelled() or task.exception())  # perhaps nobody waits
         making = self._making
@@ -250,7 +248,7 @@ class SnapshotStore:
 
     def _copy_for(self, peer: PeerID, host: str, epoch: int) -> Snapshot | ManifestPending | None:
         """The copy that exists, or that the peer has to come again; None if another one is to be made."""
-        snapshot, now = self._snapshot, asyncio.get_running_loop().time()
+        snapshot, now = self.snapshot, asyncio.get_running_loop().time()
         if snapshot is not None and snapshot.version == self._version():
             return self._tell(snapshot, peer, host)
         if (snapshot is None or not snapshot.in_use(now)) and self._copies.allows(host, now):
@@ -264,7 +262,7 @@ class SnapshotStore:
 
     def find(self, name: bytes) -> Snapshot | None:
         """The snapshot of this name, if it still exists."""
-        found = self._snapshot
+        found = self.snapshot
         return found if found is not None and found.manifest.snapshot == name and not found.over else None
 
     def begin(self, snapshot: Snapshot, peer: PeerID) -> None:
@@ -287,13 +285,13 @@ class SnapshotStore:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._snapshot = None
+        self.snapshot = None
 
     # -------------------------------------------------------------------------------------------------------- making
 
     async def _make(self, host: str) -> Snapshot:
         try:
-            self._snapshot = snapshot = await self._copy(host)
+            self.snapshot = snapshot = await self._copy(host)
             for peer, its_host in self._awaited_by.items():
                 self._tell(snapshot, peer, its_host)
             self._free_later()
@@ -364,14 +362,14 @@ class SnapshotStore:
         return snapshot
 
     def _free_later(self) -> None:
-        if self._timer is None and self._snapshot is not None:
+        if self._timer is None and self.snapshot is not None:
             self._timer = asyncio.get_running_loop().call_later(self._limits.linger_s, self._free)
 
     def _free(self) -> None:
         self._timer = None
-        now, found = asyncio.get_running_loop().time(), self._snapshot
+        now, found = asyncio.get_running_loop().time(), self.snapshot
         if found is not None and found.streams == 0 and now - found.used_at >= self._limits.linger_s:
-            self._snapshot = None
+            self.snapshot = None
         self._free_later()
 
 

@@ -46,7 +46,6 @@ __all__ = [
     "costs",
     "costs_of",
     "estimate",
-    "sizes_of",
     "state_bytes",
 ]
 
@@ -261,11 +260,6 @@ def estimate(
 
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
         ranks = torch.distributed.get_world_size() if grouped else 1
-    return costs_of(sizes_of(model, optimizer), ranks, stage=stage, micro_batches=micro_batches, backend=backend)
-
-
-def sizes_of(model: torch.nn.Module, optimizer: str) -> Sizes:
-    """How large a model is with this optimizer. Raises `ConfigError` as `estimate` does."""
     parameters = gradients = state = 0
     for parameter in model.parameters():  # tied ones come once
         nbytes = parameter.numel() * parameter.itemsize
@@ -276,4 +270,5 @@ def sizes_of(model: torch.nn.Module, optimizer: str) -> Sizes:
             state += parameter.numel() * state_bytes(optimizer, precision)
     if not parameters:
         raise ConfigError("model has no parameters: there is nothing to estimate")
-    return Sizes(parameters, gradients, state)
+    sizes = Sizes(parameters, gradients, state)
+    return costs_of(sizes, ranks, stage=stage, micro_batches=micro_batches, backend=backend)

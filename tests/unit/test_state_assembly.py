@@ -23,7 +23,7 @@ from shoal.compression import (
 )
 from shoal.errors import PeerProtocolError
 from shoal.state.assembly import Assembly
-from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, describe
+from shoal.state.manifest import Manifest, StateTensorSpec, chunk_digest, describe
 from tests.codecs import CODECS
 
 CHUNK = 1024
@@ -31,7 +31,7 @@ CHUNK = 1024
 
 def encoded(tensors: list[torch.Tensor], codecs: Sequence[CompressionBase]) -> tuple[Manifest, bytes]:
     """A state, cut to small chunks."""
-    specs = tuple(TensorSpec(tuple(t.shape), t.dtype, c) for t, c in zip(tensors, codecs, strict=True))
+    specs = tuple(StateTensorSpec(tuple(t.shape), t.dtype, c) for t, c in zip(tensors, codecs, strict=True))
     out = bytearray(sum(spec.encoded_bytes for spec in specs))
     start = 0
     for each, tensor in zip(specs, tensors, strict=True):
@@ -111,7 +111,7 @@ def test_a_tensor_that_is_not_aligned_is_encoded_in_bounded_memory() -> None:
 
     tensor = torch.arange(2_500_000, dtype=torch.float32)
     out = bytearray(tensor.nbytes + 1)
-    TensorSpec((2_500_000,), torch.float32, Watched()).encode_into(tensor, memoryview(out)[1:])
+    StateTensorSpec((2_500_000,), torch.float32, Watched()).encode_into(tensor, memoryview(out)[1:])
     assert out[1:] == view_bytes(tensor)
     assert max(seen) == 1 << 20
 
@@ -136,7 +136,7 @@ def test_an_uncompressed_tensor_is_received_in_its_final_memory() -> None:
 
 def test_memory_is_taken_when_bytes_arrive() -> None:
     """A donor that announces much and sends little costs little."""
-    specs = tuple(TensorSpec((1 << 20,), torch.uint8, NoCompression()) for _ in range(1000))
+    specs = tuple(StateTensorSpec((1 << 20,), torch.uint8, NoCompression()) for _ in range(1000))
     manifest = Manifest(b"s" * 16, 0, None, specs, 1 << 20, (b"h" * 32,) * 1000)
     assembly = Assembly(manifest)
     assert not assembly._buffers
@@ -146,7 +146,7 @@ def test_memory_is_taken_when_bytes_arrive() -> None:
 
 def test_memory_that_this_machine_does_not_have_is_the_donors_fault() -> None:
     """An announced tensor that cannot be allocated ends the attempt, not the process."""
-    spec = TensorSpec((1 << 60,), torch.uint8, NoCompression())
+    spec = StateTensorSpec((1 << 60,), torch.uint8, NoCompression())
     assembly = Assembly(Manifest(b"s" * 16, 0, None, (spec,), 1 << 20, ()))
     with pytest.raises(PeerProtocolError, match="no memory"):
         assembly.buffers(0)

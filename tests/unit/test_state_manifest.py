@@ -19,7 +19,7 @@ from shoal.state.manifest import (
     MAX_CHUNK_BYTES,
     MAX_CHUNKS,
     Manifest,
-    TensorSpec,
+    StateTensorSpec,
     chunk_size,
     describe,
     matching,
@@ -30,12 +30,12 @@ from shoal.wire import ManifestReply, decode, encode
 LIMIT = 1 << 20
 
 
-def spec(*shape: int, dtype: torch.dtype = torch.float32) -> TensorSpec:
+def spec(*shape: int, dtype: torch.dtype = torch.float32) -> StateTensorSpec:
     """An uncompressed tensor."""
-    return TensorSpec(shape, dtype, NoCompression())
+    return StateTensorSpec(shape, dtype, NoCompression())
 
 
-def manifest(*specs: TensorSpec, chunk_bytes: int = 1024, metadata: Any = None, epoch: int = 0) -> Manifest:
+def manifest(*specs: StateTensorSpec, chunk_bytes: int = 1024, metadata: Any = None, epoch: int = 0) -> Manifest:
     """A manifest with some hashes."""
     total = sum(s.encoded_bytes for s in specs)
     hashes = tuple(hashlib.sha256(bytes([i % 256])).digest() for i in range(-(-total // chunk_bytes)))
@@ -49,7 +49,7 @@ def reply(**changes: Any) -> ManifestReply:
 
 def test_a_manifest_goes_over_the_wire_unchanged() -> None:
     """What the receiver reads is what the donor described."""
-    lossy = TensorSpec((2, 3), torch.float64, Float16Compression())
+    lossy = StateTensorSpec((2, 3), torch.float64, Float16Compression())
     metadata = {"epoch": 3, "lr": [0.5, None, True], "b": b"\x00", "name": "x"}
     sent = manifest(spec(300), spec(), spec(0, 5), lossy, spec(7, dtype=torch.bool), metadata=metadata, epoch=3)
     sent = replace(sent, infinite=(0, 3))
@@ -106,7 +106,7 @@ def test_a_little_that_becomes_much_is_refused() -> None:
     """A codec that keeps one value of thousands may be for gradients; as a state it would take memory for nothing."""
     codec = TopKCompression(1e-4)
     for numel, taken in ((1 << 20, True), (1 << 28, False)):
-        large = TensorSpec((numel,), torch.float32, codec)
+        large = StateTensorSpec((numel,), torch.float32, codec)
         chunks = -(-large.encoded_bytes // CHUNK_BYTES)
         entry = ([numel], "float32", codec.name, large.encoded_bytes)
         sent = reply(tensors=[entry], hashes=[b"h" * 32] * chunks, chunk_bytes=CHUNK_BYTES)
@@ -189,7 +189,7 @@ def test_layouts_are_the_same_only_if_every_byte_means_the_same() -> None:
     for other in (
         manifest(spec(30, 10)),
         manifest(spec(300, dtype=torch.int32)),
-        manifest(TensorSpec((600,), torch.float32, Float16Compression())),
+        manifest(StateTensorSpec((600,), torch.float32, Float16Compression())),
         manifest(spec(300), chunk_bytes=2048),
         manifest(spec(300), spec(0)),
     ):

@@ -15,7 +15,7 @@ from shoal.errors import ConfigError
 from shoal.peer import PeerID
 from shoal.state.arrivals import ArrivalRate
 from shoal.state.candidates import Candidates, Donor
-from shoal.state.manifest import Manifest, TensorSpec
+from shoal.state.manifest import Manifest, StateTensorSpec
 from shoal.state.pace import BackgroundLimit, Pacer
 from shoal.state.plan import ChunkPlan
 
@@ -24,7 +24,7 @@ CHUNK = 1024
 
 def described(content: str, *, name: str = "s", chunk_bytes: int = CHUNK) -> Manifest:
     """A snapshot whose chunk i has the content `content[i]` (one letter each)."""
-    spec = TensorSpec((len(content) * chunk_bytes,), torch.uint8, NoCompression())
+    spec = StateTensorSpec((len(content) * chunk_bytes,), torch.uint8, NoCompression())
     hashes = tuple(hashlib.sha256(letter.encode()).digest() for letter in content)
     return Manifest(name.encode() * 16, 0, None, (spec,), chunk_bytes, hashes)
 

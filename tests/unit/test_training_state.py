@@ -22,7 +22,7 @@ from shoal.optim.options import options_of
 from shoal.optim.shared_state import share, why_not_ours
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.state import Manifest, TensorSpec
+from shoal.state import Manifest, StateTensorSpec
 from shoal.wire import decode_plain, encode
 
 
@@ -302,7 +302,7 @@ def test_a_state_with_infinities_in_what_is_trained_is_not_taken(infinite: tuple
     training = TrainingState(torch.optim.SGD([parameter], lr=1.0), extra_tensors=[torch.zeros(3)])
     optimizer = training.optimizer
     optimizer.state[parameter]["momentum_buffer"] = torch.zeros(3)
-    specs = tuple(TensorSpec((3,), torch.float32, NoCompression()) for _ in range(3))
+    specs = tuple(StateTensorSpec((3,), torch.float32, NoCompression()) for _ in range(3))
     metadata = {"state": [4, b"d" * 32, 100], "training": training.export()[0]}
     manifest = Manifest(b"s" * 16, 4, metadata, specs, 1 << 20, (b"h" * 32,), infinite)
     why = why_not_ours(training, manifest, None)
@@ -330,7 +330,7 @@ def test_a_state_with_infinities_in_what_is_trained_is_not_taken(infinite: tuple
 def test_a_copy_that_is_no_better_than_ours_is_not_fetched(metadata: object, why: str | None) -> None:
     """Its name stands in the manifest: that it is of no use is found out before it was downloaded, not after."""
     training = TrainingState(torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0))
-    spec = TensorSpec((3,), torch.float32, NoCompression())
+    spec = StateTensorSpec((3,), torch.float32, NoCompression())
     if isinstance(metadata, dict):
         metadata = {**metadata, "training": training.export()[0]}
     manifest = Manifest(b"s" * 16, 4, metadata, (spec,), 1 << 20, (b"h" * 32,))

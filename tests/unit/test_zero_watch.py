@@ -29,7 +29,7 @@ def named_after(turn: str, at: float, beats: float, looks: float, *, frozen: int
         if time >= at and turn not in pulse.waits:
             pulse.waits[turn] = pulse.looks
         if what == "look":
-            found, waits_in = pulse.look()
+            found, waits_in = pulse.find_frozen()
         elif store or time < at:
             # Others beat as often as we do: each count is a new one, but for the frozen rank's.
             pulse.beat(lambda rank, now=time: 1 + int(10 * (at if rank == frozen else now)))  # type: ignore[misc]

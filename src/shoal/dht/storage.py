@@ -161,7 +161,7 @@ def _is_of_peer(record: Record) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- store
 
 
-class _Held(NamedTuple):
+class _Entry(NamedTuple):
     record: Record
     source: PeerID
 
@@ -178,7 +178,7 @@ class RecordStore:
     def __init__(self, limits: StorageLimits, *, fair: bool = True) -> None:
         self.limits = limits
         self._fair = fair
-        self._keys: dict[bytes, dict[bytes | None, _Held]] = {}
+        self._keys: dict[bytes, dict[bytes | None, _Entry]] = {}
         self._key_bytes: dict[bytes, int] = {}
         self._owner_bytes: dict[PeerID, int] = {}
         self._source_bytes: dict[PeerID, int] = {}
@@ -241,7 +241,7 @@ class RecordStore:
         refusal = self._no_room(record, source, held)
         if not refusal:
             self._remove(record.key, record.subkey)
-            self._insert(_Held(record, source))
+            self._insert(_Entry(record, source))
         return refusal
 
     def purge(self, now: float) -> None:
@@ -252,7 +252,7 @@ class RecordStore:
 
     # -------------------------------------------------------------------------------------------------------- bounds
 
-    def _no_room(self, record: Record, source: PeerID, old: _Held | None) -> str:
+    def _no_room(self, record: Record, source: PeerID, old: _Entry | None) -> str:
         """Why there is no room for a record that takes the place of `old`; makes room in the whole store if need be."""
         limits, size = self.limits, record_bytes(record)
 
@@ -272,7 +272,7 @@ class RecordStore:
             return "full"
         return ""
 
-    def _no_room_in_key(self, record: Record, source: PeerID, old: _Held | None) -> str:
+    def _no_room_in_key(self, record: Record, source: PeerID, old: _Entry | None) -> str:
         """Why its key has no room for a record; makes some, if that is not at the cost of a source that holds less."""
         limits, key, size = self.limits, record.key, wire_bytes(record)
         slots = self._keys.get(key, {})
@@ -328,7 +328,7 @@ class RecordStore:
 
     # ----------------------------------------------------------------------------------------------------- bookkeeping
 
-    def _insert(self, held: _Held) -> None:
+    def _insert(self, held: _Entry) -> None:
         record = held.record
         self._keys.setdefault(record.key, {})[record.subkey] = held
         self._account(held, 1)
@@ -347,7 +347,7 @@ class RecordStore:
         self._account(held, -1)
         self._count -= 1
 
-    def _account(self, held: _Held, sign: int) -> None:
+    def _account(self, held: _Entry, sign: int) -> None:
         size = sign * record_bytes(held.record)
         self.bytes += size
         key, on_wire = held.record.key, sign * wire_bytes(held.record)

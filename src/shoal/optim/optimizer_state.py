@@ -27,7 +27,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
 from shoal.optim.trial import draws_random_numbers, needs, try_step
-from shoal.state import TensorSpec
+from shoal.state import StateTensorSpec
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
 
@@ -45,7 +45,7 @@ _NOT_ITS_OWN = frozenset({"param_groups", "state", "defaults", "step"})
 _CHANCE = "torch's random numbers"
 _HOST = torch.device("cpu")
 
-AnyTensor = torch.Tensor | TensorSpec
+AnyTensor = torch.Tensor | StateTensorSpec
 
 
 class Prepared(NamedTuple):
@@ -330,7 +330,7 @@ class _Reader:
         tensor = self._tensors[place]
         if order and sorted(order) != list(range(len(tensor.shape))):
             raise ValueError(f"tensor {place} lies in the order {order!s:.40}")
-        if not order or isinstance(tensor, TensorSpec):
+        if not order or isinstance(tensor, StateTensorSpec):
             return tensor
         back = sorted(range(len(order)), key=lambda dim: order[dim])
         return tensor.permute(order).contiguous().permute(back)
@@ -408,7 +408,7 @@ def _out_of_bounds(name: str, mine: Any, number: float) -> str | None:
 
 def is_number(value: object) -> bool:
     """Whether it is a number, or a tensor of one."""
-    if isinstance(value, torch.Tensor | TensorSpec):
+    if isinstance(value, torch.Tensor | StateTensorSpec):
         return math.prod(value.shape) == 1
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -416,7 +416,7 @@ def is_number(value: object) -> bool:
 def _kind(value: object) -> str:
     if is_number(value):
         return "a number"
-    if isinstance(value, torch.Tensor | TensorSpec):
+    if isinstance(value, torch.Tensor | StateTensorSpec):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, list | tuple):
         return "a list"
@@ -424,7 +424,7 @@ def _kind(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    return "a tensor" if isinstance(value, torch.Tensor | TensorSpec) else f"{value!r:.40}"
+    return "a tensor" if isinstance(value, torch.Tensor | StateTensorSpec) else f"{value!r:.40}"
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors

@@ -261,14 +261,14 @@ class Dialer:
         if state.ahead is not None or len(state.idle) >= self._limits.idle_streams or not all(state.idle.values()):
             return True
 
-        def came(dialed: asyncio.Task[Connection]) -> None:
+        def dialed_late(dialed: asyncio.Task[Connection]) -> None:
             if state.ahead is dialed:  # else a stream took it
                 state.ahead = None
                 self._keep(dialed)
                 self._open.forget(peer)
 
         state.ahead = self._tasks.spawn(self._dial(peer))
-        state.ahead.add_done_callback(came)
+        state.ahead.add_done_callback(dialed_late)
         return True
 
     def _keep(self, dialed: asyncio.Task[Connection]) -> None:

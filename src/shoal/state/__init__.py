@@ -7,7 +7,7 @@ side, `assembly` and `download` the receiver's. See those for their invariants.
 from shoal.state.arrivals import Intake
 from shoal.state.donor import StateDonor
 from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
-from shoal.state.manifest import Accept, Manifest, TensorSpec, matching
+from shoal.state.manifest import Accept, Manifest, StateTensorSpec, matching
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, SharedState, ShareLimits
 
@@ -23,7 +23,7 @@ __all__ = [
     "ShareLimits",
     "SharedState",
     "StateDonor",
-    "TensorSpec",
+    "StateTensorSpec",
     "download_state",
     "matching",
 ]

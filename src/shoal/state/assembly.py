@@ -12,7 +12,7 @@ import torch
 
 from shoal.compression import allocate
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.state.manifest import Manifest, TensorSpec, worst_value
+from shoal.state.manifest import Manifest, StateTensorSpec, worst_value
 
 __all__ = ["Assembly"]
 
@@ -69,7 +69,7 @@ class Assembly:
                 self._buffers[position] = memory, data[data.nbytes - spec.encoded_bytes :]
         return self._buffers[position]
 
-    def _take(self, position: int, spec: TensorSpec) -> torch.Tensor:
+    def _take(self, position: int, spec: StateTensorSpec) -> torch.Tensor:
         tensor, data = self._buffer(position)
         del self._buffers[position]
         if _is_final(spec):
@@ -84,12 +84,12 @@ class Assembly:
         return decoded
 
 
-def _is_final(spec: TensorSpec) -> bool:
+def _is_final(spec: StateTensorSpec) -> bool:
     """Return whether the arriving bytes are the tensor. A bool must be checked first: its bytes need not be 0 or 1."""
     return spec.raw and spec.dtype is not torch.bool
 
 
-def _decoding_bytes(spec: TensorSpec) -> int:
+def _decoding_bytes(spec: StateTensorSpec) -> int:
     """Room for a tensor and its encoding at the end, such that decoding a slice overwrites no later one's encoding.
 
     It has the tensor's own size, unless a codec needs more room for a slice than its values do: for a few elements at

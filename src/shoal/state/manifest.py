@@ -38,7 +38,7 @@ from shoal.wire import ManifestReply, decode_plain, encode_plain
 __all__ = [
     "Accept",
     "Manifest",
-    "TensorSpec",
+    "StateTensorSpec",
     "chunk_digest",
     "chunk_hash",
     "chunk_size",
@@ -68,7 +68,7 @@ _MAX_ELEMENTS = 1 << 44
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
+class StateTensorSpec:
     """One tensor of a state, without its values.
 
     Attributes:
@@ -141,7 +141,7 @@ class Manifest:
     snapshot: bytes
     epoch: int
     metadata: Any
-    tensors: tuple[TensorSpec, ...]
+    tensors: tuple[StateTensorSpec, ...]
     chunk_bytes: int
     hashes: tuple[bytes, ...]
     infinite: tuple[int, ...] = ()
@@ -200,7 +200,7 @@ Accept = Callable[[Manifest], str | None]
 """Checks a manifest before anything is fetched: None to take it, else the reason against it."""
 
 
-def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] | None) -> tuple[TensorSpec, ...]:
+def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] | None) -> tuple[StateTensorSpec, ...]:
     """The layout of a state. `codecs` has one per tensor; None: no compression. One that saves nothing is not used.
 
     Raises:
@@ -213,7 +213,7 @@ def describe(tensors: Sequence[torch.Tensor], codecs: Sequence[CompressionBase] 
         dtype_name(tensor.dtype)
         if not codec.supports(tensor.dtype):
             raise ConfigError(f"codec {codec.name!r} does not support tensor {position} of the state ({tensor.dtype})")
-    specs = [TensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True)]
+    specs = [StateTensorSpec(tuple(t.shape), t.dtype, codec) for t, codec in zip(tensors, chosen, strict=True)]
     return tuple(s if s.encoded_bytes < s.raw_bytes else replace(s, codec=NoCompression()) for s in specs)
 
 
@@ -248,7 +248,7 @@ def chunk_size(total_bytes: int) -> int:
     return size
 
 
-def shares(specs: Sequence[TensorSpec], count: int = 2) -> list[range]:
+def shares(specs: Sequence[StateTensorSpec], count: int = 2) -> list[range]:
     """The positions of tensors in at most `count` shares, in order and about as large.
 
     Two are faster than one for work that passes over memory; the executor of a peer has two threads.
@@ -310,13 +310,13 @@ def read_manifest(reply: ManifestReply, *, max_state_bytes: int) -> Manifest:
     return manifest
 
 
-def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: int) -> TensorSpec:
+def _read_spec(position: int, shape: list[int], dtype: str, codec: str, nbytes: int) -> StateTensorSpec:
     if len(shape) > _MAX_DIMS or any(size < 0 for size in shape):
         raise ConfigError(f"tensor {position} has the shape {shape[: _MAX_DIMS + 1]}")
     # Empty dimensions do not excuse giant ones: strides are computed from them.
     if math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
         raise ConfigError(f"tensor {position} has too many elements: {shape}")
-    spec = TensorSpec(tuple(shape), dtype_by_name(dtype), codec_by_name(codec))
+    spec = StateTensorSpec(tuple(shape), dtype_by_name(dtype), codec_by_name(codec))
     if not spec.codec.supports(spec.dtype):
         raise ConfigError(f"tensor {position} is {dtype}, which codec {codec!r} does not support")
     if spec.encoded_bytes != nbytes:

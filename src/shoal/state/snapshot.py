@@ -30,7 +30,7 @@ from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
-from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
+from shoal.state.manifest import Manifest, StateTensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
 from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore"]
@@ -322,7 +322,7 @@ class SnapshotStore:
         size = len(encode(message))
         return Snapshot(version, manifest, message, size, data, made_at=now, took_s=now - began, used_at=now)
 
-    def _plan(self, state: SharedState, specs: list[TensorSpec], infinite: Collection[int]) -> Manifest:
+    def _plan(self, state: SharedState, specs: list[StateTensorSpec], infinite: Collection[int]) -> Manifest:
         """The manifest but for the hashes; a state that cannot be sent is found out before it is copied."""
         for position in infinite:  # a codec with a scale would make NaN of all that shares it
             specs[position] = replace(specs[position], codec=NoCompression())

@@ -142,7 +142,7 @@ class FlatEngine:
 
     def kept(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
         """All gradients. And the float32 copies of 16-bit parameters."""
-        return self.reduction.held(), [*self._copies.own.values(), *self._frozen.own.values()]
+        return self.reduction.tensors(), [*self._copies.own.values(), *self._frozen.own.values()]
 
     def check(self) -> None:
         """Raise `LocalError` if the model has or trains other parameters, or they were moved, or have other hooks."""

@@ -182,21 +182,21 @@ def _seen(module: torch.nn.Module, _: object, output: object) -> None:
         return
     kinds: list[type] = []
 
-    def look(value: object) -> bool:
+    def contains_tensor(value: object) -> bool:
         """Whether there is a tensor in it."""
         if isinstance(value, torch.Tensor):
             return True
         if isinstance(value, Mapping):
-            return look(list(value.values()))
+            return contains_tensor(list(value.values()))
         if isinstance(value, list | tuple):
-            return sum(map(look, value)) > 0  # not any(): each is looked at
+            return sum(map(contains_tensor, value)) > 0  # not any(): each is looked at
         if dataclasses.is_dataclass(value):
-            return look([getattr(value, field.name) for field in dataclasses.fields(value)])
+            return contains_tensor([getattr(value, field.name) for field in dataclasses.fields(value)])
         if not isinstance(value, str | bytes | int | float | type(None)):
             kinds.append(type(value))
         return False
 
-    if not look(output) and kinds:
+    if not contains_tensor(output) and kinds:
         name = type(module).__name__.removeprefix("FSDP")
         raise LocalError(
             f"{name} returns an object of the class {kinds[0].__name__}, in which stage 3 sees no tensors: return "

@@ -322,12 +322,12 @@ class Reduction:
             self._forget(names)
 
     def _forget(self, names: AbstractSet[str]) -> None:
-        held = self._stand_ins.held
+        taken = self._stand_ins.taken
         for bucket in self._buckets:
             if bucket.local is not None:
                 for name in bucket.parameters.keys() & names:
                     bucket.place(bucket.local, name).zero_()
-                if not bucket.parameters.keys() & held:
+                if not bucket.parameters.keys() & taken:
                     bucket.local = None
         for tile, values in self._own.items():
             if tile.name in names:
@@ -380,7 +380,7 @@ class Reduction:
         """In how many passes each parameter's gradient was reduced, since it was cleared."""
         return {name: self._passes.get(name, 0) for name in self._holders}
 
-    def held(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor]:
         """All gradients that there are."""
         self._look()
         buckets = [each for bucket in self._buckets for each in (bucket.gradients, bucket.local)]

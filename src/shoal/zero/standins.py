@@ -28,7 +28,7 @@ class StandIns:
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
         self._parameters = dict(parameters)
-        self._held: dict[str, None] = {}  # a set that keeps its order
+        self._taken: dict[str, None] = {}  # a set that keeps its order
         kinds: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, each in parameters.items():
             kinds.setdefault((each.dtype, each.device), []).append(name)
@@ -44,14 +44,14 @@ class StandIns:
         }
 
     @property
-    def held(self) -> list[str]:
+    def taken(self) -> list[str]:
         """Names of the parameters whose gradients were taken, and not cleared since."""
-        return list(self._held)
+        return list(self._taken)
 
     def put(self, name: str) -> None:
         """The gradient of a parameter was taken."""
         self._parameters[name].grad = self._of[name]
-        self._held[name] = None
+        self._taken[name] = None
 
     def lift(self, name: str) -> None:
         """A gradient is about to be added: take the stand-in away, since the earlier gradient is elsewhere."""
@@ -69,7 +69,7 @@ class StandIns:
             parameter.grad = None
         for marks, _ in self._marks:
             marks.fill_(math.nan)
-        self._held.clear()
+        self._taken.clear()
 
     def cleared(self) -> list[str]:
         """Names of parameters whose gradients others have cleared since they were taken; each is returned once.
@@ -77,7 +77,7 @@ class StandIns:
         Raises:
             LocalError: other values than zeros were written over one.
         """
-        if not self._held:
+        if not self._taken:
             return []
         for marks, names in self._marks:
             values = marks.tolist()
@@ -92,7 +92,7 @@ class StandIns:
                         f"the gradient of {name} was overwritten: it is reduced already, and with its owners. Change "
                         "the loss instead; clip with optimizer.clip_grad_norm_()"
                     )
-        found = [name for name in self._held if self._parameters[name].grad is None]
+        found = [name for name in self._taken if self._parameters[name].grad is None]
         for name in found:
-            del self._held[name]
+            del self._taken[name]
         return found

@@ -187,7 +187,7 @@ class _Pulse:
             for rank, value in found.items()
         }
 
-    def look(self) -> tuple[set[str], str]:
+    def find_frozen(self) -> tuple[set[str], str]:
         """Those that seem to be frozen, and the operation in which this rank waits for them."""
         self.looks += 1
         if self._last.value != self.beats:
@@ -212,7 +212,7 @@ def _look(_: Store, pulse: _Pulse, closed: threading.Event) -> None:
     """Warn of ranks that seem to be frozen, once for each time."""
     said: set[str] = set()
     while not closed.wait(BEAT_S) and dist.is_initialized():
-        frozen, turn = pulse.look()
+        frozen, turn = pulse.find_frozen()
         for who in sorted(frozen - said):
             _logger.warning(
                 "%s gives no sign of life for %g s, and this rank waits in %s: that process seems to be frozen. "

@@ -9,8 +9,7 @@ import pydantic
 import pytest
 
 from shoal.dht.routing import key_of
-from shoal.dht.schema import SchemaValidator
-from shoal.dht.validation import Subkey, encode_subkey, encode_value
+from shoal.dht.validation import SchemaValidator, Subkey, encode_subkey, encode_value
 from shoal.errors import ConfigError
 from shoal.wire import Record
 

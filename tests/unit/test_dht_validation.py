@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from shoal.dht.routing import key_of
-from shoal.dht.schema import SchemaValidator
 from shoal.dht.validation import (
     RECORD_CONTEXT,
     CompositeValidator,
     RecordRules,
+    SchemaValidator,
     Subkey,
     decode_subkey,
     decode_value,

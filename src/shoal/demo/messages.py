@@ -187,8 +187,8 @@ def _decode_peer(kind: type, value: str) -> PeerID:
 
 
 _encoder = msgspec.json.Encoder(enc_hook=str)  # of all values only peer ids need it
-_commands = msgspec.json.Decoder(Command)
-_reports = msgspec.json.Decoder(Report, dec_hook=_decode_peer)
+_commands: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)
+_reports: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report, dec_hook=_decode_peer)
 
 
 def encode(message: Command | Report | PeerConfig | BaselineConfig) -> bytes:
@@ -198,11 +198,9 @@ def encode(message: Command | Report | PeerConfig | BaselineConfig) -> bytes:
 
 def decode_command(line: bytes) -> Command:
     """Read one line of a peer's stdin. Raises `msgspec.MsgspecError` if it is no command."""
-    command: Command = _commands.decode(line)
-    return command
+    return _commands.decode(line)
 
 
 def decode_report(line: bytes) -> Report:
     """Read one line of a child's stdout. Raises `msgspec.MsgspecError` if it is no report."""
-    report: Report = _reports.decode(line)
-    return report
+    return _reports.decode(line)

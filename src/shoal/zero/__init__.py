@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from shoal.zero.estimate import estimate
     from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs
     from shoal.zero.optimizer import ShardedOptimizer
+    from shoal.zero.plain import full_state_dict
     from shoal.zero.saved import consolidate
     from shoal.zero.shard import shard
-    from shoal.zero.weights import full_state_dict
 else:
     _LAWS = dict.fromkeys(("ENGINES", "Cost", "Engine", "Precision", "costs", "estimate"), "shoal.zero.laws")
 
@@ -25,7 +25,7 @@ else:
     _OTHERS = {
         "ShardedOptimizer": "shoal.zero.optimizer",
         "consolidate": "shoal.zero.saved",
-        "full_state_dict": "shoal.zero.weights",
+        "full_state_dict": "shoal.zero.plain",
         "load": "shoal.zero.checkpoint",
         "save": "shoal.zero.checkpoint",
         "shard": "shoal.zero.shard",

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import ConfigError
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import Piece, flat, local, named_parameters
-from shoal.zero.plain import Whole
+from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
 from shoal.zero.saved import (
     FORMATS,
     INDEX,
@@ -39,7 +39,6 @@ from shoal.zero.saved import (
     value_key,
 )
 from shoal.zero.watch import Agreement
-from shoal.zero.weights import BareWeights, bare_weights, full_state_dict, overwrite
 
 __all__ = ["load", "save"]
 

@@ -20,10 +20,10 @@ from shoal.zero.fsdp import FsdpEngine, is_sharded, partition
 from shoal.zero.fsdp import units as find_units
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import flat, named_parameters, order_of
+from shoal.zero.plain import overwrite
 from shoal.zero.probe import why_not_cut
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Agreement, Watch
-from shoal.zero.weights import overwrite
 
 __all__ = ["shard"]
 

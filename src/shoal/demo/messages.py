@@ -107,7 +107,7 @@ class Working(msgspec.Struct, kw_only=True, tag=True):
         epoch: the swarm epoch its weights are at.
         samples: sequences it has computed since it started.
         samples_per_s: the same per second, idle time included, over the last seconds.
-        loss: of the last micro-batch, nats; None before the first.
+        loss: the loss of the last micro-batch, nats; None before the first.
         bytes_sent: payload of averaging rounds sent since it started.
         bytes_received: the same, received.
     """

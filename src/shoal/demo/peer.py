@@ -110,7 +110,7 @@ def _join(
     Args:
         config: the peer's settings.
         run_id: full name of the run.
-        parameters: of the model; in the order in which all peers have them.
+        parameters: the model's; in the order in which all peers have them.
         on_event: called with everything that happens, from shoal's own thread.
     """
     from shoal.demo.training import make_optimizer, make_schedule

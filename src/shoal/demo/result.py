@@ -52,7 +52,7 @@ def conclusion(state: DemoState) -> list[str]:
 
 
 def proof(state: DemoState, *, digits: int = 64) -> str:
-    """That the peers hold the same weights, with the first `digits` hexadecimal digits of the hash."""
+    """The sentence that the peers hold the same weights, with the first `digits` hexadecimal digits of the hash."""
     # One that was lost after it had reported does not survive, but its hash must fit all the same.
     surviving = sum(not state.peers[name].lost for name in state.finished)
     finished = list(state.finished.values())
@@ -64,7 +64,7 @@ def proof(state: DemoState, *, digits: int = 64) -> str:
 
 
 def _comparison(state: DemoState) -> str:
-    """How far the loss came, and how far one process alone did with as many sequences."""
+    """The sentence on how far the loss fell, and how far it fell in one process alone with as many sequences."""
     first, last, alone = state.loss_first, state.loss_last, state.baseline_loss_last
     if first is None or last is None:
         return "No loss was measured."

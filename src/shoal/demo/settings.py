@@ -23,7 +23,7 @@ NAMES = (
 """The names of the peers, in the order they start; the newcomer takes the next one."""
 
 SPEEDS = (1.0, 0.65, 0.45, 0.3)
-"""How much of the time the first, second, ... peer computes; then again from the first."""
+"""The share of the time that the first, second, ... peer computes; after the last it begins again."""
 
 MOST_PEERS = 16
 
@@ -41,9 +41,9 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
         depth: how often the shared layer is applied.
         target_batch: sequences of the whole swarm in one optimizer step (one epoch).
         micro_batch: sequences a peer computes at a time.
-        learning_rate: of AdamW, after the warm-up.
+        learning_rate: AdamW's, after the warm-up.
         warm_up_epochs: the learning rate grows linearly over so many epochs.
-        betas: of AdamW.
+        betas: AdamW's.
     """
 
     seed: int = 1

@@ -332,7 +332,7 @@ class _Supervisor:
             write_record(self._options.json, make_record(self.state, self._options, now_s))
 
     async def _clear_away(self) -> None:
-        """In every case: leave no child and no network node."""
+        """End all children and the meeting point, in every case."""
         for child in self._children.values():
             child.kill()
         for child in self._children.values():

@@ -108,7 +108,7 @@ class Publisher:
             await self._send_all(wanted, records, copies, {}, exchange)
 
     async def _routes(self, keys: Iterable[bytes]) -> dict[bytes, list[Contact]]:
-        """For each key the nodes nearest to it, and a few more, nearest first."""
+        """The nodes nearest to each key, and a few more, nearest first."""
         now, version = asyncio.get_running_loop().time(), self._neighbours.version
         routes: dict[bytes, list[Contact]] = {}
         searches: list[KeySearch] = []

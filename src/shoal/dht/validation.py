@@ -278,7 +278,7 @@ Misfit = Callable[[Record], str]
 
 
 def _typed(kind: Any) -> Misfit:
-    """For a type that msgspec knows. Raises `TypeError` if it does not."""
+    """The check of a type that msgspec knows. Raises `TypeError` if it does not."""
     subkeys: msgspec.msgpack.Decoder[Any] | None = None
     if get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping):
         of_subkey, kind = get_args(kind) or (Any, Any)
@@ -300,7 +300,7 @@ def _typed(kind: Any) -> Misfit:
 
 
 def _field(model: Any, name: str, kind: Any) -> Misfit:
-    """For a field of a pydantic model. shoal does without pydantic: the model brings it along."""
+    """The check of a field of a pydantic model. shoal does without pydantic: the model brings it along."""
     dictionary = get_origin(kind) in (dict, Mapping) or kind in (dict, Mapping)
 
     def misfit(record: Record) -> str:

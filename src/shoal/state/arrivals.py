@@ -75,7 +75,7 @@ class Intake:
         now: when it begins, seconds.
 
     Attributes:
-        missing_bytes: that are not verified; None while no state is chosen.
+        missing_bytes: the bytes that are not verified yet; None while no state is chosen.
     """
 
     def __init__(self, now: float) -> None:

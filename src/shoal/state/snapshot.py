@@ -44,7 +44,7 @@ _HASH_BYTES = 34
 """One digest in MessagePack."""
 
 _HOST_SHARE, _SHARE = 0.1, 0.25
-"""Of the time: for copies that one host causes, and that all cause."""
+"""The share of the time that copies may take which one host causes, and which all hosts cause."""
 
 _HOST_BURST_S, _BURST_S = 5.0, 10.0
 """So much copying is free after a calm."""
@@ -56,7 +56,7 @@ _ABOUT_TO_OPEN_S = 2.0
 """A receiver that was told of a snapshot opens a stream for it within this time, or may have to ask again."""
 
 _TOLD_S = 10.0
-"""Of each host only those receivers count so that are told within this time after its first one."""
+"""Only those receivers of a host count so that are told within this time after its first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SharedState:
         metadata: plain values (as MessagePack has them) that go with the tensors.
         tensors: the live tensors, on any device; they are read, not kept.
         codecs: one per tensor; None for no compression.
-        epoch: which epoch this is.
+        epoch: the epoch of the state.
         may_be_infinite: positions of tensors that may hold infinities (masks). A state with infinities elsewhere,
             or with NaN, went wrong: it is not shared.
     """

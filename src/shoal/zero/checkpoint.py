@@ -212,7 +212,7 @@ def _common(optimizer: ShardedOptimizer) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON: a learning rate may be a tensor."""
+    """The setting as JSON has it: a learning rate may be a tensor."""
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

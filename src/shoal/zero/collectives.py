@@ -258,7 +258,7 @@ class Collectives:
         return operations
 
     def _others(self) -> list[int]:
-        """Beginning with the rank behind us, so that not all send to the same one at once."""
+        """The other ranks. The rank behind us is the first, so that not all send to the same one at once."""
         return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def _send(self, data: torch.Tensor, rank: int, tag: int) -> dist.P2POp:

@@ -46,7 +46,7 @@ class FlatEngine:
 
     Args:
         model: the model; only used to check whether it is still the same.
-        parameters: those that are trained, by name, in the order of the model. Equal on all ranks.
+        parameters: the trained ones, by name, in the order of the model. Equal on all ranks.
         stage: 1 or 2.
         collectives: among the ranks.
         wide: float32 values of parameters that have been made narrower, frozen ones among them: copies begin with them.
@@ -125,7 +125,7 @@ class FlatEngine:
             yield Piece(tile.name, tile.start, tile.stop, values, values.data)
 
     def orders(self) -> Mapping[str, Order]:
-        """In which order tiles count a parameter's values."""
+        """The order in which tiles count a parameter's values."""
         return {name: order_of(each) for name, each in self._parameters.items()}
 
     def frozen(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -103,7 +103,7 @@ def units(model: torch.nn.Module, given: Iterable[torch.nn.Module] | None = None
 
 
 def _uses(module: torch.nn.Module) -> Counter[int]:
-    """In how many places of a module each of its parameters is."""
+    """Count the places of a module in which each of its parameters is."""
     parts = (part for _, part in module.named_modules(remove_duplicate=False))
     return Counter(id(parameter) for part in parts for parameter in part.parameters(recurse=False))
 
@@ -259,7 +259,7 @@ class FsdpEngine:
         collectives.traffic = Traffic()  # that was no training
 
     def _find_starts(self) -> dict[str, int]:
-        """Where our rows of each parameter begin: behind those of the ranks before us. Values, not rows."""
+        """The value at which our rows of each parameter begin: behind those of the ranks before us."""
         mine = {name: local(shard).numel() for name, shard in self._shards.items()}
         sizes: list[dict[str, int]] = [{}] * self._collectives.ranks
         watch = self._collectives.watch
@@ -320,11 +320,11 @@ class FsdpEngine:
         return all(bool(gradient.sum().isfinite()) for gradient in self.gradients())
 
     def absent(self) -> list[bool]:
-        """For each parameter whether no backward pass here has used it."""
+        """Whether no backward pass here has used it, for each parameter."""
         return [not self._unsharded.used(name) for name in self._shards]
 
     def reduced(self) -> Mapping[str, int]:
-        """How many backward passes' gradients each shard has, since it was cleared."""
+        """The number of backward passes whose gradients each shard has, since it was cleared."""
         return {name: self._unsharded.passes(name) for name in self._shards}
 
     def hand_over(self, absent: Sequence[bool]) -> None:

@@ -70,7 +70,7 @@ class Precision(Enum):
 
 
 OPTIMIZERS = {"adam": 2, "momentum": 1, "sgd": 0}
-"""How many float32 values each optimizer keeps per parameter."""
+"""The number of float32 values that each optimizer keeps per parameter."""
 
 
 def state_bytes(optimizer: str, precision: Precision) -> int:
@@ -92,9 +92,9 @@ class Engine:
         name: what users call it.
         stage: 0 to 3.
         gathers: all-gathers (or broadcasts) of all parameters in a step.
-        gathers_each: those in each micro-batch.
+        gathers_each: further ones in each micro-batch.
         reduces: reduce-scatters of all gradients in a step.
-        reduces_each: those in each micro-batch.
+        reduces_each: further ones in each micro-batch.
         own_scatter: its reduce-scatter does not become an all-reduce on gloo.
     """
 

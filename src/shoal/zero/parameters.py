@@ -156,5 +156,5 @@ def present_pass() -> int:
 
 
 def hooks_of(parameter: torch.Tensor) -> int:
-    """How many hooks run when a gradient was added to its own."""
+    """The number of hooks that run when a gradient was added to the parameter's."""
     return len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())

@@ -373,11 +373,11 @@ class Reduction:
         return not self._totals or bool(torch.stack(self._totals).isfinite().all())
 
     def absent(self) -> list[bool]:
-        """For each parameter whether it got no gradient on this rank since it was cleared."""
+        """Whether it got no gradient on this rank since it was cleared, for each parameter."""
         return [name not in self._arrivals for name in self._holders]
 
     def reduced(self) -> Mapping[str, int]:
-        """In how many passes each parameter's gradient was reduced, since it was cleared."""
+        """The number of passes in which each parameter's gradient was reduced, since it was cleared."""
         return {name: self._passes.get(name, 0) for name in self._holders}
 
     def tensors(self) -> list[torch.Tensor]:

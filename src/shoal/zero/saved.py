@@ -127,7 +127,7 @@ class Saved:
         orders: in which order whoever asks counts the values of a parameter.
 
     Attributes:
-        index: see above.
+        index: the content of `index.json`.
         identity: a text without spaces; the same for copies, another one for every other checkpoint.
 
     Raises:

@@ -268,7 +268,7 @@ def _swap(
     parameters: Mapping[str, torch.nn.Parameter],
     engine: FlatEngine,
 ) -> None:
-    """In the optimizer's groups and state: each parameter's own tiles, in place of the parameter."""
+    """Put each parameter's own tiles into the optimizer's groups and state, in place of the parameter."""
     own: dict[str, list[Tile]] = {}
     for tile in engine.own:
         own.setdefault(tile.name, []).append(tile)

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """How many values."""
+        """The number of values."""
         return self.stop - self.start
 
     def __str__(self) -> str:

@@ -195,7 +195,7 @@ class Unsharded:
         return found
 
     def passes(self, name: str) -> int:
-        """In how many backward passes a shard's gradient was added to, since it was cleared."""
+        """The number of backward passes that added to a shard's gradient, since it was cleared."""
         gradient, count = self._passes.get(name, (None, 0))
         return count if gradient is not None and gradient is self._shards[name].grad else 0
 

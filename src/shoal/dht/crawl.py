@@ -83,7 +83,7 @@ class Caller:
         return self._endpoint.silent
 
     def patience_s(self, peer: PeerID) -> float:
-        """The time that a call to this peer may hold up a lookup: 0 if others wait for its answer for so long already."""
+        """The time that a call to this peer may hold up a lookup: 0 if others wait that long already."""
         gate, slow_s = self._gates.get(peer), self._settings.slow_s
         return slow_s if gate is None else max(0.0, gate.since + slow_s - asyncio.get_running_loop().time())
 

@@ -92,7 +92,7 @@ class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
     Attributes:
         version: the highest version that both speak; the client repeats it.
         nonce: drawn at random by the server; the client's is that of its `hello`.
-        signature: over the message above.
+        signature: over the message that both sides sign.
         key: random: the sender's data is sealed with it.
         clear: data goes as it is if this is true in `hello` and in the server's proof.
     """

@@ -97,7 +97,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: Kind, message: object | None = None, payload_bytes: int = 0, *, limits: Limits | None = None) -> bytes:
-    """Prefix and header of a frame.
+    """The prefix and the header of a frame.
 
     Raises:
         LocalError: the message is longer than `limits` allow: the other side would drop us.

@@ -90,7 +90,7 @@ _KEEP_AWAKE = (
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
 )
-"""Options that keep a connection awake: the first pause and the next ones, seconds, and the number of tries."""
+"""The options that keep a connection awake: times in seconds, and a number of tries."""
 
 
 def tune(sock: socket.socket) -> None:

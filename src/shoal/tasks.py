@@ -16,7 +16,7 @@ class Tasks:
     """The background tasks of one object. asyncio alone may forget a running task, and keeps quiet if it fails.
 
     Args:
-        on_failure: called with the error of a task that failed. A cancelled task has not failed.
+        on_failure: called with the error of each task that failed. A cancelled task has not failed.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], object]) -> None:

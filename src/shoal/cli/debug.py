@@ -58,7 +58,7 @@ def _remote(invite: str, last: int, timeout_s: float) -> Trace:
 
     addresses = parse_peers(invite)
     if not addresses:
-        raise ConfigError(f"{invite!r} names no peer")
+        raise ConfigError(f"{invite!r} names no peer: give an invite, or the address of a peer")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout_s) as dht:
         endpoint = dht.core().endpoint
 

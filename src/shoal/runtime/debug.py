@@ -158,7 +158,7 @@ def _read_one(pid: int, peer: str, timeout_s: float) -> Trace:
             while piece := asking.recv(1 << 16):
                 received += piece
                 if len(received) > _MAX_LOCAL_BYTES:
-                    raise LocalError(f"process {pid} answers without end")
+                    raise LocalError(f"process {pid} answers without end: is it another program?")
     except TimeoutError:
         raise LocalError(f"process {pid} does not answer within {timeout_s:g} s: it is stopped, or hangs") from None
     except OSError as error:

@@ -156,12 +156,12 @@ def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
 
 def attribute_docstrings(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Each name that is assigned in a module or class and has a docstring below it."""
-    body = getattr(node, "body", [])
-    for here, after in pairwise(body):
+    for here, after in pairwise(getattr(node, "body", [])):
         targets = here.targets if isinstance(here, ast.Assign) else [getattr(here, "target", None)]
         text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-        if isinstance(targets[0], ast.Name) and isinstance(text, str):
-            yield targets[0].id, _line(text)
+        for name in targets[0].elts if isinstance(targets[0], ast.Tuple) else targets:
+            if isinstance(name, ast.Name) and isinstance(text, str):
+                yield name.id, _line(text)
 
 
 def _line(text: str) -> str:

@@ -506,15 +506,15 @@ class Report(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """Coordinator to member: from now on, get these parts from member `owner`, under `attempt`.
+    """Coordinator to member: from now on, get these parts from member `reducer`, under `attempt`.
 
-    A higher attempt than before: older bytes of the part are void and contributions are sent again, to `owner`.
-    The same attempt: `owner` holds the average already; ask it.
+    A higher attempt than before: older bytes of the part are void and contributions are sent again, to `reducer`.
+    The same attempt: `reducer` holds the average already; ask it.
     """
 
     parts: list[int]
     attempt: int
-    owner: int
+    reducer: int
 
 
 class Commit(Message, frozen=True):

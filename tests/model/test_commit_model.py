@@ -14,7 +14,7 @@ from shoal.wire import Assign, Commit, Held, Report
 from tests.model import commit_model
 from tests.model.commit_model import DECIDER, PARTS, PEERS, Broken
 
-OWNERS = [(1, 2), (1, 1), (0, 1)]
+REDUCERS = [(1, 2), (1, 1), (0, 1)]
 
 AUXILIARY = [
     ((1, 2), {0}),
@@ -25,29 +25,29 @@ AUXILIARY = [
     ((0, 1), {0, 1}),
     ((1, 2), {1, 2}),
 ]
-"""Owners of the two parts, and who only assists: the coordinator, an owner, the owner of everything, two of three."""
+"""Reducers of the two parts, and auxiliary members: the coordinator, a reducer, the only reducer, two of three."""
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-def test_model_keeps_agreement_and_always_ends(owner: tuple[int, int]) -> None:
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_model_keeps_agreement_and_always_ends(reducer: tuple[int, int]) -> None:
     """No order of messages, crashes and suspicions breaks agreement, or leaves a living member without the average."""
-    assert commit_model.explore(owner, crashes=2) > 5_000
+    assert commit_model.explore(reducer, crashes=2) > 5_000
 
 
-@pytest.mark.parametrize(("owner", "auxiliary"), AUXILIARY)
+@pytest.mark.parametrize(("reducer", "auxiliary"), AUXILIARY)
 def test_model_with_auxiliary_members_keeps_agreement_and_always_ends(
-    owner: tuple[int, int], auxiliary: set[int]
+    reducer: tuple[int, int], auxiliary: set[int]
 ) -> None:
     """Members that only assist own parts, decide, die and are suspected: the same holds."""
-    assert commit_model.explore(owner, crashes=2, auxiliary=frozenset(auxiliary)) > 500
+    assert commit_model.explore(reducer, crashes=2, auxiliary=frozenset(auxiliary)) > 500
 
 
-@pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 1), ((0, 1), 0)])
+@pytest.mark.parametrize(("reducer", "crashes"), [((1, 2), 1), ((0, 1), 0)])
 def test_model_with_a_coordinator_that_may_step_aside_keeps_agreement_and_always_ends(
-    owner: tuple[int, int], crashes: int
+    reducer: tuple[int, int], crashes: int
 ) -> None:
     """One that is slow leaves itself out, and goes on deciding: the same holds, whatever it owned."""
-    assert commit_model.explore(owner, crashes, aside=True) > 5_000
+    assert commit_model.explore(reducer, crashes, aside=True) > 5_000
 
 
 def test_model_finds_a_coordinator_that_steps_aside_and_decides_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_model_finds_a_coordinator_that_steps_aside_and_decides_no_more(monkeypa
 
 
 @pytest.mark.parametrize(
-    ("owner", "crashes", "auxiliary"),
+    ("reducer", "crashes", "auxiliary"),
     [
         ((1, 2), 0, set()),
         ((0, 1), 0, set()),
@@ -80,10 +80,10 @@ def test_model_finds_a_coordinator_that_steps_aside_and_decides_no_more(monkeypa
     ],
 )
 def test_model_with_members_that_doubt_the_coordinator_keeps_agreement_and_always_ends(
-    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+    reducer: tuple[int, int], crashes: int, auxiliary: set[int]
 ) -> None:
     """It was silent: they ask each other, and nobody gives up what another one knows."""
-    assert commit_model.explore(owner, crashes, frozenset(auxiliary), doubts=True) > 1_000
+    assert commit_model.explore(reducer, crashes, frozenset(auxiliary), doubts=True) > 1_000
 
 
 def test_model_finds_members_that_give_up_on_a_coordinator_that_had_committed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +103,11 @@ def test_model_finds_a_coordinator_that_waits_for_auxiliary_members_to_hold_all(
 
 
 def test_model_finds_a_coordinator_that_is_content_with_the_owners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If digests from the owners are enough to commit, an auxiliary owner's crash takes the average with it."""
+    """If digests from the reducers are enough to commit, an auxiliary reducer's crash takes the average with it."""
     coordinator_steps = commit_model._coordinator_steps
 
     def content(state: commit_model.State) -> Iterator[tuple[str, bool, commit_model.State]]:
-        if state.commit is None and all(state.reported[state.owner[p]][p] == state.attempt[p] for p in PARTS):
+        if state.commit is None and all(state.reported[state.reducer[p]][p] == state.attempt[p] for p in PARTS):
             state = state._replace(reported=(state.attempt,) * 3)
         yield from coordinator_steps(state)
 
@@ -180,24 +180,24 @@ def test_model_finds_a_member_that_does_not_wait_for_the_commit(monkeypatch: pyt
         commit_model.explore((1, 2), crashes=1)
 
 
-def _coordinator(owner: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> Coordinator:
-    return Coordinator(b"r" * 16, owner, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+def _coordinator(reducer: Sequence[int], reduces: Sequence[bool], contributes: Sequence[bool]) -> Coordinator:
+    return Coordinator(b"r" * 16, reducer, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
 
 
 class World:
     """The real state machines of three members, and every message on its way: one state of the search."""
 
     def __init__(
-        self, owner: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, doubts: bool = False
+        self, reducer: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, doubts: bool = False
     ) -> None:
         self.may_step_aside, self.aside = may_step_aside, False
         self.doubts: list[int] | None = [] if doubts else None  # who doubts the coordinator, or has; None: nobody does
         self.gave_up: list[int] = []  # for that reason; as if they had crashed
         self.alive = [True] * 3
         self.contributes = [peer not in auxiliary for peer in PEERS]
-        self.members = [MemberRules(peer, owner, contributes=self.contributes[peer]) for peer in PEERS]
-        self.coordinator = _coordinator(owner, [True] * 3, self.contributes)
-        self.averaging: list[tuple[int, int, int]] = sorted((owner[p], p, 0) for p in PARTS)
+        self.members = [MemberRules(peer, reducer, contributes=self.contributes[peer]) for peer in PEERS]
+        self.coordinator = _coordinator(reducer, [True] * 3, self.contributes)
+        self.averaging: list[tuple[int, int, int]] = sorted((reducer[p], p, 0) for p in PARTS)
         self.finished: list[tuple[int, int]] = []
         self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
         self.reports: list[list[Report]] = [[], [], []]
@@ -210,7 +210,7 @@ class World:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def finish(self, peer: int, part: int, attempt: int) -> None:
-        """The owner averages a part and sends it to everybody."""
+        """The reducer averages a part and sends it to everybody."""
         self.averaging.remove((peer, part, attempt))
         if attempt < self.members[peer].attempt[part]:
             return
@@ -251,12 +251,12 @@ class World:
                 match action:
                     case Average(part, attempt):
                         self.averaging = sorted({*self.averaging, (peer, part, attempt)})
-                    case Ask(part, attempt, owner):
-                        held = self.members[owner].held[part] if self.alive[owner] else None
+                    case Ask(part, attempt, reducer):
+                        held = self.members[reducer].held[part] if self.alive[reducer] else None
                         if held is not None:
-                            self.averages.append((part, held.attempt, owner, peer))
+                            self.averages.append((part, held.attempt, reducer, peer))
                     case Contribute():
-                        pass  # an owner may average whenever it likes here
+                        pass  # a reducer may average whenever it likes here
         else:
             member.give_up("aborted")
 
@@ -274,7 +274,7 @@ class World:
                 self.averaging = [work for work in self.averaging if work[0] != peer]
             if self.members[peer].succeeded:
                 self.averaging = [work for work in self.averaging if work[0] != peer]
-                self.members[peer].owner = []
+                self.members[peer].reducer = []
             elif not self.alive[peer]:
                 self.members[peer] = MemberRules(peer, (), contributes=self.contributes[peer])
                 self.members[peer].failed = "dead"
@@ -404,18 +404,18 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(("owner", "crashes", "auxiliary"), REAL)
+@pytest.mark.parametrize(("reducer", "crashes", "auxiliary"), REAL)
 def test_state_machines_keep_agreement_and_always_end(
-    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+    reducer: tuple[int, int], crashes: int, auxiliary: set[int]
 ) -> None:
     """The code that runs in the protocol, in every order of messages, crashes and suspicions."""
-    assert _search(World(owner, auxiliary), crashes) > 1_000
+    assert _search(World(reducer, auxiliary), crashes) > 1_000
 
 
-@pytest.mark.parametrize(("owner", "crashes"), [((1, 2), 0), ((0, 1), 0)])
-def test_state_machines_with_a_coordinator_that_may_step_aside(owner: tuple[int, int], crashes: int) -> None:
+@pytest.mark.parametrize(("reducer", "crashes"), [((1, 2), 0), ((0, 1), 0)])
+def test_state_machines_with_a_coordinator_that_may_step_aside(reducer: tuple[int, int], crashes: int) -> None:
     """The code again: it is left out like any other member, and commits for the others."""
-    assert _search(World(owner, set(), may_step_aside=True), crashes) > 1_000
+    assert _search(World(reducer, set(), may_step_aside=True), crashes) > 1_000
 
 
 DOUBTS = [
@@ -431,12 +431,12 @@ DOUBTS = [
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("owner", "crashes", "auxiliary"), DOUBTS)
+@pytest.mark.parametrize(("reducer", "crashes", "auxiliary"), DOUBTS)
 def test_state_machines_with_members_that_doubt_the_coordinator(
-    owner: tuple[int, int], crashes: int, auxiliary: set[int]
+    reducer: tuple[int, int], crashes: int, auxiliary: set[int]
 ) -> None:
     """The code again: a member that gives up, and others that have the commit or not."""
-    assert _search(World(owner, auxiliary, doubts=True), crashes) > 1_000
+    assert _search(World(reducer, auxiliary, doubts=True), crashes) > 1_000
 
 
 def test_the_search_finds_members_that_give_up_on_a_coordinator_that_had_committed(
@@ -471,14 +471,14 @@ def _search(world: World, crashes: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("owner", "auxiliary", "crashes", "broken"),
+    ("reducer", "auxiliary", "crashes", "broken"),
     [
         ((1, 2), {1}, 0, lambda rules: rules.live),  # waits for everybody
         ((0, 1), {0, 1}, 1, lambda rules: {DECIDER}),  # is content with what it holds itself
     ],
 )
 def test_the_search_finds_a_coordinator_that_counts_the_wrong_members(
-    owner: tuple[int, int],
+    reducer: tuple[int, int],
     auxiliary: set[int],
     crashes: int,
     broken: Callable[[CommitRules], set[int]],
@@ -487,4 +487,4 @@ def test_the_search_finds_a_coordinator_that_counts_the_wrong_members(
     """As in the model: who must hold all parts before the commit is what makes the verdict possible, and worth it."""
     monkeypatch.setattr(CommitRules, "takers", property(broken))
     with pytest.raises(Broken):
-        _search(World(owner, auxiliary), crashes)
+        _search(World(reducer, auxiliary), crashes)

@@ -1,6 +1,6 @@
 """One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
 
-`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the owner of
+`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the reducer of
 parts. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
 a member asks one holder after another for the averages that it lacks. A member that loses the coordinator asks the
 others for the verdict.
@@ -57,7 +57,7 @@ class MemberMachine:
         me: index of this member in the group.
         coordinator: index of the member that decides.
         members: the group.
-        owners: for each part, the index of the member that averages it at first.
+        reducers: for each part, the index of the member that averages it at first.
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
 
@@ -74,13 +74,13 @@ class MemberMachine:
         me: int,
         coordinator: int,
         members: Sequence[Member],
-        owners: Sequence[int],
+        reducers: Sequence[int],
         *,
         silence_s: float,
         now: float,
     ) -> None:
         self.me, self.coordinator = me, coordinator
-        self.rules = MemberRules(me, owners, contributes=members[me].contributes)
+        self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
         self.may_learn, self.news = True, False
@@ -101,20 +101,20 @@ class MemberMachine:
     # -------------------------------------------------------------------------------------------------------- events
 
     def start(self, now: float) -> list[MemberAction]:
-        """Send values to every owner, and begin to average the parts that are owned here."""
+        """Send values to every reducer, and begin to average the parts that are owned here."""
         actions: list[MemberAction] = []
-        for part, owner in enumerate(self.rules.owner):
-            if owner == self.me:
+        for part, reducer in enumerate(self.rules.reducer):
+            if reducer == self.me:
                 actions += self._own(Average(part, 0), now)
             elif self.rules.contributes:
-                actions.append(Contribute(part, 0, owner))
+                actions.append(Contribute(part, 0, reducer))
         return actions
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
         """The coordinator says something (or another member relays its commit)."""
         rules, members, actions = self.rules, len(self._members), list[MemberAction]()
         match message:
-            case Assign() if 0 <= message.owner < members and all(0 <= p < len(rules.owner) for p in message.parts):
+            case Assign() if 0 <= message.reducer < members and all(0 <= p < len(rules.reducer) for p in message.parts):
                 for action in rules.assigned(message):
                     actions += self._own(action, now) if isinstance(action, Average) else [action]
             case Gone(member) if 0 <= member < members and member != self.me:
@@ -137,7 +137,7 @@ class MemberMachine:
         """Return whether this can be the verdict of this round."""
         return (
             commit.round_id == self._round_id
-            and [held.part for held in commit.parts] == list(range(len(self.rules.owner)))
+            and [held.part for held in commit.parts] == list(range(len(self.rules.reducer)))
             and all(is_sound(held, len(self._members)) for held in commit.parts)
         )
 
@@ -171,10 +171,10 @@ class MemberMachine:
     def _fetch(self, part: int) -> list[MemberAction]:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
-        owner, members, count = self.rules.owner[part], self._members, len(self._members)
-        # The owner comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        reducer, members, count = self.rules.reducer[part], self._members, len(self._members)
+        # The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
         # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
-        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == owner, (i + part) % count))
+        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == reducer, (i + part) % count))
         sources = [i for i in order if i != self.me and members[i].reduces]
         turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
         if turn >= len(sources):
@@ -205,7 +205,7 @@ class MemberMachine:
 
 
 class Contributions:
-    """The contributions that an owner of parts has got and still waits for. The numbers are added elsewhere.
+    """The contributions that a reducer of parts has got and still waits for. The numbers are added elsewhere.
 
     Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it
     still owes. A sender is left out of parts that are not done yet
@@ -215,12 +215,12 @@ class Contributions:
     - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the
       time that the median needed to get there. So it would need more than twice as long as the others, plus
       `silence_s`. With two other senders the median is the slower one, so that three senders of which two are slow go
-      on together. Its contributions to parts that are done stay. A part is ready when the owner waits for no more
+      on together. Its contributions to parts that are done stay. A part is ready when the reducer waits for no more
       senders.
 
     Args:
-        me: index of the owner in its group; its own contribution is counted like the others'.
-        members: indices of all members that contribute; the owner is among them unless it is an auxiliary member.
+        me: index of the reducer in its group; its own contribution is counted like the others'.
+        members: indices of all members that contribute; the reducer is among them unless it is an auxiliary member.
         silence_s: see above.
         now: time at the beginning.
     """
@@ -292,7 +292,7 @@ class Contributions:
         return [sender for sender, limit in self._limits().items() if now >= limit]
 
     def _limits(self) -> dict[int, float]:
-        """For each sender that owes something, the time until which the owner waits if nothing more comes from it."""
+        """For each sender that owes something, the time until which the reducer waits if nothing more comes from it."""
         owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
         passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
         limits = {}

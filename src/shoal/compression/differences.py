@@ -3,7 +3,7 @@
 8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth, and an update is
 smaller: sent by itself it would be rounded away, or drowned. With `Differences`, a round of averaging encodes the
 difference from the last committed average, which all members of the group hold bit by bit
-(`shoal.allreduce.run_buffers`; decisions 0011 and 0014). If they do not, the round is lossless. Where nothing is
+(`shoal.allreduce.segments`; decisions 0011 and 0014). If they do not, the round is lossless. Where nothing is
 averaged, as in downloads of a state, it acts as the inner codec.
 
 The name on the wire is `difference:NAME`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shoal.allreduce.commit import Ask, Average, Contribute
-from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine
+from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine, MemberPhase
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
 
@@ -97,6 +97,15 @@ def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another
     assert member.source_lost(2, None) == [Ask(0, 0, 3)]
     assert member.source_lost(3, None) == []
     assert member.rules.failed == "committed, but nobody who holds the averages could be reached"
+
+
+def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
+    """Another member relays it first. The first one asked is about to give: a refusal of a second one is no end."""
+    member = machine([0, 1, 2], group="attt", me=1)
+    (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.part == 2]
+    assert member.obey(commit(0, 0, 0), 2.0) == []
+    assert member.awaited >= {ask.reducer}
+    assert member.phase is MemberPhase.FETCHING
 
 
 @pytest.mark.parametrize(

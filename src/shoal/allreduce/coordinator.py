@@ -19,13 +19,24 @@ a `Send` to its own index.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import CommitRules, Order
-from shoal.wire import Assign, Gone, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Report
 
-__all__ = ["Coordinator", "CoordinatorAction", "LeftOut", "Replaced", "Send", "Stragglers"]
+__all__ = [
+    "COORDINATOR_TRANSITIONS",
+    "Coordinator",
+    "CoordinatorAction",
+    "CoordinatorPhase",
+    "LeftOut",
+    "Replaced",
+    "Send",
+    "Stragglers",
+]
 
 
 class Send(NamedTuple):
@@ -49,6 +60,27 @@ class Replaced(NamedTuple):
 
 
 CoordinatorAction = Send | LeftOut | Replaced
+
+
+class CoordinatorPhase(enum.Enum):
+    """Whether there is a verdict, which never changes."""
+
+    DECIDING = "deciding"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+_DECIDING, _COMMITTED, _ABORTED = CoordinatorPhase
+COORDINATOR_TRANSITIONS: Mapping[tuple[CoordinatorPhase, str, CoordinatorPhase], str] = MappingProxyType(
+    {
+        (_DECIDING, "reported", _COMMITTED): "every member that contributes and is not left out holds every part",
+        (_DECIDING, "reported", _ABORTED): "no weight counts in a part, or no member is left that can average a part",
+        (_DECIDING, "leave_out", _COMMITTED): "every other member that contributes holds every part",
+        (_DECIDING, "leave_out", _ABORTED): "too few members are left, none that contributes, or none that reduces",
+        (_DECIDING, "give_up", _ABORTED): "its own time is over, or its caller cancels",
+    }
+)
+"""Every change of the coordinator's phase, by method of `Coordinator` (`gone` and `tick` use `leave_out`), and when."""
 
 
 class Coordinator:
@@ -92,6 +124,16 @@ class Coordinator:
         self._moved_bytes = [0] * len(reduces)
         self._turn, self._ticked = me, now
         self.begin(now)
+
+    @property
+    def phase(self) -> CoordinatorPhase:
+        """Whether there is a verdict."""
+        match self.rules.verdict:
+            case Commit():
+                return _COMMITTED
+            case Abort():
+                return _ABORTED
+        return _DECIDING
 
     # ------------------------------------------------------------------------------------------------------- events
 

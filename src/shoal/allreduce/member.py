@@ -8,15 +8,28 @@ others for the verdict.
 
 from __future__ import annotations
 
+import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import is_sound
-from shoal.wire import Abort, Assign, Commit, Gone, Member, PartAbsent, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
-__all__ = ["AskOthers", "Blame", "Contributions", "CutOff", "Finish", "MemberAction", "MemberMachine", "Work"]
+__all__ = [
+    "MEMBER_TRANSITIONS",
+    "AskOthers",
+    "Blame",
+    "Contributions",
+    "CutOff",
+    "Finish",
+    "MemberAction",
+    "MemberMachine",
+    "MemberPhase",
+    "Work",
+]
 
 Work = tuple[int, int]
 """(part, attempt)."""
@@ -47,6 +60,34 @@ class AskOthers(NamedTuple):
 
 
 MemberAction = PartAction | Finish | Blame | CutOff | AskOthers
+
+
+class MemberPhase(enum.Enum):
+    """How far a member is in a round."""
+
+    AVERAGING = "averaging"
+    """There is no verdict here."""
+    FETCHING = "fetching"
+    """The round is committed, and averages are missing here."""
+    SUCCEEDED = "succeeded"
+    """The round is committed, and all its averages are here."""
+    FAILED = "failed"
+
+
+_AVERAGING, _FETCHING, _SUCCEEDED, _FAILED = MemberPhase
+MEMBER_TRANSITIONS: Mapping[tuple[MemberPhase, str, MemberPhase], str] = MappingProxyType(
+    {
+        (_AVERAGING, "Commit", _SUCCEEDED): "its averages are held here, or this member is auxiliary",
+        (_AVERAGING, "Commit", _FETCHING): "missing averages are asked from one member after another",
+        (_AVERAGING, "Commit", _FAILED): "no other member can be asked for an average that is missing",
+        (_AVERAGING, "Abort", _FAILED): "",
+        (_AVERAGING, "give_up", _FAILED): "time is over, the caller cancels, or no verdict can be learned any more",
+        (_FETCHING, "averaged", _SUCCEEDED): "the last missing average is here",
+        (_FETCHING, "source_lost", _FAILED): "no other member can be asked for an average that is missing",
+        (_FETCHING, "give_up", _FAILED): "time is over, or the caller cancels",
+    }
+)
+"""Every change of a member's phase, by message or method of `MemberMachine`, and when it happens."""
 
 
 class MemberMachine:
@@ -89,6 +130,15 @@ class MemberMachine:
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
 
     @property
+    def phase(self) -> MemberPhase:
+        """How far this member is."""
+        if self.rules.failed is not None:
+            return MemberPhase.FAILED
+        if self.rules.commit is None:
+            return MemberPhase.AVERAGING
+        return MemberPhase.SUCCEEDED if self.rules.succeeded else MemberPhase.FETCHING
+
+    @property
     def decided(self) -> bool:
         """Return whether a verdict is known, or was given up."""
         return self.rules.commit is not None or self.rules.failed is not None
@@ -122,7 +172,7 @@ class MemberMachine:
                 if self.me != self.coordinator:  # it has said so already
                     actions.append(Blame(member, "gone: the coordinator has lost it"))
                 actions += self.exclude(member)
-            case Commit() if self._fits(message):
+            case Commit() if self.rules.commit is None and self._fits(message):
                 for part in rules.committed(message):
                     actions += self._fetch(part)
             case Abort():
@@ -140,6 +190,10 @@ class MemberMachine:
             and [held.part for held in commit.parts] == list(range(len(self.rules.reducer)))
             and all(is_sound(held, len(self._members)) for held in commit.parts)
         )
+
+    def averaged(self, held: Held) -> bool:
+        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
+        return self.rules.averaged(held)
 
     def exclude(self, member: int) -> list[MemberAction]:
         """Wait for this member's contributions no longer."""

@@ -201,7 +201,7 @@ class Parts:
             if any(contributors):
                 digest = await self._work.light(part, self._vector.finish, part, total, self._digests)
             held = Held(number, attempt, contributors, total, digest)
-            return held if rules.averaged(held) else None
+            return held if self._machine.averaged(held) else None
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""
@@ -240,7 +240,7 @@ class Parts:
                 if rules.wants(part.number, held.attempt):
                     rules.expect(part.number, held.attempt)
                     await self._land_in_place(sender, stream, part, nbytes)
-                    return rules.averaged(held)
+                    return self._machine.averaged(held)
         await stream.readinto(sender.scratch(nbytes))
         return False
 

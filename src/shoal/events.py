@@ -1,6 +1,6 @@
 """Typed events on an in-process bus.
 
-The log, the demo's screen, later the dashboard and the metrics, and the tests all read these instead of parsing text.
+The log, the demo's screen and the tests read these instead of parsing text.
 Each event is a frozen struct; `peer` fields hold the other peer's id. Events hold no times: a subscriber that records
 them uses its own clock.
 """

@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 MAX_ENTRIES = 1000
+"""Events that are remembered."""
+
 MAX_OF_PEER = MAX_ENTRIES // 4
 MAX_CHARACTERS = 200
 MAX_FIELDS = 16

@@ -33,6 +33,8 @@ _ANSWER_BYTES = 512 << 10
 
 _MAX_LOCAL_BYTES = 64 << 20
 _PAUSE_S = 1.0
+"""The shortest time between two answers to other machines."""
+
 _SEND_S = 5.0
 _CREDENTIALS = struct.Struct("3i")
 _NAMES = "/proc/net/unix"

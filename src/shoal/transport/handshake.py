@@ -7,17 +7,9 @@ certificate, so the proofs that he relays do not verify. The signed message (con
     role (b"client" or b"server") 0x00 | version u16 | SHA-256 of the server's certificate (DER)
     | client's PeerID | server's PeerID | client's nonce | server's nonce        (32 bytes each)
 
-Frames, each a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a msgpack array whose first item is the type:
-
-====  ===========  =======  ====================================================================================
-step  frame        from     fields
-====  ===========  =======  ====================================================================================
-1     hello        client   min_version, max_version, peer_id (its own), wanted (who it dialed), nonce, clear
-2     proof        server   version (highest that both speak), nonce, signature, key, clear
-3     proof        client   version (the same), nonce (the same as in hello), signature, key, clear
-4     welcome      server   (none): the connection is the acceptor's now
-any   refusal      server   reason, min_version, max_version; the connection ends
-====  ===========  =======  ====================================================================================
+Each frame is a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a MessagePack array whose first item is the type:
+`_Hello` of the client, `_Proof` of the server, `_Proof` of the client, `_Welcome` of the server. A `_Refusal` may take
+the place of any frame of the server.
 
 The server checks that it is the one wanted before it signs anything; the client checks the server's proof before it
 sends its own. A nonce of each side makes every proof good for one connection only. Later versions may append fields
@@ -75,6 +67,17 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
+    """Step 1, by the client.
+
+    Attributes:
+        min_version: the lowest version that the client speaks.
+        max_version: the highest.
+        peer_id: the client's own.
+        wanted: the peer that the client dialed.
+        nonce: drawn at random.
+        clear: the client would send data as it is, not sealed.
+    """
+
     min_version: _Version
     max_version: _Version
     peer_id: _Id
@@ -84,6 +87,16 @@ class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
 
 
 class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
+    """Step 2, by the server; step 3, by the client.
+
+    Attributes:
+        version: the highest version that both speak; the client repeats it.
+        nonce: drawn at random by the server; the client's is that of its `hello`.
+        signature: over the message that both sides sign.
+        key: random: the sender's data is sealed with it.
+        clear: data goes as it is if this is true in `hello` and in the server's proof.
+    """
+
     version: _Version
     nonce: _Nonce
     signature: _Signature
@@ -92,10 +105,18 @@ class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
 
 
 class _Welcome(_Frame, frozen=True, array_like=True, tag="welcome"):
-    pass
+    """Step 4, by the server: the connection is open."""
 
 
 class _Refusal(_Frame, frozen=True, array_like=True, tag="refusal"):
+    """At any step, by the server. The connection ends.
+
+    Attributes:
+        reason: for people.
+        min_version: the lowest version that the server speaks.
+        max_version: the highest.
+    """
+
     reason: Annotated[str, msgspec.Meta(max_length=300)]
     min_version: _Version
     max_version: _Version

@@ -65,15 +65,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpLimits:
-    """How much a `TcpTransport` lets others ask of it.
+    """The limits on what others may ask of a `TcpTransport`.
 
     Attributes:
         max_unauthenticated: connections that have not proved who they are; at most a quarter of `max_connections`.
-        auth_timeout_s: seconds for the TLS handshake and both proofs together.
-        max_connections_per_peer: connections with one peer; counted both ways, refused when it dials.
+        auth_timeout_s: for the TLS handshake and both proofs together.
+        max_connections_per_peer: connections with one peer, counted both ways. More are refused when the peer dials.
         max_connections: connections with all peers, counted both ways. At most three fifths of the files that this
-            process may open (`ulimit -n`): the rest is the program's. When a peer dials and the limit is reached, the
-            host that has most connections loses the one that has carried least.
+            process may open (`ulimit -n`, at least 64): the rest is the program's. When a peer dials and the limit is
+            reached, the host that has most connections loses the one that has carried least.
     """
 
     max_unauthenticated: int = 256

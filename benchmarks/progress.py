@@ -40,7 +40,7 @@ from benchmarks.truth.peers import Line, Peers
 from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.clock import Env
-from shoal.dht.settings import DhtSettings
+from shoal.dht.local import DhtSettings
 from shoal.dht.validation import RECORD_CONTEXT, signed_record
 from shoal.events import EventBus
 from shoal.identity import Identity, verify

@@ -11,7 +11,8 @@ kind and name                 the table
 ``members ENUM``              the members of an enum, with their docstrings
 ``constants``                 the constants that the table names already, with their values and docstrings: to add
                               one, add a row with its name
-``rows MODULE.NAME``          a sequence of named tuples: a table of transitions, for example. Their fields are the head
+``rows MODULE.NAME``          a sequence of named tuples; their fields are the head
+``transitions MODULE.NAME``   a mapping of (phase, event, next phase) to when a machine goes that way
 ============================  =================================================================================
 """
 
@@ -123,7 +124,14 @@ def rows(name: str) -> Rows:
         yield tuple(f"`{cell.name}`" if isinstance(cell, Enum) else str(cell) for cell in row)
 
 
-KINDS = {kind.__name__: kind for kind in (messages, settings, members, rows)}
+def transitions(name: str) -> Rows:
+    """The changes of a machine's phase: a mapping of (phase, event, next phase) to when it happens."""
+    yield "phase", "event", "next phase", "when"
+    for (before, event, after), when in named(name).items():
+        yield before.name, f"`{event}`", after.name, when
+
+
+KINDS = {kind.__name__: kind for kind in (messages, settings, members, rows, transitions)}
 
 
 # ---------------------------------------------------------------------------------------------------- reading the code

@@ -41,8 +41,8 @@ _logger = logging.getLogger("shoal.events")
 _MAX_WARNED = 256
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """The base of all events.
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The base of all events. Encoded, each has its name as the tag `type`.
 
     Attributes:
         level: the log level: INFO for events that a user cares about, once or once in an epoch; DEBUG for the rest.

@@ -638,18 +638,18 @@ class Report(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """The coordinator names another owner, or another source, of some parts.
+    """The coordinator names another reducer, or another source, of some parts.
 
     Attributes:
         parts: the parts' numbers.
         attempt: if it is higher than before, older bytes of these parts are void, and all send their values again. If
-            it is the same, `owner` holds the averages already: ask it.
-        owner: the member that averages the parts, or has the averages, from now on.
+            it is the same, `reducer` holds the averages already: ask it.
+        reducer: the member that averages the parts, or has the averages, from now on.
     """
 
     parts: list[int]
     attempt: int
-    owner: int
+    reducer: int
 
 
 class Commit(Message, frozen=True):
@@ -724,7 +724,7 @@ class Join(
 
 
 class PartData(Message, frozen=True):
-    """A member sends the owner its values of a part. In time it gets a `PartAverage`.
+    """A member sends the reducer its values of a part. In time it gets a `PartAverage`.
 
     The payload is the encoded values; there is none if the weight is 0.
 
@@ -754,7 +754,7 @@ class PartRequest(Message, frozen=True):
 
 
 class PartAverage(Message, frozen=True):
-    """The owner has averaged a part, or a holder was asked for it. The payload is the encoded average.
+    """The reducer has averaged a part, or a holder was asked for it. The payload is the encoded average.
 
     Attributes:
         held: the average that the payload is.
@@ -776,7 +776,7 @@ class PartAbsent(Message, frozen=True):
 
 
 class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
-    """Each member opens it to each owner when the round begins, and when another owner or source is named.
+    """Each member opens it to each reducer when the round begins, and when another reducer or source is named.
 
     Attributes:
         round_id: the round.

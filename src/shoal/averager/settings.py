@@ -36,7 +36,7 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
             coordinator (which allows 2 s more for its reports); None: twice `sender_timeout_s`. It must be more than
-            `sender_timeout_s`: an owner may be waiting for a sender.
+            `sender_timeout_s`: a reducer may be waiting for a sender.
         next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
         bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.

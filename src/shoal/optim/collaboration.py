@@ -32,7 +32,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from shoal.allreduce.run_buffers import RoundMemory
+from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
 from shoal.clock import own_clock, shielded

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.allreduce.run_buffers import RoundMemory
+from shoal.allreduce.segments import RoundMemory
 from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
 from shoal.clock import Env
 from shoal.compression import (

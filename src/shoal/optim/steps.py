@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from shoal.allreduce.interface import Outcome
-from shoal.allreduce.run_buffers import common_reference
+from shoal.allreduce.segments import common_reference
 from shoal.allreduce.vector import PartDigests, Vector
 from shoal.averager import StepResult
 from shoal.compression import view_bytes

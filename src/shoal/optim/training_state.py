@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from blake3 import blake3
 
-from shoal.allreduce.run_buffers import LARGEST, sum_dtype
+from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable

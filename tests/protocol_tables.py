@@ -11,8 +11,8 @@ kind and name                 the table
 ``members ENUM``              the members of an enum, with their docstrings
 ``constants``                 the constants that the table names already, with their values and docstrings: to add
                               one, add a row with its name
-``rows MODULE.NAME``          a sequence of named tuples; their fields are the head
 ``transitions MODULE.NAME``   a mapping of (phase, event, next phase) to when a machine goes that way
+``text MODULE.NAME``          the Markdown that this function returns
 ============================  =================================================================================
 """
 
@@ -57,9 +57,14 @@ def filled(page: str) -> str:
 
     def block(found: re.Match[str]) -> str:
         kind, name, old = found.groups()
-        made = constants(dict(_CONSTANT.findall(old))) if kind == "constants" else KINDS[kind](*name.split(" ", 1))
+        if kind == "text":
+            made = named(name)().rstrip("\n") + "\n"
+        elif kind == "constants":
+            made = table(constants(dict(_CONSTANT.findall(old))))
+        else:
+            made = table(KINDS[kind](*name.split(" ", 1)))
         head = found[0].partition("\n")[0]
-        return f"{head}\n\n{table(made)}\n<!-- end -->\n"
+        return f"{head}\n\n{made}\n<!-- end -->\n"
 
     return _BLOCK.sub(block, page)
 
@@ -116,14 +121,6 @@ def constants(names: Mapping[str, str]) -> Rows:
         yield f"`{name}`", quantity(constant, named(name)), texts.get(constant, text)
 
 
-def rows(name: str) -> Rows:
-    """Named tuples as they are: enums by their names, everything else as text."""
-    found = list(named(name))
-    yield tuple(field.replace("_", " ") for field in found[0]._fields)
-    for row in found:
-        yield tuple(f"`{cell.name}`" if isinstance(cell, Enum) else str(cell) for cell in row)
-
-
 def transitions(name: str) -> Rows:
     """The changes of a machine's phase: a mapping of (phase, event, next phase) to when it happens."""
     yield "phase", "event", "next phase", "when"
@@ -131,7 +128,7 @@ def transitions(name: str) -> Rows:
         yield before.name, f"`{event}`", after.name, when
 
 
-KINDS = {kind.__name__: kind for kind in (messages, settings, members, rows, transitions)}
+KINDS = {kind.__name__: kind for kind in (messages, settings, members, transitions)}
 
 
 # ---------------------------------------------------------------------------------------------------- reading the code
@@ -164,12 +161,12 @@ def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
 
 def attribute_docstrings(node: ast.AST) -> Iterator[tuple[str, str]]:
     """Each name that is assigned in a module or class and has a docstring below it."""
-    body = getattr(node, "body", [])
-    for here, after in pairwise(body):
+    for here, after in pairwise(getattr(node, "body", [])):
         targets = here.targets if isinstance(here, ast.Assign) else [getattr(here, "target", None)]
         text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
-        if isinstance(targets[0], ast.Name) and isinstance(text, str):
-            yield targets[0].id, _line(text)
+        for name in targets[0].elts if isinstance(targets[0], ast.Tuple) else targets:
+            if isinstance(name, ast.Name) and isinstance(text, str):
+                yield name.id, _line(text)
 
 
 def _line(text: str) -> str:

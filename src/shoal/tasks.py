@@ -18,7 +18,7 @@ class Tasks:
     """The background tasks of one object. asyncio alone may forget a running task, and keeps quiet if it fails.
 
     Args:
-        on_failure: called with the error of a task that failed. A cancelled task has not failed. A method is held
+        on_failure: called with the error of each task that failed. A cancelled task has not failed. A method is held
             weakly: it is usually one of the object that holds these tasks, which then needs no cycle collector.
     """
 

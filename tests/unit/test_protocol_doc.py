@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import pytest
@@ -50,26 +50,29 @@ def test_refusals_are_named() -> None:
 # ------------------------------------------------------------------------------------------------------- the generator
 
 
-class _Row(NamedTuple):
-    state: machine.Phase
-    event: str
-    next_state: machine.Phase
+_LOOKING, _ASKING, *_ = machine.Phase
+TRANSITIONS = {(_LOOKING, "JoinAsked", _ASKING): "an earlier peer is known"}
 
 
-TRANSITIONS = [_Row(machine.Phase.LOOKING, "a peer is asked", machine.Phase.ASKING)]
+def written() -> str:
+    """A text that code gives."""
+    return "| written by code |"
 
 
-def test_transitions_are_rows_of_named_tuples() -> None:
-    """A machine gives its table as data; the head is the names of the fields."""
-    page = f"before\n<!-- generated: rows {__name__}.TRANSITIONS -->\n| old |\n<!-- end -->\nafter\n"
+def test_transitions_are_a_mapping() -> None:
+    """A machine gives its table as data: from (phase, event, next phase) to when it goes that way."""
+    page = f"before\n<!-- generated: transitions {__name__}.TRANSITIONS -->\n| old |\n<!-- end -->\nafter\n"
     made = filled(page)
-    assert made.splitlines()[3:6] == [
-        "| state | event | next state |",
-        "| --- | --- | --- |",
-        "| `LOOKING` | a peer is asked | `ASKING` |",
-    ]
-    assert made.startswith("before\n")
-    assert made.endswith("after\n")
+    assert "\n| LOOKING | `JoinAsked` | ASKING | an earlier peer is known |\n" in made
+    assert "old" not in made
+    assert (made.splitlines()[0], made.splitlines()[-1]) == ("before", "after")
+    assert filled(made) == made
+
+
+def test_a_text_comes_from_a_function() -> None:
+    """For tables of another form."""
+    made = filled(f"<!-- generated: text {__name__}.written -->\n<!-- end -->\n")
+    assert made.splitlines()[2] == "| written by code |"
     assert filled(made) == made
 
 
@@ -84,7 +87,9 @@ def test_a_constant_is_added_by_its_name() -> None:
 _UNEXPLAINED_S = 1.5
 
 
-@pytest.mark.parametrize("marker", ["rows shoal.wire.NOTHING", "messages shoal.nothing", "settings shoal.rpc.Nothing"])
+@pytest.mark.parametrize(
+    "marker", ["transitions shoal.wire.NOTHING", "messages shoal.nothing", "settings shoal.rpc.Nothing"]
+)
 def test_what_is_not_there_is_found_out(marker: str) -> None:
     """A table of code that was removed or renamed is an error."""
     with pytest.raises((AttributeError, ImportError)):

@@ -1,4 +1,4 @@
-"""How two peers prove their identities, inside a TLS channel whose certificates nobody vouches for.
+"""How two peers prove their identities, inside a TLS channel with certificates that nobody vouches for.
 
 The server's certificate is self-signed and lives as long as its transport. The channel is tied to the peers because
 both sign, with their Ed25519 keys, the certificate *that they see*. A man in the middle has to show another
@@ -35,7 +35,7 @@ from shoal.wire import read
 __all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
 
 MAX_FRAME_BYTES = 1024
-"""Longest frame before a connection is authenticated."""
+"""The longest frame before a connection is authenticated."""
 
 _CONTEXT = b"transport"
 _NONCE_BYTES = 32
@@ -153,8 +153,8 @@ async def greet_as_client(
         connection: a fresh TCP connection.
         identity: our own.
         wanted: the peer that must be on the other side.
-        versions: what we speak.
-        clear: send data as it is, if the server wants that too; else it is sealed.
+        versions: the versions that we speak.
+        clear: send data as it is, if the server wants that too; otherwise it is sealed.
 
     Raises:
         PeerRefused: the server is another peer, speaks no version of ours, or refused.
@@ -199,10 +199,10 @@ async def greet_as_server(
     Args:
         connection: a fresh TCP connection.
         identity: our own.
-        versions: what we speak.
-        certificate: the one that this side's TLS context shows, DER.
-        admit: called with a proved client; returns why it may not stay, or None if it may.
-        clear: send data as it is, if the client wants that too; else it is sealed.
+        versions: the versions that we speak.
+        certificate: the certificate that this side's TLS context shows, DER.
+        admit: called with a proved client; returns why the client may not stay, or None.
+        clear: send data as it is, if the client wants that too; otherwise it is sealed.
 
     Raises:
         PeerRefused: the client was told no; the connection is closed.
@@ -268,7 +268,7 @@ async def _expect(connection: TcpConnection, kind: type[F], peer_id: PeerID | No
 
 
 async def _refuse(connection: TcpConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
-    """Say no and close; returns the error to raise, upon which the caller drops the socket."""
+    """Refuse, and close. Returns the error to raise; the caller then drops the socket."""
     await _send(connection, _Refusal(reason, *ours))
     await connection.close()
     return PeerRefused(f"told no: {reason}", client)

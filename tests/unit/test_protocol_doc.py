@@ -16,8 +16,8 @@ from shoal import wire
 from shoal.allreduce.round import RoundOptions
 from shoal.averager import AveragerSettings
 from shoal.dht import DhtSettings, StorageLimits
-from shoal.matchmaking import machine
-from shoal.matchmaking.signals import Rules
+from shoal.matchmaking import MatchmakingConfig, machine
+from shoal.matchmaking.events import SearchPhase
 from shoal.optim import CollaborationSettings
 from shoal.rpc import Limits
 from shoal.rpc.framing import Kind
@@ -36,7 +36,7 @@ SETTINGS = [
     TcpLimits,
     DhtSettings,
     StorageLimits,
-    Rules,
+    MatchmakingConfig,
     AveragerSettings,
     RoundOptions,
     DownloadLimits,
@@ -236,7 +236,7 @@ def test_states_are_named_as_in_the_code() -> None:
     from shoal.optim.collaboration import Phase
 
     first = {row[0] for head, rows in tables(TEXT) if head[0] in ("state", "phase") for row in rows}
-    kinds: list[type[Enum]] = [machine.Phase, Phase]
+    kinds: list[type[Enum]] = [SearchPhase, Phase]
     for states in kinds:
         assert {state.name for state in states} <= first
 

@@ -186,9 +186,8 @@ def test_tensor_infos_of_other_tensors_are_refused(infos: list[Any], message: st
 
 def test_numpy_scalars_are_refused_in_gather() -> None:
     """Not any more: numbers of numpy and torch are sent as Python's own, and a weight may be one, too."""
-    request = StepRequest(
-        gather={"loss": np.float32(0.5), "steps": [np.int64(3), torch.tensor(2)]}, weight=np.float32(2)
-    )  # type: ignore[arg-type]
+    gather, weight = {"loss": np.float32(0.5), "steps": [np.int64(3), torch.tensor(2)]}, np.float32(2)
+    request = StepRequest(gather=gather, weight=weight)  # type: ignore[arg-type]
     assert decode_plain(request.gathered) == {"loss": 0.5, "steps": [3, 2]}
     assert type(request.weight) is float
     with pytest.raises(ConfigError, match=r"gather cannot be sent: a ndarray is no plain value \(use numbers"):

@@ -338,14 +338,14 @@ def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: py
 def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message more, where nothing is hidden: three train, and two others come."""
     asked: list[object] = []
-    unseen, introduce = GroupMachine._unseen, ProgressGossip._introduce
+    choose_hidden, introduce = GroupMachine._choose_hidden, ProgressGossip._introduce
 
-    def noted_unseen(*args: Any) -> Contact | None:
-        if (found := unseen(*args)) is not None:
+    def noted_hidden(*args: Any) -> Contact | None:
+        if (found := choose_hidden(*args)) is not None:
             asked.append(found)
         return found
 
-    monkeypatch.setattr(GroupMachine, "_unseen", noted_unseen)
+    monkeypatch.setattr(GroupMachine, "_choose_hidden", noted_hidden)
 
     def noted_introduce(*args: Any) -> Trainers:
         asked.append(args)

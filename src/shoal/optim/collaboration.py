@@ -131,7 +131,7 @@ class Collaboration:
         self._notices = Notices(core.env.events, settings.run_id)
         self._misfits = Misfits()
         self._counts = Counts(training.extra_tensors)
-        self._attendance = Attendance(core.peer_id, settings.averager.averaging_expiration_s)
+        self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         memory = RoundMemory(training.accumulators, training.state_tensors)

@@ -116,7 +116,7 @@ class Rounds:
         self._last = averager
         averager.group_tag = tag
         step = averager.step(
-            timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
+            timeout_s=settings.window_s + settings.allreduce_timeout_s,
             allow_retries=False,
             expected=expected,
             **options,

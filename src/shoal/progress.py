@@ -300,7 +300,7 @@ class SwarmProgress:
         """The peers that count, as of the last update."""
         return tuple(self._known)
 
-    def withheld(self, peers: Iterable[PeerID], now: float) -> None:
+    def note_withheld(self, peers: Iterable[PeerID], now: float) -> None:
         """These peers were asked for their state and did not give it: after two tries others go on without it."""
         self._seen = None
         for peer in peers:
@@ -309,7 +309,7 @@ class SwarmProgress:
             self._withheld[peer] = times, now + aside_s
         _bound(self._withheld)
 
-    def gave(self, peers: Iterable[PeerID]) -> None:
+    def note_given(self, peers: Iterable[PeerID]) -> None:
         """These peers gave their state."""
         self._seen = None
         for peer in peers:

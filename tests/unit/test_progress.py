@@ -202,19 +202,19 @@ def test_a_state_that_nobody_gives_holds_nobody_up_for_long() -> None:
     known.heard(said(ANN, epoch=50, digest=DIGESTS[1]), now)
     known.heard(said(BEN), now)
     assert view(known, now).leaders == (ANN,)
-    known.withheld([ANN], now)
+    known.note_withheld([ANN], now)
     assert view(known, now).behind
     for aside_s in (60.0, 120.0, 240.0, 480.0, 960.0, 960.0):
-        known.withheld([ANN], now)
+        known.note_withheld([ANN], now)
         for passed_s in (0.0, aside_s - 0.1):
             seen = view(known, now + passed_s)
             assert (seen.behind, seen.epoch, set(seen.together)) == (False, 5, {ME, BEN})
         now += aside_s
         assert view(known, now).behind
-    known.withheld([ANN], now)
-    known.gave([ANN])
+    known.note_withheld([ANN], now)
+    known.note_given([ANN])
     assert view(known, now).leaders == (ANN,)
-    known.withheld([ANN], now)
+    known.note_withheld([ANN], now)
     assert view(known, now).behind
 
 
@@ -516,7 +516,7 @@ def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:
                 case 0:
                     known.lost(peer, now)
                 case 1:
-                    known.withheld([peer], now)
+                    known.note_withheld([peer], now)
                 case 2:
                     known.contributors = rng.sample([ME, *others], rng.randrange(3))
                 case 3:

@@ -18,7 +18,7 @@ from shoal.averager import AveragerSettings
 from shoal.dht import DhtSettings, StorageLimits
 from shoal.matchmaking import machine
 from shoal.matchmaking.signals import Rules
-from shoal.optim import CollaborationSettings
+from shoal.optim import RunSettings
 from shoal.rpc import Limits
 from shoal.rpc.framing import Kind
 from shoal.state import DownloadLimits, ShareLimits
@@ -41,7 +41,7 @@ SETTINGS = [
     RoundOptions,
     DownloadLimits,
     ShareLimits,
-    CollaborationSettings,
+    RunSettings,
 ]
 
 
@@ -233,10 +233,10 @@ def test_a_constant_has_the_value_that_is_listed(name: str, told: str) -> None:
 
 def test_states_are_named_as_in_the_code() -> None:
     """The states of a search for a group, and the phases of a run, have a row each in the tables of states."""
-    from shoal.optim.collaboration import Phase
+    from shoal.optim.phases import RunPhase
 
     first = {row[0] for head, rows in tables(TEXT) if head[0] in ("state", "phase") for row in rows}
-    kinds: list[type[Enum]] = [machine.Phase, Phase]
+    kinds: list[type[Enum]] = [machine.Phase, RunPhase]
     for states in kinds:
         assert {state.name for state in states} <= first
 

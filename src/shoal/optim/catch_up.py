@@ -22,10 +22,10 @@ from shoal.events import duration
 from shoal.optim.committed import Committed
 from shoal.optim.following import Following
 from shoal.optim.options import misfit, options_of
+from shoal.optim.phases import Update
 from shoal.optim.state_name import StateName
 from shoal.optim.steps import Step, agreement_of, land, name_after
 from shoal.optim.training_state import TrainingState
-from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.wire import Contact
 

@@ -93,7 +93,7 @@ class Companions:
         self._members, self._before, self._round_s = frozenset(members), before, round_s
         self._awaited = None
 
-    def renamed(self, now: float, *, step: bool = False) -> None:
+    def state_changed(self, now: float, *, step: bool = False) -> None:
         """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
         self._enough_at, self._over = None, False
         self._since = {}
@@ -119,7 +119,7 @@ class Companions:
             self._awaited = frozenset() if self._over else self._members - left
         return self._awaited
 
-    def look(self, view: SwarmView, target: int, now: float) -> bool:
+    def observe(self, view: SwarmView, target: int, now: float) -> bool:
         """Take in a view of the swarm (`now`: local time, seconds). True if the wait for companions has just ended."""
         if view.samples < target:
             self._enough_at = None

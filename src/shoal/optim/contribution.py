@@ -43,7 +43,7 @@ class Contribution:
         """So many of this peer's samples went into a step."""
         self.contributed += samples
 
-    def look(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
+    def state_changed(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
         """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
         Args:

@@ -24,11 +24,12 @@ from shoal.compression import (
 from shoal.core import PeerCore
 from shoal.errors import RoundFailed, SchemaMismatch
 from shoal.events import Warned
-from shoal.optim.settings import CollaborationSettings
+from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
 from shoal.state import SharedState
+from shoal.tasks import Changes
 
 __all__ = ["Rounds", "gradient_averager", "state_averager"]
 
@@ -39,7 +40,7 @@ _TOLD_AFTER = 3
 def gradient_averager(
     core: PeerCore,
     training: TrainingState,
-    settings: CollaborationSettings,
+    settings: RunSettings,
     lock: TensorLock,
     compression: CompressionBase | None,
     memory: RoundMemory,
@@ -60,7 +61,7 @@ def gradient_averager(
 def state_averager(
     core: PeerCore,
     training: TrainingState,
-    settings: CollaborationSettings,
+    settings: RunSettings,
     lock: TensorLock,
     compression: CompressionBase | None,
     share: Callable[[], SharedState],
@@ -74,7 +75,7 @@ def state_averager(
     return Averager(core, tensors, name, averaging, lock=lock, codecs=codecs, state=share, memory=memory)
 
 
-def _averaging(settings: CollaborationSettings) -> AveragerSettings:
+def _averaging(settings: RunSettings) -> AveragerSettings:
     return msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
 
 
@@ -83,11 +84,11 @@ class Rounds:
 
     Args:
         env: chance and events.
-        look: the swarm as it is known now; tells the others where we stand.
-        news: set when there is reason to look.
+        look: looks at the swarm as it is now, and tells the others where we stand.
+        news: reasons to look.
     """
 
-    def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
+    def __init__(self, env: Env, look: Callable[[], SwarmView], news: Changes) -> None:
         self._env, self._look, self._news = env, look, news
         self._failed: dict[str, int] = {}
         self._last: Averager | None = None
@@ -124,9 +125,8 @@ class Rounds:
         round_ = loop.create_task(step)
         try:
             while not round_.done():
-                self._news.clear()
-                news = loop.create_task(self._news.wait())
-                await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                news = loop.create_task(self._news.next(1.0))
+                await asyncio.wait({round_, news}, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 view = self._look()
                 if averager.looking and hopeless(view):

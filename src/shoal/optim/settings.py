@@ -8,10 +8,10 @@ import msgspec
 
 from shoal.averager import AveragerSettings
 
-__all__ = ["CollaborationSettings"]
+__all__ = ["RunSettings"]
 
 
-class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How a run is trained together.
 
     Attributes:

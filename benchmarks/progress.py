@@ -394,7 +394,7 @@ class SimulatedSwarm:
         self.digest = hashlib.sha256(self.digest).digest()
         for member in members:
             member.samples = 0
-            member.news()
+            member.news.notify()
         if len(self.epochs) == self.wanted:
             self.over.set()
 

@@ -16,14 +16,13 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned, print_log
-from shoal.optim.fingerprint import run_settings
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.model import TrainedModel
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
 from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.settings import RunSettings
+from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.runtime.arguments import client_argument

@@ -34,19 +34,16 @@ from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
-from shoal.optim.contribution import Contribution
-from shoal.optim.counts import Counts
+from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.misfits import Misfits
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
-from shoal.optim.rate import RateMeter
-from shoal.optim.rounds import Rounds, gradient_averager, state_averager
+from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
-from shoal.optim.shared_state import committed_of, name_of, share, why_not_ours
+from shoal.optim.shared_state import Misfits, committed_of, name_of, share, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed

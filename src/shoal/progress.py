@@ -99,11 +99,6 @@ class SwarmView:
         at_best = [progress.contact for progress in self.others.values() if StateKey.of_peer(progress) == self.best]
         return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer.raw)))
 
-    def eta_s(self, target: int) -> float:
-        """Seconds until `target` samples are there, at the present rate; infinity if no samples are coming."""
-        missing = max(0, target - self.samples)
-        return 0.0 if not missing else missing / self.rate if self.rate > 0 else float("inf")
-
 
 class _Word(NamedTuple):
     """The last word of a peer, the local time at which it was heard, and the least that its clock is ahead of ours."""
@@ -353,10 +348,6 @@ class SwarmProgress:
             and self._offers(progress, now, mine.end_epoch, at_end=False)
             and StateKey.of_peer(progress) > StateKey.of_peer(mine)
         }
-
-    def next_expiry(self) -> float | None:
-        """Return when the next peer would have been silent for too long."""
-        return min((word.at + self.ttl_s for word in self._known.values()), default=None)
 
     def view(
         self,

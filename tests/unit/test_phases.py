@@ -36,9 +36,6 @@ STORIES: list[tuple[list[Event], list[RunPhase]]] = [
     ([Event.ENOUGH, Event.FEW], [AVERAGING, COLLECTING]),
     ([Event.ENOUGH, Event.BETTER, Event.BETTER, Event.ENOUGH], [AVERAGING, BEHIND, BEHIND, AVERAGING]),
     ([Event.BETTER, Event.FEW], [BEHIND, COLLECTING]),
-    # the step of a round cannot be taken; a peer that is alone has nothing to step from
-    ([Event.ENOUGH, Event.MISFIT], [AVERAGING, COLLECTING]),
-    ([Event.ENOUGH, Event.UNFIT], [AVERAGING, COLLECTING]),
     # another state was taken over while an average was due
     ([Event.ENOUGH, Event.AVERAGED, Event.OVERTAKEN], [AVERAGING, STEPPING, COLLECTING]),
     # the end, and a later end that is announced then
@@ -51,6 +48,7 @@ STORIES: list[tuple[list[Event], list[RunPhase]]] = [
         ([*TO[phase], event], [then])
         for phase in RunPhase
         for event, then in (
+            (Event.UNFIT, COLLECTING),
             (Event.MISFIT, COLLECTING),
             (Event.AVERAGED, STEPPING),
             (Event.STATES_AVERAGED, STEPPING),

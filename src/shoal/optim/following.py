@@ -23,6 +23,7 @@ from shoal.optim.steps import Step, check, name_after, name_before, size_of
 from shoal.peer import PeerID
 from shoal.progress import StateKey
 from shoal.rpc import Stream
+from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
 __all__ = ["Following"]
@@ -85,12 +86,12 @@ class Following:
     def __init__(self, core: PeerCore, run_id: str, vector: Callable[[bool], Vector], *, max_bytes: int) -> None:
         self._core, self._run_id, self._vector, self._max_bytes = core, run_id, vector, max_bytes
         self._sources: dict[PeerID, _Source] = {}
-        self._tasks: dict[PeerID, asyncio.Task[None]] = {}
+        self._tasks = Tasks(lambda error: None)  # a failure costs no more than the member that it is about
         self._refused: set[PeerID] = set()
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before
         self._due: dict[bytes, StepTaken] = {}  # told of, and not asked for yet
         self._coming: dict[bytes, _Coming] = {}
-        self._news = asyncio.Event()
+        self._news = Changes()
         self._closed = False
         self.base: StateKey | None = None
         self.step_bytes = 0
@@ -106,7 +107,7 @@ class Following:
                 break
             if contact.peer not in self._sources and contact.peer not in self._refused:
                 source = self._sources[contact.peer] = _Source(contact)
-                self._tasks[contact.peer] = asyncio.get_running_loop().create_task(self._listen(source))
+                self._tasks.spawn(self._listen(source))
                 new.append(source)
         if new:
             with suppress(TimeoutError):
@@ -115,11 +116,10 @@ class Following:
 
     async def first(self) -> None:
         """Return when no step waits for the one before it, or after a while, or if there is a gap already."""
-        until = asyncio.get_running_loop().time() + _URGENT_S
         with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
+            async with asyncio.timeout(_URGENT_S):
                 while self._due:
-                    await self._news.wait()
+                    await self._news.next()
 
     async def next(self, state: StateName, *, patience_s: float) -> Step | None:
         """The step that leads on from this state: waits while it comes; None if nobody tells of one.
@@ -135,9 +135,7 @@ class Following:
             here = any(source.at == state for source in self._sources.values())
             if not coming and not (here and loop.time() < until):
                 return None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(None if coming else until - loop.time()):
-                    await self._news.wait()
+            await self._news.next(None if coming else until - loop.time())
         return step
 
     def forget(self, state: StateName) -> None:
@@ -155,10 +153,7 @@ class Following:
     async def close(self) -> None:
         """Follow nobody any more, and keep nothing."""
         self._closed = True
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
         self._kept.clear()
         self._due.clear()
         self._coming.clear()
@@ -173,7 +168,7 @@ class Following:
             while (received := await source.stream.recv()) is not None:
                 message, nbytes = received
                 await self._hear(source, message, nbytes)
-                self._wake()
+                self._news.notify()
         except PeerProtocolError as error:
             self._core.env.events.emit(PeerDropped(peer=peer, where="catching up", reason=error.message))
             self._refused.add(peer)
@@ -183,19 +178,12 @@ class Following:
         finally:
             if source.stream is not None:
                 source.stream.abort()
-            del self._sources[peer], self._tasks[peer]
+            del self._sources[peer]
             source.greeted.set()
-            await self._lost(source)
-
-    async def _lost(self, source: _Source) -> None:
-        source.tells.clear()
-        if not self._closed:
-            await self._elsewhere(source)
-        self._wake()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+            source.tells.clear()
+            if not self._closed:
+                await self._elsewhere(source)
+            self._news.notify()
 
     async def _hear(self, source: _Source, message: StepsFrom | StepTaken | StepBytes | StepGone, nbytes: int) -> None:
         if nbytes and not isinstance(message, StepBytes):

@@ -107,9 +107,10 @@ class Participant:
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         memory = RoundMemory(training.accumulators, training.state_tensors)
-        self._gradients = gradient_averager(core, training, settings, lock, compression, memory)
-        self._states = state_averager(core, training, settings, lock, state_compression, self._share, memory)
-        self._steps = StepFeed(core, settings.run_id, self._followed_from, self._between_rounds)
+        ours = core, training, settings
+        self._gradients = gradient_averager(*ours, compression, lock=lock, memory=memory)
+        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self._share)
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._gradients, self._states))
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
@@ -648,9 +649,7 @@ class Participant:
     async def tell_loaded(self) -> None:
         """After `loaded`: tell everybody (trainer)."""
         self._update, self._machine.states_due = None, False
-        self._companions.forget()
-        self._companions.state_changed(self._now())
-        self._announce_state()
+        self._announce_other_state()
         self._happened(Event.RENAMED)
 
     def _advanced(self, update: Update) -> None:
@@ -665,6 +664,12 @@ class Participant:
         # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
         last = self.training.averages_extras or bool(self._counts)
         self._machine.states_due = last if self.at_end else bool(every) and epoch % every == 0
+
+    def _announce_other_state(self) -> None:
+        """Our state is one to which no round has led: nobody is on the way to it."""
+        self._companions.forget()
+        self._companions.state_changed(self._now())
+        self._announce_state()
 
     def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
@@ -717,15 +722,6 @@ class Participant:
         self._states.vector.apply(self._states.settings.averaging_alpha)
         if counts is not None:
             self._counts.take(counts)
-
-    async def _between_rounds(self, timeout_s: float) -> bool:
-        """Return when no round is under way, or after so many seconds; whether there is none."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._gradients.between_rounds()
-                await self._states.between_rounds()
-                return True
-        return False
 
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
@@ -793,9 +789,7 @@ class Participant:
                 self._notices.warn(trouble)
             if self._took_over:
                 self._beginning.state_taken()
-                self._companions.forget()
-                self._companions.state_changed(self._now())
-                self._announce_state()
+                self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self._update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)
 

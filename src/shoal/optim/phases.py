@@ -86,8 +86,8 @@ TRANSITIONS = (
     Transition(_FREE, Event.FEW, RunPhase.COLLECTING),
     Transition((RunPhase.AVERAGING,), Event.BETTER, RunPhase.BEHIND),
     Transition((RunPhase.AVERAGING,), Event.FEW, RunPhase.COLLECTING),
-    Transition((RunPhase.AVERAGING,), Event.UNFIT, RunPhase.COLLECTING),
-    # A round ends when it ends: meanwhile another state may have been taken over, or a checkpoint loaded.
+    # The work of AVERAGING ends when it ends: meanwhile a state may have been taken over, or a checkpoint loaded.
+    Transition(_ANY, Event.UNFIT, RunPhase.COLLECTING),
     Transition(_ANY, Event.MISFIT, RunPhase.COLLECTING),
     Transition(_ANY, Event.AVERAGED, RunPhase.STEPPING),
     Transition(_ANY, Event.STATES_AVERAGED, RunPhase.STEPPING),

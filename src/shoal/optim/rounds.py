@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.allreduce.run_buffers import RoundMemory
-from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averager import Averager, StepResult
 from shoal.clock import Env
 from shoal.compression import (
     BFloat16Compression,
@@ -29,7 +28,6 @@ from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
-from shoal.state import SharedState
 from shoal.tasks import Changes
 
 __all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
@@ -44,11 +42,18 @@ def gradient_averager(
     core: PeerCore,
     training: TrainingState,
     settings: RunSettings,
-    lock: TensorLock,
     compression: CompressionBase | None,
-    memory: RoundMemory,
+    **options: Any,
 ) -> Averager:
-    """Of the accumulators. Without a codec gradients travel as wide as their parameters, not as they are summed."""
+    """The averager of the accumulators. Without a codec gradients travel as wide as their parameters.
+
+    Args:
+        core: this peer.
+        training: what it trains.
+        settings: of the run.
+        compression: codec; None for none.
+        options: for `Averager`.
+    """
     if compression is None:
         narrow: dict[torch.dtype, CompressionBase] = {
             torch.float16: Float16Compression(),
@@ -57,29 +62,23 @@ def gradient_averager(
         codecs = [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]
     else:
         codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
-    name = f"{settings.run_id}_grad"
-    return Averager(core, training.accumulators, name, _averaging(settings), lock=lock, codecs=codecs, memory=memory)
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    return Averager(core, training.accumulators, f"{settings.run_id}_grad", averaging, codecs=codecs, **options)
 
 
 def state_averager(
     core: PeerCore,
     training: TrainingState,
     settings: RunSettings,
-    lock: TensorLock,
     compression: CompressionBase | None,
-    share: Callable[[], SharedState],
-    memory: RoundMemory,
+    **options: Any,
 ) -> Averager:
-    """Of the parameters and extra tensors; it gives newcomers what `share` gives."""
-    chosen = choose_codecs(compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
-    codecs = [for_parameters(*each) for each in zip(chosen, (t.dtype for t in training.state_tensors), strict=True)]
-    name = f"{settings.run_id}_state"
-    tensors, averaging = training.state_tensors, _averaging(settings)
-    return Averager(core, tensors, name, averaging, lock=lock, codecs=codecs, state=share, memory=memory)
-
-
-def _averaging(settings: RunSettings) -> AveragerSettings:
-    return msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    """The averager of the parameters and extra tensors; arguments as for `gradient_averager`."""
+    tensors = training.state_tensors
+    chosen = choose_codecs(compression or NoCompression(), tensors, TensorRole.PARAMETER)
+    codecs = [for_parameters(codec, tensor.dtype) for codec, tensor in zip(chosen, tensors, strict=True)]
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    return Averager(core, tensors, f"{settings.run_id}_state", averaging, codecs=codecs, **options)
 
 
 class Rounds:

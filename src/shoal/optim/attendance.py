@@ -40,7 +40,7 @@ long."""
 
 
 class _Account:
-    """Of the time that rounds may wait in vain for some peers, seconds."""
+    """An account of the time that rounds may wait in vain for some peers, seconds."""
 
     def __init__(self, most_s: float, part: float) -> None:
         self._most_s, self._part = most_s, part
@@ -59,12 +59,12 @@ class _Account:
             self._since = min(self._since, now)
 
     def left_s(self, now: float) -> float:
-        """How long a search that begins now may wait."""
+        """The time that a search which begins now may wait."""
         return min(self._most_s, self._left_s + max(0.0, now - self._at) * self._part)
 
     @property
     def patience_s(self) -> float:
-        """How long this search may wait."""
+        """The time that this search may wait."""
         return self.left_s(self._since)
 
     def over(self, now: float, least_s: float = 0.0) -> bool:

@@ -35,14 +35,14 @@ _FORGIVEN, _LATE = 2.0, 2.0
 0.4 between two times (`tests/sim/test_together.py`)."""
 
 _FREE = 0.05
-"""Of an epoch: shorter waits are charged to nobody."""
+"""A part of an epoch: shorter waits are charged to nobody."""
 
 _MOST_SKIPPED = 64
 _MAX_REMEMBERED = 1024
 
 
 class _Charge(NamedTuple):
-    """What a peer has cost since its samples counted.
+    """The cost of waiting for a peer since its samples counted.
 
     Attributes:
         epochs: of waiting for it.
@@ -152,12 +152,12 @@ class Companions:
 
     @property
     def until(self) -> float | None:
-        """When nobody is waited for any more: local time, seconds; None as long as the swarm lacks samples."""
+        """The time from which on nobody is waited for: local time, seconds; None as long as the swarm lacks samples."""
         return None if self._over or self._enough_at is None else self._enough_at + self.patience_s
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for companions once the swarm has its samples, seconds."""
+        """The time to wait for companions once the swarm has its samples, seconds."""
         return max(_LEAST_S, self._epoch_s)
 
     @property

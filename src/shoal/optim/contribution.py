@@ -16,7 +16,7 @@ _LOOKED_AT, _PART = 30, 5
 
 
 class RateMeter:
-    """How fast a peer is. It counts samples, from any thread; `measure` is called now and then.
+    """Measures the speed of a peer. It counts samples, from any thread; `measure` is called now and then.
 
     Attributes:
         rate: samples per second, smoothed over the last seconds; 0 before anything was measured.

@@ -38,7 +38,7 @@ _USED_UP_S, _ENOUGH_S = 0.01, _LIMIT_S / 2
 
 
 class Patience:
-    """How long a trainer may stand still for a better state that others say they have. Pure: times are arguments."""
+    """Bounds the time that a trainer stands still for states that others only claim. Pure: times are arguments."""
 
     def __init__(self) -> None:
         self._left_s, self._at = _LIMIT_S, math.inf  # left then
@@ -48,7 +48,7 @@ class Patience:
         return min(_LIMIT_S, self._left_s + max(0.0, now - self._at) * _LIMIT_S / _REGAINED_S)
 
     def left_s(self, now: float) -> float:
-        """How long may be waited now (`now`: local time, seconds); 0 for not at all."""
+        """The seconds that may be waited now (`now`: local time, seconds); 0 for not at all."""
         left_s = self._regained_s(now)
         return 0.0 if self._used_up and left_s < _ENOUGH_S else left_s
 

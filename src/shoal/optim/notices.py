@@ -130,7 +130,7 @@ class Notices:
         )
 
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
-        """What a newcomer without the state of the run does. Each is told once."""
+        """A newcomer without the state of the run waits, or begins. Each is told once."""
         stance = Stance.FREE if behind else beginning.stance
         if not self._note("beginning", stance) or stance is Stance.FREE:
             return

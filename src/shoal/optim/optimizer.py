@@ -44,7 +44,7 @@ _MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 _LONGEST_RUN_ID = 240
-"""Of characters: the names of its averagers and messages are somewhat longer, and may have 256."""
+"""In characters: the names of its averagers and messages are somewhat longer, and may have 256."""
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -195,7 +195,7 @@ class Participant:
 
     @property
     def phase(self) -> RunPhase:
-        """Where this peer stands between two steps."""
+        """The phase of this peer between two steps of its trainer."""
         return self._machine.phase
 
     @property
@@ -215,7 +215,7 @@ class Participant:
         return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
 
     def progress(self) -> Progress:
-        """Where this peer stands, with the time of its last word to others."""
+        """The progress of this peer, with the time of its last word to others."""
         return Progress(
             contact=self.core.endpoint.contact,
             epoch=self.state.epoch,
@@ -232,7 +232,7 @@ class Participant:
         )
 
     def _next_word(self) -> Progress:
-        """Where this peer stands, to be told to others.
+        """The progress of this peer, to be told to others.
 
         Its time is our own wall clock, by which our words are ordered; it never goes back.
         """

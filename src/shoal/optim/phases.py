@@ -22,7 +22,7 @@ __all__ = ["TRANSITIONS", "Event", "PhaseMachine", "RunPhase", "Situation", "Tra
 
 
 class RunPhase(enum.Enum):
-    """Where a peer stands between two steps; the values say what goes on, and what the trainer does at its step."""
+    """The phases between two steps of a trainer. The values tell the situation, and what the trainer does."""
 
     COLLECTING = (
         "the swarm has fewer than `target_batch_size` samples at our state",
@@ -47,7 +47,7 @@ class RunPhase(enum.Enum):
 
 
 class Event(enum.Enum):
-    """What happened. The first five are looks at the swarm: the first of them that is true is the one."""
+    """The events of a run. The first five are looks at the swarm: the first of them that is true is the one."""
 
     BETTER = (
         "a peer at a better state counts; or this peer may not begin beside a run that is further; or a fetched state "
@@ -113,7 +113,7 @@ def tables() -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """What the trainer does to the parameters in STEPPING: the swarm's step, or an average of the states.
+    """The change that the trainer makes to the parameters in STEPPING: the swarm's step, or an average of states.
 
     Attributes:
         apply: changes the parameters; called under their lock.
@@ -135,7 +135,7 @@ class Update:
 
 
 class Work(enum.Enum):
-    """What the background task of a run does now."""
+    """The next work of the background task."""
 
     WAIT = "wait for news"
     LOOK_AGAIN = "look at the swarm again"
@@ -147,7 +147,7 @@ class Work(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """What a peer sees in one look.
+    """One look of a peer at the swarm.
 
     Attributes:
         behind: a better state than ours counts.
@@ -196,7 +196,7 @@ class PhaseMachine:
         self.phase = _NEXT[self.phase, event]
 
     def work(self, seen: Situation, *, alone: bool, nobody: bool) -> Work:
-        """What the background task does now. Between two rounds it leaves AVERAGING if there is no reason for a round.
+        """The next work of the background task. Between two rounds AVERAGING ends if there is no reason for a round.
 
         Args:
             seen: the last look; what follows from the end of the run, and from fetched states, waits for the average.

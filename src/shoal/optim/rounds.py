@@ -178,7 +178,7 @@ class Counts:
         return b"".join(view_bytes(each.detach().to("cpu").contiguous()) for each in self._tensors)
 
     def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> bytes | None:
-        """What all members take; None if no contributor has said its own as it should."""
+        """The values that all members take; None if no contributor has said its own as it should."""
         fit = (said for peer, said in sorted(gathered.items()) if peer in contributors and self._fits(said))
         return next(fit, None)
 

@@ -25,7 +25,7 @@ _MAX_GROUPS = 16
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run is trained together.
+    """The settings of one peer of a run.
 
     Attributes:
         run_id: names the run; all its peers give the same.

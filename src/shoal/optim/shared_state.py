@@ -70,7 +70,7 @@ def committed_of(metadata: Any) -> Committed:
 def why_not_ours(
     training: TrainingState, manifest: Manifest, mine: StateKey | None, misfits: Misfits | None = None
 ) -> str | None:
-    """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
+    """The reason why an offered state cannot be ours; None if it can. It may have more optimizer's tensors, or none.
 
     Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
 
@@ -99,7 +99,7 @@ def why_not_ours(
 
 
 def _extra(training: TrainingState) -> range:
-    """Where the extra tensors are in a state."""
+    """The places of the extra tensors in a state."""
     return range(len(training.parameters), len(training.describe()))
 
 
@@ -123,7 +123,7 @@ class Misfits:
             del self._failed[next(iter(self._failed))]
 
     def why_not(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
-        """Why a state like this is not downloaded again; None if it may be."""
+        """The reason why a state like this is not downloaded again; None if it may be."""
         times, why = self._failed.get(_kind(values, tensors), (0, "")) if self._failed else (0, "")
         return f"{why} (it was downloaded {times} times)" if times >= _DOWNLOADS else None
 

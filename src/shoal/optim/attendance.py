@@ -25,6 +25,7 @@ import math
 from collections.abc import Collection
 
 from shoal.peer import PeerID
+from shoal.progress import bound
 
 __all__ = ["Attendance"]
 
@@ -112,8 +113,12 @@ class Attendance:
         for account in (self._known, self._beside, self._alone):
             account.begin()
 
-    def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
-        """The peers among these others that the group is to wait for (`now`: local time, seconds). Called often."""
+    def wait_for(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
+        """Wait for these others, as far as that is of use (`now`: local time, seconds); called often in a search.
+
+        Returns:
+            The peers among them that the group is to wait for now.
+        """
         present = expected - self.absent(expected, now)
         strangers = self._strangers_among(present)
         known = present - strangers
@@ -156,8 +161,7 @@ class Attendance:
             self._missed[peer] = missed, now + windows * self._window_s
             if windows:
                 given_up.append((peer, missed))
-        while len(self._missed) > _MAX_REMEMBERED:
-            del self._missed[next(iter(self._missed))]
+        bound(self._missed, _MAX_REMEMBERED)
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1

@@ -19,6 +19,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 
 from shoal.peer import PeerID
+from shoal.progress import bound
 
 __all__ = ["Beginning", "Stance"]
 
@@ -95,10 +96,8 @@ class Beginning:
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))
-        while len(self._named) > _REMEMBERED:
-            oldest = next(iter(self._named))
-            del self._named[oldest]
-            self._gave.discard(oldest)
+        bound(self._named, _REMEMBERED)
+        self._gave &= self._named.keys()
         self.note_giving(giving)
         given = not self._gave.isdisjoint(giving) or not self._gave.issubset(named)
         refused = bool(self._named) and all(peer in named and peer in refusing for peer in self._named)

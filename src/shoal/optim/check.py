@@ -143,8 +143,8 @@ class Checks:
         self._in_a_row = self._in_a_row + 1 if wrong else 0
         return wrong and self._in_a_row.bit_count() == 1
 
-    def is_news(self, verdict: Verdict) -> bool:
-        """Whether to say that somebody's parameters differ: the first, second, fourth, ... time in a row."""
+    def count_difference(self, verdict: Verdict) -> bool:
+        """Count this verdict. True if it is to be told: for the first, second, fourth, ... difference in a row."""
         self._told = self._told + 1 if verdict.others else 0
         return self._told.bit_count() == 1
 

@@ -23,7 +23,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmView
+from shoal.progress import StateKey, SwarmView, bound
 
 __all__ = ["Companions"]
 
@@ -147,8 +147,7 @@ class Companions:
             times += 1
             until = self._rounds + min(2**times, _MOST_SKIPPED)
         self._charged[peer] = _Charge(spent, times, until)
-        while len(self._charged) > _MAX_REMEMBERED:
-            del self._charged[next(iter(self._charged))]
+        bound(self._charged, _MAX_REMEMBERED)
 
     @property
     def until(self) -> float | None:

@@ -453,7 +453,7 @@ class ProgressGossip:
     def _tell_keepers(self, view: SwarmView, now: float) -> None:
         mine = self._next_word()
         self._meet(view)
-        near = self._countdown.is_near(mine, view, now)
+        near = self._countdown.observe(mine, view, now)
         duty = self._duty = self._duties(view, mine.digest, now)
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s

@@ -25,7 +25,7 @@ from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.runtime.arguments import client_argument
+from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S, LoopThread
@@ -147,7 +147,8 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
-        _check_codecs(codecs)
+        for name, codec in codecs.items():
+            codec_argument(name, codec)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
         timeouts = choose_timeouts(
             {
@@ -358,7 +359,7 @@ class Optimizer(torch.optim.Optimizer):
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
-            if (name := self._model.changed()) is not None:
+            if (name := self._model.find_change()) is not None:
                 self._warn(
                     f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
                     "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
@@ -591,13 +592,6 @@ def _check_run_id(run_id: object) -> None:
         run_id.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"run_id has a character that UTF-8 cannot write: {run_id!r:.80}") from error
-
-
-def _check_codecs(codecs: dict[str, CompressionBase | None]) -> None:
-    for name, codec in codecs.items():
-        if not isinstance(codec, CompressionBase | None):
-            example = "shoal.compression.Float16Compression()"
-            raise ConfigError(f"{name} must be a codec, such as {example}, got {codec!r}")
 
 
 def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

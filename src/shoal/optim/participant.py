@@ -409,7 +409,7 @@ class Participant:
             tag=name.group_tag,
             gather=said,
             hopeless=lambda view: view.behind or self._alone(view),
-            expected=lambda: self._attendance.awaited(self.view().together - {me}, self._now()),
+            expected=lambda: self._attendance.wait_for(self.view().together - {me}, self._now()),
             prepare=lambda: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
@@ -461,7 +461,7 @@ class Participant:
         if (verdict := judge(checks)) is None:
             return True
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
-        if self._checks.is_news(verdict) and me not in verdict.others:
+        if self._checks.count_difference(verdict) and me not in verdict.others:
             self._notices.differ(name.epoch, verdict)
         if not to_mend:
             return True

@@ -14,7 +14,7 @@ from shoal.optim.committed import Committed
 from shoal.optim.optimizer_state import AnyTensor
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
-from shoal.progress import StateKey
+from shoal.progress import StateKey, bound
 from shoal.state import Manifest, SharedState
 from shoal.wire import encode
 
@@ -119,8 +119,7 @@ class Misfits:
         kind = _kind(values, tensors)
         times, _ = self._failed.pop(kind, (0, ""))
         self._failed[kind] = times + 1, why
-        if len(self._failed) > _REMEMBERED:
-            del self._failed[next(iter(self._failed))]
+        bound(self._failed, _REMEMBERED)
 
     def why_not(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
         """The reason why a state like this is not downloaded again; None if it may be."""

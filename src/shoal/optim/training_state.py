@@ -231,30 +231,29 @@ class TrainingState:
         return f"{what}. {made}. {do}, and begin from a finite state"
 
     def _check_parameters(self) -> None:
+        """Raise `ConfigError` if other parameters are to be trained than when the run began."""
         if self.evaluates:
             raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
-        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if (number := len(listed)) == len(self.parameters):
-            for index, (parameter, known) in enumerate(zip(listed, self.parameters, strict=True)):
-                if parameter is not known:
-                    raise ConfigError(
-                        f"parameter {index} of the optimizer was replaced since the run began: make a new "
-                        "shoal.Optimizer to train others"
-                    )
-        else:
+        listed, known = [each for group in self.optimizer.param_groups for each in group["params"]], self.parameters
+        if len(listed) != len(known):
             raise ConfigError(
-                f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
+                f"the optimizer has {len(listed)} parameters, and had {len(known)} when the run began: make a new "
                 "shoal.Optimizer to train others"
             )
-        if (dtypes := [parameter.dtype for parameter in self.parameters]) != self._dtypes:
-            index = next(i for i, dtype in enumerate(dtypes) if dtype is not self._dtypes[i])
-            raise ConfigError(
-                f"parameter {index} of the optimizer is {dtypes[index]} now, and was {self._dtypes[index]} when the "
-                "run began: convert the model before, or make a new shoal.Optimizer"
-            )
+        for index, (parameter, before, dtype) in enumerate(zip(listed, known, self._dtypes, strict=True)):
+            if parameter is not before:
+                raise ConfigError(
+                    f"parameter {index} of the optimizer was replaced since the run began: make a new shoal.Optimizer "
+                    "to train others"
+                )
+            if parameter.dtype is not dtype:
+                raise ConfigError(
+                    f"parameter {index} of the optimizer is {parameter.dtype} now, and was {dtype} when the run began: "
+                    "convert the model before, or make a new shoal.Optimizer"
+                )
         for parameter in self._frozen:
             if parameter.requires_grad:
-                index = next(i for i, each in enumerate(self.parameters) if each is parameter)
+                index = next(i for i, each in enumerate(known) if each is parameter)
                 raise ConfigError(
                     f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
                     "it before, or make a new shoal.Optimizer"

@@ -59,6 +59,36 @@ def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtyp
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
 
 
+def test_a_view_of_the_swarm_changes_nothing() -> None:
+    """It is a query: it ended waits for others, moved the phase, told the user things, and woke waiters."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        for name in ("p0", "p1", "p2"):
+            await run.add(name)
+        await sim.sleep(3.0)
+        backward(run.trainers["p0"].parameters, 0, 0, 24)
+        run.trainers["p0"].participant.training.accumulate(24)
+        participant = run.trainers["p0"].participant
+        parts: dict[str, Any] = vars(participant)
+        pure = ["_machine", "_companions", "_attendance", "_end", "_beginning", "_notices", "_news", "_moves", "speed"]
+
+        def marks() -> str:
+            plain = {name: value for name, value in parts.items() if isinstance(value, int | float | frozenset)}
+            return repr([plain, *(vars(parts[name]) for name in pure)])
+
+        before = marks()
+        assert participant.view().samples >= 24, "enough for a round"
+        assert participant.view() == participant.view()
+        assert participant.progress() == participant.progress()
+        assert marks() == before
+        participant._look()
+        assert participant.others_samples == participant.view().samples - participant.training.samples
+        await run.close()
+
+    sim.run(main)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) -> None:
     """Gradients are summed in float32 and sent in 16 bits: all step from the same bits."""

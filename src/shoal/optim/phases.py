@@ -1,8 +1,8 @@
 """The phases of a run, as one peer goes through them: a pure machine. It knows no network, no clock and no loop.
 
-`RunPhase` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10). The participant, which owns the
-tasks and the waiting, makes a `Situation` of what it sees, and tells the machine each `Event`. `PhaseMachine.work` says
-what its background task does now.
+`RunPhase` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10), which `help()` shows below. The
+participant, which owns the tasks and the waiting, makes a `Situation` of what it sees, and tells the machine each
+`Event`. `PhaseMachine.work` says what its background task does now.
 
 Only the trainer changes parameters, between its batches. After a failed round the accumulators stay and it is tried
 again: no peer steps on its own gradients while others are at the same state.
@@ -109,6 +109,9 @@ def tables() -> str:
         names = "any" if phases == _ANY else ", ".join(phase.name for phase in phases)
         lines.append(f"| {names} | {event.value} | {then.name} |")
     return "\n".join(lines)
+
+
+__doc__ = f"{__doc__}\n{tables()}\n"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """The phases of a run, as one peer goes through them: a pure machine. It knows no network, no clock and no loop.
 
-`RunPhase` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10), which `help()` shows below. The
+`PHASES` and `TRANSITIONS` are the two tables of `docs/protocol.md` (section 10), which `help()` shows below. The
 participant, which owns the tasks and the waiting, makes a `Situation` of what it sees, and tells the machine each
 `Event`. `PhaseMachine.work` says what its background task does now.
 
@@ -18,32 +18,53 @@ from typing import NamedTuple
 from shoal.optim.committed import Committed
 from shoal.optim.state_name import StateName
 
-__all__ = ["TRANSITIONS", "Event", "PhaseMachine", "RunPhase", "Situation", "Transition", "Update", "Work", "tables"]
+__all__ = [
+    "PHASES",
+    "TRANSITIONS",
+    "Event",
+    "PhaseMachine",
+    "RunPhase",
+    "Situation",
+    "Transition",
+    "Update",
+    "Work",
+    "tables",
+]
 
 
 class RunPhase(enum.Enum):
-    """The phases between two steps of a trainer. The values tell the situation, and what the trainer does."""
+    """The phases of a run, between two steps of a trainer: see `PHASES`."""
 
-    COLLECTING = (
+    COLLECTING = "collecting"
+    AVERAGING = "averaging"
+    STEPPING = "stepping"
+    BEHIND = "behind"
+    ENDING = "ending"
+
+
+PHASES = {
+    RunPhase.COLLECTING: (
         "the swarm has fewer than `target_batch_size` samples at our state",
         "goes on with the next batch",
-    )
-    AVERAGING = (
+    ),
+    RunPhase.AVERAGING: (
         "there are enough: the gradients are averaged with all at our state",
         "waits for the round",
-    )
-    STEPPING = (
+    ),
+    RunPhase.STEPPING: (
         "an average is here, of the gradients or of the states",
         "takes the optimizer step, or that average",
-    )
-    BEHIND = (
+    ),
+    RunPhase.BEHIND: (
         "another peer has a better state (a later epoch, or the winner of a fork)",
         "downloads it; if no donor gave it, tries again at its next step",
-    )
-    ENDING = (
+    ),
+    RunPhase.ENDING: (
         "this peer is at the announced end, and others that it knows are not",
         "waits, some seconds at most",
-    )
+    ),
+}
+"""For each phase, the situation and what the trainer does at its step."""
 
 
 class Event(enum.Enum):
@@ -103,7 +124,7 @@ _NEXT = {(phase, each.event): each.then for each in TRANSITIONS for phase in eac
 def tables() -> str:
     """The phases and the transitions as Markdown tables."""
     lines = ["| phase | what goes on | the trainer, at its step |", "| --- | --- | --- |"]
-    lines += [f"| {phase.name} | {' | '.join(phase.value)} |" for phase in RunPhase]
+    lines += [f"| {phase.name} | {what} | {trainer} |" for phase, (what, trainer) in PHASES.items()]
     lines += ["", "| phase | event | next |", "| --- | --- | --- |"]
     for phases, event, then in TRANSITIONS:
         names = "any" if phases == _ANY else ", ".join(phase.name for phase in phases)

@@ -34,10 +34,10 @@ def test_every_message_is_on_the_page() -> None:
 
 def test_states_are_named_as_in_the_code() -> None:
     """The states of a search for a group, and the phases of a run, have a row each in the tables of states."""
-    from shoal.optim.collaboration import Phase
+    from shoal.optim.phases import RunPhase
 
     first = set(re.findall(r"^\| `?([A-Z]+)`? \|", TEXT, re.MULTILINE))
-    kinds: list[type[Enum]] = [SearchPhase, Phase]
+    kinds: list[type[Enum]] = [SearchPhase, RunPhase]
     for states in kinds:
         assert {state.name for state in states} <= first
 

@@ -95,7 +95,7 @@ def settings(name: str) -> Rows:
     """Every field of a class, in order."""
     kind = named(name)
     fields = msgspec.structs.fields(kind) if issubclass(kind, msgspec.Struct) else dataclasses.fields(kind)
-    texts = documented(kind)[1]
+    texts = {name: text for base in reversed(kind.__mro__) for name, text in documented(base)[1].items()}
     yield "name", "default", "meaning"
     for field in fields:
         yield f"`{field.name}`", _default(field.name, field), texts[field.name]

@@ -15,6 +15,8 @@ from tests.model.commit_model import DECIDER, Broken
 from tests.model.round_world import ROUND, World, new_coordinator, search
 from tests.transitions import Recorder
 
+pytestmark = pytest.mark.timeout(600)
+
 SEARCHES = [
     ((1, 2), 0, set()),
     ((0, 1), 2, {0, 1}),
@@ -58,7 +60,6 @@ DOUBTS = [
 """Three that all contribute, of which the coordinator reduces nothing, take many minutes: only the model does that."""
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("reducer", "crashes", "auxiliary"), DOUBTS)
 def test_state_machines_with_members_that_doubt_the_coordinator(
     reducer: tuple[int, int], crashes: int, auxiliary: set[int]

@@ -11,6 +11,7 @@ import pytest
 
 from shoal import wire
 from shoal.matchmaking import machine
+from shoal.matchmaking.events import SearchPhase
 from shoal.peer import PeerID
 from tests.protocol_tables import PAGE, constants, documented, filled, quantity, structs, table, type_text
 
@@ -33,10 +34,10 @@ def test_every_message_is_on_the_page() -> None:
 
 def test_states_are_named_as_in_the_code() -> None:
     """The states of a search for a group, and the phases of a run, have a row each in the tables of states."""
-    from shoal.optim.collaboration import Phase
+    from shoal.optim.phases import RunPhase
 
     first = set(re.findall(r"^\| `?([A-Z]+)`? \|", TEXT, re.MULTILINE))
-    kinds: list[type[Enum]] = [machine.Phase, Phase]
+    kinds: list[type[Enum]] = [SearchPhase, RunPhase]
     for states in kinds:
         assert {state.name for state in states} <= first
 
@@ -50,7 +51,7 @@ def test_refusals_are_named() -> None:
 # ------------------------------------------------------------------------------------------------------- the generator
 
 
-_LOOKING, _ASKING, *_ = machine.Phase
+_LOOKING, _ASKING, *_ = SearchPhase
 TRANSITIONS = {(_LOOKING, "JoinAsked", _ASKING): "an earlier peer is known"}
 
 

@@ -24,8 +24,8 @@ from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
-from shoal.averager.plan import AveragingStage, StepPlan, StepResult
-from shoal.averager.settings import MAX_GROUP, AveragerSettings
+from shoal.averager.request import AveragingStage, StepRequest, StepResult
+from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
 from shoal.clock import Backoff, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
@@ -33,6 +33,7 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
+from shoal.matchmaking.config import MAX_GROUP_SIZE
 from shoal.peer import PeerID
 from shoal.state import SharedState
 from shoal.wire import Member, decode_plain
@@ -88,7 +89,7 @@ class Averager:
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
-        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP)
+        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP_SIZE)
         self.group_tag = ""
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
@@ -124,7 +125,7 @@ class Averager:
 
     async def step(
         self,
-        plan: StepPlan | None = None,
+        request: StepRequest | None = None,
         *,
         weight: float = 1.0,
         gather: object = None,
@@ -137,12 +138,11 @@ class Averager:
         """Find a group and average once.
 
         Args:
-            plan: the plan of the step, for callers that want to change it while the step goes on; replaces `weight` and
-                `gather`.
+            request: for callers that want to change it while the step goes on; replaces `weight` and `gather`.
             weight: the weight of this peer's values: 0, or from 1e-9 to 1e12.
             gather: a MessagePack value that all members get.
-            prepare: called under the lock when the values are copied in; gives the weight, in place of the plan's, and
-                a factor for the values.
+            prepare: called under the lock when the values are copied in; gives the weight, in place of that of the
+                request, and a factor for the values.
             timeout_s: longest time for everything, retries included.
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
@@ -166,8 +166,8 @@ class Averager:
                 raise RoundFailed("the step before was cancelled, and did not end in time")
         if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
-        plan = plan or StepPlan(weight=weight, gather=gather)
-        attempt = _Attempt(plan, prepare or (lambda: (plan.weight, 1.0)), expected, apply)
+        request = request or StepRequest(weight=weight, gather=gather)
+        attempt = _Attempt(request, prepare or (lambda: (request.weight, 1.0)), expected, apply)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -176,7 +176,7 @@ class Averager:
                 raise ClosedError("the averager was shut down") from None
             raise
         finally:
-            plan.stage = AveragingStage.FINISHED
+            request.stage = AveragingStage.FINISHED
             self._stepping = None
 
     async def _try_until(self, deadline: float, attempt: _Attempt, allow_retries: bool) -> StepResult:
@@ -185,7 +185,7 @@ class Averager:
         last: RoundFailed | None = None
         while True:
             try:
-                await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
+                await attempt.request.wait_until_ready(self.core.env.clock, deadline)
                 if not self.settings.auxiliary:
                     async with self._tensors(deadline):
                         pass  # a member that cannot give its values would only keep a group waiting
@@ -215,9 +215,11 @@ class Averager:
 
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
         """One round; None if the step was told to begin later, before there was a group."""
-        loop, events, plan = asyncio.get_running_loop(), self.core.env.events, attempt.plan
-        search = self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
-        if (group := await plan.find(search, self.core.env.clock)) is None:
+        loop, events = asyncio.get_running_loop(), self.core.env.events
+        group = await self._finder.find(
+            attempt.request, tag=self.group_tag, deadline=deadline, expected=attempt.expected
+        )
+        if group is None:
             return None
         if not any(member.contributes for member in group.members):
             group.release()
@@ -306,8 +308,8 @@ class Averager:
         weight = 0.0
         if not settings.auxiliary:
             # Wait no longer than the others wait for a silent member: if we decide, they cannot go on without us.
-            async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
-                attempt.plan.take_values()
+            async with self._tensors(min(deadline, formed + settings.silence_s), group.round_id):
+                attempt.request.take_values()
                 weight, scale = attempt.prepare()
                 bad = await shielded(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
@@ -318,8 +320,8 @@ class Averager:
         options = RoundOptions(
             min_group_size=settings.min_group_size,
             timeout_s=max(0.001, min(deadline, formed + settings.allreduce_timeout_s) - loop.time()),
-            silence_s=settings.sender_timeout_s,
-            reducer_silence_s=settings.reducer_timeout_s,
+            silence_s=settings.silence_s,
+            reducer_silence_s=settings.reducer_silence_s,
         )
         try:
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
@@ -421,7 +423,7 @@ class Averager:
 class _Attempt(msgspec.Struct, frozen=True):
     """The values that all attempts of one step share."""
 
-    plan: StepPlan
+    request: StepRequest
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None

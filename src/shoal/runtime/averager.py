@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, overload
 import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, AveragingMode, StepPlan, check_group_bits, choose_timeouts
+from shoal.averager import Averager, AveragerSettings, AveragingMode, StepRequest, check_group_bits, choose_timeouts
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
@@ -354,7 +354,7 @@ class DecentralizedAverager(SharesState):
             raise ConfigError("require_trigger=True with wait=True would wait for ever: pass wait=False")
         scheduled_time = own_number(scheduled_time)
         check_schedule(scheduled_time, deadline)
-        plan = StepPlan(
+        request = StepRequest(
             weight=1.0 if weight is None else weight,
             gather=gather,
             scheduled_time=scheduled_time,
@@ -363,10 +363,10 @@ class DecentralizedAverager(SharesState):
         averager = self._core()
 
         async def work() -> dict[PeerID, Any]:
-            return (await averager.step(plan, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
+            return (await averager.step(request, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
 
         if not wait:
-            control = StepControl(self, self.dht.loop_thread, plan, deadline=deadline, allow_retries=allow_retries)
+            control = StepControl(self, self.dht.loop_thread, request, deadline=deadline, allow_retries=allow_retries)
             self.dht.loop_thread.answer(control, work())
             return control
         self._held.check_not_held()

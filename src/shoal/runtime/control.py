@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shoal.averager import AveragingStage, StepPlan
+from shoal.averager import AveragingStage, StepRequest
 from shoal.errors import ConfigError, LocalError
 from shoal.peer import PeerID
 from shoal.runtime.thread import LoopFuture, LoopThread
@@ -22,36 +22,36 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
     Args:
         averager: the owner of the step. It is not dropped before its step ends.
         thread: the thread in which the step runs.
-        plan: the plan of the step.
+        request: the step.
         deadline: wall-clock seconds at which the step's timeout is over.
         allow_retries: whether the step looks for another group after a failed round.
     """
 
     def __init__(
-        self, averager: object, thread: LoopThread, plan: StepPlan, *, deadline: float, allow_retries: bool
+        self, averager: object, thread: LoopThread, request: StepRequest, *, deadline: float, allow_retries: bool
     ) -> None:
         super().__init__(thread)
         self._averager = averager
-        self._plan, self._deadline, self._allow_retries = plan, deadline, allow_retries
+        self._request, self._deadline, self._allow_retries = request, deadline, allow_retries
 
     @property
     def stage(self) -> AveragingStage:
         """The stage of the step."""
-        return AveragingStage.FINISHED if self.done() else self._plan.stage
+        return AveragingStage.FINISHED if self.done() else self._request.stage
 
     @property
     def began_allreduce(self) -> bool:
         """Whether this peer's values were taken. From then on changes of the step are refused, unless it is retried."""
-        return self._plan.began
+        return self._request.began
 
     @property
     def triggered(self) -> bool:
         """Whether averaging was allowed. Always true unless the step was begun with `require_trigger`."""
-        return self._plan.triggered
+        return self._request.triggered
 
     def allow_allreduce(self) -> None:
         """Let the step look for a group and average. A second call has no effect."""
-        self._thread.call_soon(self._plan.allow_allreduce)
+        self._thread.call_soon(self._request.allow_allreduce)
 
     @property
     def weight(self) -> float:
@@ -61,12 +61,12 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
             ConfigError: the new value is neither 0 nor a number from 1e-9 to 1e12.
             LocalError: the values were taken already.
         """
-        return self._plan.weight
+        return self._request.weight
 
     @weight.setter
     def weight(self, value: float) -> None:
         self._check_changeable("weight")
-        self._plan.weight = value
+        self._request.weight = value
 
     @property
     def scheduled_time(self) -> float | None:
@@ -78,14 +78,14 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
             ConfigError: the new value is not a time before the step's deadline.
             LocalError: there is a group already.
         """
-        return self._plan.scheduled_time
+        return self._request.scheduled_time
 
     @scheduled_time.setter
     def scheduled_time(self, value: float | None) -> None:
         self._check_changeable("scheduled_time")
         check_schedule(value, self._deadline)
-        self._plan.scheduled_time = value
-        self._thread.call_soon(self._plan.changed)
+        self._request.scheduled_time = value
+        self._thread.call_soon(self._request.changed)
 
     def _check_changeable(self, name: str) -> None:
         if self.done():

@@ -166,12 +166,9 @@ class Matchmaker:
             group_key: `prefix.0b` and bits: peers that look under the same key can meet.
             gathered: our value for all other members, at most 64 KiB.
             reference: the name of the average that our values may be coded against; empty: none.
-            deadline_s: the search ends then, counted from now; None: one window only, and a few `request_timeout_s`
-                more if another peer was found to lead.
-            one_window: search for one window only, as without a deadline, but not beyond `deadline_s`.
-            expected: returns the peers that are expected to join, None if not known. If we lead, the group starts as
-                soon as all of them that are alive are there, and waits for them until the end of the window. Called
-                often.
+            deadline_s: see `GroupMachine`.
+            one_window: see `GroupMachine`.
+            expected: see `GroupMachine`.
 
         Returns:
             The group. Its owner must `release` it.
@@ -263,7 +260,7 @@ class Matchmaker:
             case events.ReadDirectory():
                 if search.reading is not None:
                     search.reading.cancel()
-                search.reading = self._tasks.spawn(self._look(search))
+                search.reading = self._tasks.spawn(self._fetch_declarations(search))
             case events.Nudge(contact, expiration):
                 search.nudging[contact.peer] = self._tasks.spawn(self._join(search, contact, expiration, nudge=True))
             case events.AskToLead(contact, expiration):
@@ -290,7 +287,7 @@ class Matchmaker:
             before.cancel()
             await asyncio.wait((before,), timeout=self._config.request_timeout_s)
         if isinstance(action, events.Declare):
-            await self._look(search, action.expiration)
+            await self._fetch_declarations(search, action.expiration)
             return
         # Others may wait for their `Begin`, and a new declaration replaces ours. Until then we refuse each peer that
         # asks us, which costs it one answer.
@@ -301,7 +298,7 @@ class Matchmaker:
         except (ShoalError, TimeoutError) as error:
             self._warn(f"could not withdraw a declaration: {str(error) or 'no answer in time'}")
 
-    async def _look(self, search: _Search, expiration: float | None = None) -> None:
+    async def _fetch_declarations(self, search: _Search, expiration: float | None = None) -> None:
         """Read the directory; or declare ourselves until `expiration`, which shows the same."""
         key = search.group_key
         try:

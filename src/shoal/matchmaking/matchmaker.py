@@ -39,7 +39,6 @@ from shoal.events import GroupFormed, PeerDropped, Warned
 from shoal.matchmaking import events
 from shoal.matchmaking.config import MatchmakingConfig
 from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.events import Declaration, SearchPhase
 from shoal.matchmaking.group import ControlStream, Group, GroupDirectory
 from shoal.matchmaking.joins import (
     JoinRequest,
@@ -160,7 +159,7 @@ class Matchmaker:
         one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
     ) -> Group:
-        """Find a group and agree on it.
+        """Find a group and agree on it. The owner of the group must `release` it.
 
         Args:
             group_key: `prefix.0b` and bits: peers that look under the same key can meet.
@@ -169,9 +168,6 @@ class Matchmaker:
             deadline_s: see `GroupMachine`.
             one_window: see `GroupMachine`.
             expected: see `GroupMachine`.
-
-        Returns:
-            The group. Its owner must `release` it.
 
         Raises:
             RoundFailed: there is no group; says why.
@@ -215,16 +211,15 @@ class Matchmaker:
             del search  # an error's traceback holds this frame, and the search's result holds the error
         self._companions = (group_key, frozenset(group.peers))
         self._remember(group if expected is not None else None)
-        self._env.events.emit(
-            GroupFormed(
-                prefix=self._prefix,
-                round_id=group.round_id,
-                peers=group.peers,
-                coordinator=group.peers[group.coordinator],
-                waited_s=loop.time() - started,
-            )
-        )
+        self._emit_formed(group, loop.time() - started)
         return group
+
+    def _emit_formed(self, group: Group, waited_s: float) -> None:
+        coordinator = group.peers[group.coordinator]
+        event = GroupFormed(
+            prefix=self._prefix, round_id=group.round_id, peers=group.peers, coordinator=coordinator, waited_s=waited_s
+        )
+        self._env.events.emit(event)
 
     def _member(self, gathered: bytes, reference: bytes) -> Member:
         config = self._config
@@ -311,7 +306,7 @@ class Matchmaker:
             failed = events.DirectoryFailed if expiration is None else events.DeclareFailed
             self._feed(search, failed(str(error) or "no answer in time"))
         else:
-            found = tuple(Declaration(self._endpoint.dialable(contact), until) for contact, until in entries)
+            found = tuple(events.Declaration(self._endpoint.dialable(contact), until) for contact, until in entries)
             self._feed(search, events.DirectoryRead(found) if expiration is None else events.Declared(found))
 
     # ----------------------------------------------------------------------------------------------- asking others
@@ -406,7 +401,7 @@ class Matchmaker:
     def _refusal(self, search: _Search, join: Join) -> JoinRefused | None:
         """The reason why a peer cannot join, before the machine hears of it; None if there is none."""
         peer = join.member.contact.peer
-        if search.machine.phase is SearchPhase.OVER:
+        if search.machine.phase is events.SearchPhase.OVER:
             return JoinRefused("started", "the group has started")
         if join.group != search.group_key:
             return JoinRefused("not-looking", "looking for a group under another key")
@@ -469,13 +464,12 @@ class Matchmaker:
 
     async def _send_begins(self, search: _Search) -> None:
         """Wait until all followers were sent `Begin`. One that is not reached in time is a dead member of the round."""
-        if requests := list(search.requests.values()):
-            left_s = max(0.0, search.machine.over_at - asyncio.get_running_loop().time())
-            sent = [request.begun for request in requests]
-            await asyncio.wait(sent, timeout=min(self._config.request_timeout_s, left_s))
-            for request in requests:
-                if not request.begun.done():
-                    request.stream.abort()
+        left_s = max(0.0, search.machine.over_at - asyncio.get_running_loop().time())
+        if begun := {request.begun: request.stream for request in search.requests.values()}:
+            await asyncio.wait(begun, timeout=min(self._config.request_timeout_s, left_s))
+            for sent, stream in begun.items():
+                if not sent.done():
+                    stream.abort()
 
     # ---------------------------------------------------------------------------------------------- between searches
 

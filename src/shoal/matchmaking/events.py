@@ -7,7 +7,7 @@ wall-clock time: it is sent to other peers, and together with the peer id it giv
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -266,10 +266,3 @@ TRANSITIONS: Mapping[Transition, str] = MappingProxyType(
 )
 """Every change of phase, and when it happens. Where a pair of phase and cause is not named, the phase stays. The
 machine refuses any other change."""
-
-
-def transition_table() -> Iterator[str]:
-    """The lines of a markdown table of all transitions."""
-    yield from ("| state | cause | next | when |", "| --- | --- | --- | --- |")
-    for (phase, cause, after), when in TRANSITIONS.items():
-        yield f"| {phase.name} | `{cause}` | {after.name} | {when} |"

@@ -516,6 +516,8 @@ class Matchmaker:
         for task in (search.reading, *search.nudging.values()):
             if task is not None:
                 task.cancel()
+        search.asking = search.reading = None  # a cancelled task holds its error, whose traceback holds the search
+        search.nudging.clear()
 
     def _end_stream(self, stream: ControlStream, *, leave: bool) -> None:
         """End a stream in order, in the background."""

@@ -18,8 +18,7 @@ from benchmarks.contenders.state_worker import TENSORS, Options, StatePeer, serv
 from shoal.compression import allocate, populate, view_bytes
 from shoal.identity import Identity
 from shoal.peer import Address
-from shoal.state.manifest import CHUNK_BYTES, chunk_digest
-from shoal.state.values import worst_value
+from shoal.state.manifest import CHUNK_BYTES, chunk_digest, worst_value
 from shoal.transport.base import Connection
 from shoal.transport.tcp import TcpTransport
 

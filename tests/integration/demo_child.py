@@ -13,23 +13,24 @@ import time
 
 import msgspec
 
+from shoal import events
 from shoal.demo.messages import (
     BaselineConfig,
     BaselinePoint,
-    Downloaded,
-    EpochReached,
     Finished,
     HeldOutLoss,
     Leave,
     PeerConfig,
     Ready,
     Report,
-    RoundDone,
     Stop,
     Working,
     decode_command,
     encode,
 )
+from shoal.peer import PeerID
+
+_SOMEBODY = PeerID(bytes(32))
 
 
 class Script(msgspec.Struct, frozen=True):
@@ -88,7 +89,7 @@ def be_peer(script: Script, config: PeerConfig) -> None:
     epoch = 0
     if config.name not in script.starters:
         epoch = script.epoch
-        say(Downloaded(donors=("id-of-oak",), bytes_received=1000, duration_s=0.01))
+        say(events.StateDownloaded(prefix="p", donors=(_SOMEBODY,), bytes_received=1000, duration_s=0.01))
     else:
         say(HeldOutLoss(epoch=0, loss=loss_at(0, fault)))
     last = None
@@ -102,8 +103,12 @@ def be_peer(script: Script, config: PeerConfig) -> None:
             break
         while epoch < min(script.epoch, last or 10**9):
             epoch += 1
-            say(RoundDone(peers=2, left_out=0, duration_s=0.01))
-            say(EpochReached(epoch=epoch, samples=16, peers=2))
+            both = _SOMEBODY, _SOMEBODY
+            averaged = events.RoundFinished(
+                prefix="p", round_id=b"", peers=both, left_out=(), bytes_sent=0, bytes_received=0, duration_s=0.01
+            )
+            say(averaged)
+            say(events.EpochAdvanced(run_id="run", epoch=epoch, samples=16, peers=2, digest=b""))
             say(HeldOutLoss(epoch=epoch, loss=loss_at(epoch, fault)))
     digest = "b" * 64 if fault == "other weights" else "a" * 64
     say(Finished(epoch=epoch + (fault == "other epoch"), weights_sha256=digest, loss=loss_at(epoch, fault)))

@@ -14,17 +14,9 @@ from typing import Any
 from shoal.demo.plan import Limits
 from shoal.demo.settings import NAMES, DemoOptions, Training
 from shoal.demo.supervisor import Wiring, run_demo
+from shoal.demo.swarm import MeetingPoint
 
 CHILD = str(Path(__file__).with_name("demo_child.py"))
-
-
-class Nowhere:
-    """A meeting place for children that do not meet."""
-
-    addresses = ("nowhere",)
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def run(
@@ -42,7 +34,7 @@ def run(
     wiring = Wiring(
         peer=lambda config: [sys.executable, CHILD, "peer", script, config.decode()],
         baseline=lambda config: [sys.executable, CHILD, "baseline", script, config.decode()],
-        meeting=Nowhere,
+        meeting=lambda: MeetingPoint(("nowhere",), lambda: None),
         limits=Limits(**{"margin_s": 0.3, **(limits or {})}),
         training=Training(target_batch=16),
     )

@@ -276,8 +276,8 @@ def test_file_is_complete_at_any_time(tmp_path: Path) -> None:
 def test_child_ends_with_its_pipe_whatever_it_is_doing() -> None:
     """A child busy in Python code exits with code 3 when its pipe closes; Ctrl+C does nothing to it."""
     busy = (
-        "import os, signal; from shoal.demo.lifeline import Lifeline; from shoal.demo.messages import Note;"
-        "line = Lifeline.hold(); os.kill(os.getpid(), signal.SIGINT); line.say(Note(text='busy'))\n"
+        "import os, signal; from shoal.demo.lifeline import Lifeline; from shoal.events import Warned;"
+        "line = Lifeline.hold(); os.kill(os.getpid(), signal.SIGINT); line.say(Warned(where='w', message='busy'))\n"
         "while True: pass"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [*sys.path]))}

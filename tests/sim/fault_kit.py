@@ -65,7 +65,7 @@ class TimeLimits:
     def after_slowing_s(self, normal_s: float) -> float:
         """The same for a member that is slow.
 
-        First the owners leave it out as a sender, when it would need more than twice as long as the others; then the
+        First the reducers leave it out as a sender, when it would need more than twice as long as the others; then the
         coordinator gives it twice the time that these needed with that, and half of the stall limit.
         """
         others_s = 2 * normal_s + self.settings.silence_s + RoundOptions().report_s

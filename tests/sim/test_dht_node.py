@@ -535,7 +535,7 @@ def test_closing_ends_operations_and_answers_no_more() -> None:
             with pytest.raises(ClosedError):
                 await call()
         await closed.dht.close()
-        assert not closed.dht._caller._tasks
+        assert not closed.dht._caller.tasks
         swarm.unstall(FIRST)
         swarm.unstall(other.name)
         assert await store(swarm, other, "key", 1, 60)

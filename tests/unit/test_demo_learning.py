@@ -22,9 +22,8 @@ from shoal.demo.lifeline import Lifeline
 from shoal.demo.model import ModelConfig, build_model
 from shoal.demo.peer import Peer
 from shoal.demo.settings import Training, warm_up
-from shoal.demo.swarm import translate
 from shoal.demo.text import MASK, SPECIALS, UNKNOWN, Corpus, Tokenizer, load_corpus, paragraphs
-from shoal.peer import PeerID
+from tests.unit.demo_kit import id_of, noted
 
 SMALL = Training(vocabulary=2048, sequence=16, embedding=8, hidden=16, heads=2, target_batch=32, micro_batch=8)
 
@@ -238,8 +237,8 @@ def test_lifeline_hands_over_commands_and_reports() -> None:
     assert line.told_to_leave
     assert line.stop_epoch() == 6
     assert line.stop_epoch() is None
-    line.say(say.Note(text="x"))
-    assert say.decode_report(out.getvalue().rstrip(b"\n")) == say.Note(text="x")
+    line.say(noted("x"))
+    assert say.decode_report(out.getvalue().rstrip(b"\n")) == noted("x")
 
 
 # --------------------------------------------------------------------------------------------------------- peer's loop
@@ -274,6 +273,7 @@ class Alone:
             self.epoch += 1
             self._samples = 0
             digest = bytes(32)
+            self._tell(events.PeerConnected(peer=id_of("elm")))  # of which the supervisor is not told
             self._tell(events.EpochAdvanced(run_id="run", epoch=self.epoch, samples=32, peers=1, digest=digest))
 
     def announce_end(self, epoch: int) -> None:
@@ -316,27 +316,14 @@ def test_peer_trains_to_the_announced_epoch_and_reports_its_weights(monkeypatch:
     reports = [say.decode_report(text) for text in out.getvalue().splitlines()]
     kinds = [type(report) for report in reports]
     assert kinds.index(say.Ready) < kinds.index(say.HeldOutLoss) < kinds.index(say.Finished)
-    assert [report.epoch for report in reports if isinstance(report, say.EpochReached)] == [1, 2, 3]
+    assert [report.epoch for report in reports if isinstance(report, events.EpochAdvanced)] == [1, 2, 3]
     assert [report.epoch for report in reports if isinstance(report, say.HeldOutLoss)] == [0, 2]
     final = reports[-1]
     assert isinstance(final, say.Finished)
     assert final.epoch == 3
     assert final.weights_sha256 == learn.weights_sha256(member[0]._optimizer.param_groups[0]["params"])
     assert member[0].left
+    assert "PeerConnected" not in {kind.__name__ for kind in kinds}
     working = [report for report in reports if isinstance(report, say.Working)]
     assert [report.state for report in working][:2] == ["loading torch", "joining"]
     assert working[-1].state == "training"
-
-
-def test_events_become_reports() -> None:
-    """What the supervisor need not know is dropped."""
-    peer = PeerID(bytes(32))
-    done = events.RoundFinished(
-        prefix="p", round_id=b"", peers=(peer, peer), left_out=(peer,), bytes_sent=1, bytes_received=2, duration_s=0.5
-    )
-    assert translate(done) == say.RoundDone(peers=2, left_out=1, duration_s=0.5)
-    assert translate(events.PeerLost(peer=peer, reason="r")) == say.PeerGone(peer_id=str(peer), reason="r")
-    fetched = events.StateDownloaded(prefix="p", donors=(peer,), bytes_received=9, duration_s=1.0)
-    assert translate(fetched) == say.Downloaded(donors=(str(peer),), bytes_received=9, duration_s=1.0)
-    assert translate(events.Warned(where="w", message="m")) == say.Note(text="w: m")
-    assert translate(events.PeerConnected(peer=peer)) is None

@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from shoal.demo import messages as say
-from shoal.demo.reducer import BaselineEnded, Killing, RunEnded, Said, Started, StopAnnounced, apply
 from shoal.demo.screen import block_chart, open_display, render
 from shoal.demo.settings import DemoOptions
 from shoal.demo.state import DemoState
+from tests.unit.demo_kit import noted, round_of, stepped_into
 
 NAMES = ("oak", "elm", "fir")
 
@@ -23,29 +23,29 @@ def story(*, ended: bool = False) -> tuple[DemoState, float]:
     """Three peers, one of them killed at 20 s, one that joins at 30 s; perhaps to the end."""
     state = DemoState(seconds=60)
     for index, name in enumerate(NAMES):
-        state = apply(state, Started(name, 41230 + index), 0.1)
-        state = apply(
-            state, Said(name, say.Ready(peer_id=f"{name}-id", run_id="demo-1", addresses=(), parameters=1)), 7.0
-        )
+        state.started(name, 41230 + index, 0.1)
+        state.said(name, say.Ready(peer_id=f"{name}-id", run_id="demo-1", addresses=(), parameters=1), 7.0)
         working = say.Working(
             state="training", samples=900, samples_per_s=100.0, bytes_sent=2 * 10**6, bytes_received=10**8
         )
-        state = apply(state, Said(name, working), 8.0)
+        state.said(name, working, 8.0)
     for epoch in range(30):
-        state = apply(state, Said("oak", say.EpochReached(epoch=epoch, samples=256, peers=3)), 9.0 + 0.7 * epoch)
-        state = apply(state, Said("oak", say.HeldOutLoss(epoch=epoch, loss=7.7 - 0.1 * epoch)), 9.0 + 0.7 * epoch)
-    state = apply(state, Said("oak", say.RoundDone(peers=3, left_out=0, duration_s=0.213)), 29.4)
-    state = apply(state, Killing("fir"), 29.5)
-    state = apply(state, Started("yew", 41239, newcomer=True), 29.6)
-    state = apply(state, Said("yew", say.Working(state="training", epoch=29, samples_per_s=50.0)), 30.0)
+        state.said("oak", stepped_into(epoch, 256), 9.0 + 0.7 * epoch)
+        state.said("oak", say.HeldOutLoss(epoch=epoch, loss=7.7 - 0.1 * epoch), 9.0 + 0.7 * epoch)
+    state.said("oak", round_of(3, 0.213), 29.4)
+    state.killing("fir", 29.5)
+    state.started("yew", 41239, 29.6, newcomer=True)
+    state.said("yew", say.Working(state="training", epoch=29, samples_per_s=50.0), 30.0)
     if not ended:
         return state, 31.0
-    state = apply(state, StopAnnounced(29), 60.0)
+    state.stop_announced(29, 60.0)
     for name in ("oak", "elm", "yew"):
-        state = apply(state, Said(name, say.Finished(epoch=29, weights_sha256="ab" * 32, loss=4.8)), 61.0)
+        state.said(name, say.Finished(epoch=29, weights_sha256="ab" * 32, loss=4.8), 61.0)
     for epoch, loss in ((0, 7.7), (10, 6.6), (29, 4.7)):
-        state = apply(state, Said("baseline", say.BaselinePoint(epoch=epoch, samples=256 * epoch, loss=loss)), 70.0)
-    return apply(apply(state, BaselineEnded(complete=True), 80.0), RunEnded("completed"), 81.0), 81.0
+        state.said("baseline", say.BaselinePoint(epoch=epoch, samples=256 * epoch, loss=loss), 70.0)
+    state.baseline_complete = True
+    state.over("completed")
+    return state, 81.0
 
 
 def drawn(state: DemoState, now_s: float, width: int) -> list[str]:
@@ -107,8 +107,8 @@ def test_low_terminal_gets_a_shorter_log() -> None:
 def test_markup_in_messages_is_text() -> None:
     """What a peer says is shown as it is, not read as a style."""
     state, now_s = story()
-    state = apply(state, Said("oak", say.Note(text="[red]x[/red] [/]")), now_s)
-    assert any("oak: [red]x[/red] [/]" in line for line in drawn(state, now_s, 100))
+    state.said("oak", noted("[red]x[/red] [/]"), now_s)
+    assert any("oak: test: [red]x[/red] [/]" in line for line in drawn(state, now_s, 100))
 
 
 def test_block_chart_is_full_at_the_highest_and_visible_at_the_lowest() -> None:
@@ -158,7 +158,7 @@ def test_picture_is_drawn_from_any_run_that_ended(tmp_path: Path, kind: str) -> 
 
     state, _ = story(ended=True)
     if kind == "without baseline":
-        state = replace(state, baseline=())
+        state = replace(state, baseline=[])
     elif kind == "cut short":
         state = replace(state, baseline=state.baseline[:2], baseline_complete=False)
     elif kind == "hardly begun":

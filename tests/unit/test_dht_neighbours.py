@@ -21,7 +21,8 @@ def contact(number: int) -> Contact:
 def test_unreachable_node_leaves_at_once_and_silent_one_at_the_second_time() -> None:
     """And each change is told once."""
     changes: list[None] = []
-    others = Neighbours(OWN, bucket_size=8, on_change=lambda: changes.append(None))
+    others = Neighbours(OWN, bucket_size=8)
+    others.on_change = lambda: changes.append(None)
     one, two = contact(1), contact(2)
     assert others.alive(one, 0.0)
     assert others.alive(two, 0.0)

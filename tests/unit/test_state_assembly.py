@@ -139,9 +139,9 @@ def test_memory_is_taken_when_bytes_arrive() -> None:
     specs = tuple(TensorSpec((1 << 20,), torch.uint8, NoCompression()) for _ in range(1000))
     manifest = Manifest(b"s" * 16, 0, None, specs, 1 << 20, (b"h" * 32,) * 1000)
     assembly = Assembly(manifest)
-    assert assembly.held_bytes == 0
+    assert assembly.allocated_bytes == 0
     assembly.buffers(3)
-    assert assembly.held_bytes == 1 << 20
+    assert assembly.allocated_bytes == 1 << 20
 
 
 def test_memory_that_this_machine_does_not_have_is_the_donors_fault() -> None:

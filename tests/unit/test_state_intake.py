@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.peer import PeerID
-from shoal.state.intake import Intake
+from shoal.state.arrivals import Intake
 
 A, B = (PeerID(bytes([number]) * 32) for number in range(2))
 
@@ -12,7 +12,7 @@ def test_a_state_that_comes_fast_enough_is_in_time() -> None:
     """1,000 bytes a second, which may become 4,000, and 50,000 are missing."""
     intake = Intake(0.0)
     assert not intake.in_time(1.0, 1000.0)
-    intake.came(A, 2000)
+    intake.received(A, 2000)
     assert not intake.in_time(2.0, 1000.0)
     intake.missing_bytes = 50_000
     assert intake.in_time(2.0, 14.5)
@@ -24,7 +24,7 @@ def test_a_donor_that_stops_is_not_in_time_for_long() -> None:
     """What it gave before counts for two windows of ten seconds at most."""
     intake = Intake(0.0)
     intake.missing_bytes = 1000
-    intake.came(A, 500)
+    intake.received(A, 500)
     gives = [second for second in range(1, 60) if intake.in_time(float(second), 600.0)]
     assert gives == list(range(1, 21))
 
@@ -33,8 +33,8 @@ def test_bytes_of_a_donor_that_breaks_the_protocol_do_not_count() -> None:
     """Nor does it: what it sent was not the state."""
     intake = Intake(0.0)
     intake.missing_bytes = 100_000
-    intake.came(A, 500)
-    intake.came(B, 1)
+    intake.received(A, 500)
+    intake.received(B, 1)
     assert intake.in_time(1.0, 600.0)
     intake.dropped(A)
     assert intake.donors == {B}

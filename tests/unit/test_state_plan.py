@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from shoal.compression import NoCompression
 from shoal.errors import ConfigError
 from shoal.peer import PeerID
+from shoal.state.arrivals import ArrivalRate
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.manifest import Manifest, TensorSpec
-from shoal.state.pace import Courtesy, Pacer
+from shoal.state.pace import BackgroundLimit, Pacer
 from shoal.state.plan import ChunkPlan
-from shoal.state.tempo import Tempo
 
 CHUNK = 1024
 
@@ -188,37 +188,37 @@ def test_no_chunk_is_in_flight_more_than_twice_or_fetched_again(moves: list[tupl
     assert plan.complete == (len(done) == 8)
 
 
-# --------------------------------------------------------------------------------------------------------------- tempo
+# --------------------------------------------------------------------------------------------------------------- rate
 
 
 def test_more_is_asked_ahead_the_faster_chunks_come() -> None:
     """Half a second's worth and two, at most 64; two before anything is known."""
     for gap_s, ahead in ((10.0, 2), (0.25, 4), (0.01, 52), (0.0001, 64)):
-        tempo = Tempo()
-        assert tempo.ahead() == 2
-        tempo.asked(5.0)
+        rate = ArrivalRate()
+        assert rate.ahead() == 2
+        rate.asked(5.0)
         for i in range(1, 40):
-            tempo.arrived(5.0 + i * gap_s)
-        assert tempo.ahead() == pytest.approx(ahead, abs=1)
+            rate.arrived(5.0 + i * gap_s)
+        assert rate.ahead() == pytest.approx(ahead, abs=1)
 
 
 def test_a_chunk_is_due_by_its_place_and_later_the_longer_nothing_comes() -> None:
     """One a second: the third in line in 3 s; half a second on, in 2.5; nothing for 10 s, in 29."""
-    tempo = Tempo()
-    tempo.asked(0.0)
+    rate = ArrivalRate()
+    rate.asked(0.0)
     for second in range(1, 10):
-        tempo.arrived(float(second))
-    assert tempo.takes_s(3) == pytest.approx(3)
-    assert [tempo.due_s(2, now) for now in (9.0, 9.5, 19.0)] == pytest.approx([3.0, 2.5, 29.0])
-    assert tempo.due_s(0, 10.0) == pytest.approx(0)
-    assert tempo.due_s(0, 12.0) == pytest.approx(2)
+        rate.arrived(float(second))
+    assert rate.takes_s(3) == pytest.approx(3)
+    assert [rate.due_s(2, now) for now in (9.0, 9.5, 19.0)] == pytest.approx([3.0, 2.5, 29.0])
+    assert rate.due_s(0, 10.0) == pytest.approx(0)
+    assert rate.due_s(0, 12.0) == pytest.approx(2)
 
 
 def test_a_donor_that_has_sent_nothing_yet_is_due_by_how_long_it_was_waited_for() -> None:
     """Nothing is known of its pace, so as much again for each chunk."""
-    tempo = Tempo()
-    tempo.asked(7.0)
-    assert (tempo.takes_s(5), tempo.due_s(0, 7.0), tempo.due_s(1, 9.0)) == (0.0, 0.0, 4.0)
+    rate = ArrivalRate()
+    rate.asked(7.0)
+    assert (rate.takes_s(5), rate.due_s(0, 7.0), rate.due_s(1, 9.0)) == (0.0, 0.0, 4.0)
 
 
 # ---------------------------------------------------------------------------------------------------------------- pace
@@ -267,28 +267,28 @@ def test_a_rate_that_would_look_dead_is_refused(rate: float) -> None:
         Pacer(rate)
 
 
-# ------------------------------------------------------------------------------------------------------------- courtesy
+# ------------------------------------------------------------------------------------------------------------- limit
 
 
 def test_without_other_traffic_states_are_not_held() -> None:
     """A few kilobytes of calls are no round."""
-    courtesy = Courtesy()
+    limit = BackgroundLimit()
     for i in range(100):
         known = i * 0.02 >= 0.1
-        assert courtesy.held(0.1, i * 0.02, lambda i=i: i * 1000) != known  # type: ignore[misc]
-        courtesy.sent(1 << 20, i * 0.02)
+        assert limit.must_wait(0.1, i * 0.02, lambda i=i: i * 1000) != known  # type: ignore[misc]
+        limit.sent(1 << 20, i * 0.02)
 
 
 @given(st.floats(0.05, 1.0), st.integers(1 << 20, 1 << 28), st.lists(st.integers(1, 64 << 10), min_size=1))
 def test_beside_other_traffic_states_get_their_fraction(fraction: float, rate: int, pieces: list[int]) -> None:
     """Whatever wants to go: over any second no more than the fraction, and one piece for each look."""
-    courtesy, sent, log = Courtesy(), 0, []
+    limit, sent, log = BackgroundLimit(), 0, []
     for step in range(300):
         now = step * 0.01
         for nbytes in pieces:
-            if courtesy.held(fraction, now, lambda now=now: int(rate * now)):  # type: ignore[misc]
+            if limit.must_wait(fraction, now, lambda now=now: int(rate * now)):  # type: ignore[misc]
                 break
-            courtesy.sent(nbytes, now)
+            limit.sent(nbytes, now)
             sent += nbytes
         log.append(sent)
     assert log[-1] - log[100] <= fraction * rate * 2.5 + 50 * max(pieces)
@@ -297,14 +297,14 @@ def test_beside_other_traffic_states_get_their_fraction(fraction: float, rate: i
 
 def test_states_are_free_again_when_the_round_is_over() -> None:
     """Half a second after its last bytes."""
-    courtesy = Courtesy()
-    courtesy.held(0.1, 0.0, lambda: 0)
-    courtesy.sent(1 << 20, 0.0)
-    assert courtesy.held(0.1, 0.1, lambda: 1 << 20)
-    assert courtesy.busy
-    assert courtesy.held(0.1, 0.5, lambda: 1 << 20)
-    assert not courtesy.held(0.1, 0.7, lambda: 1 << 20)
-    assert not courtesy.busy
+    limit = BackgroundLimit()
+    limit.must_wait(0.1, 0.0, lambda: 0)
+    limit.sent(1 << 20, 0.0)
+    assert limit.must_wait(0.1, 0.1, lambda: 1 << 20)
+    assert limit.busy
+    assert limit.must_wait(0.1, 0.5, lambda: 1 << 20)
+    assert not limit.must_wait(0.1, 0.7, lambda: 1 << 20)
+    assert not limit.busy
 
 
 # ---------------------------------------------------------------------------------------------------------- candidates

@@ -1,6 +1,6 @@
 """The two ends of a stream of data: its messages, and their order.
 
-Each member opens one stream to each owner. The member sends on it its values of the owner's parts, and asks for
+Each member opens one stream to each reducer. The member sends on it its values of the reducer's parts, and asks for
 averages that it lacks; averages come back on it, each as soon as it is done, so both directions are busy.
 """
 
@@ -26,11 +26,11 @@ DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]
 
 
 class SenderStream:
-    """Our stream to one owner: contributions and questions out, averages in.
+    """Our stream to one reducer: contributions and questions out, averages in.
 
     Args:
         endpoint: opens the stream.
-        contact: the owner.
+        contact: the reducer.
         opening: names the round.
         values: gives our values of a part and attempt, as they are sent; None if that attempt is over.
         receive: takes an answer in: reads its payload of so many bytes, even if it is not wanted.
@@ -85,7 +85,7 @@ class SenderStream:
             self._stream.abort()
 
     def retire(self) -> None:
-        """As `abort`, without blaming the owner."""
+        """As `abort`, without blaming the reducer."""
         self.retired = True
         self.abort()
 

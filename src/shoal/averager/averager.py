@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from shoal.allreduce.round import Outcome, Round, RoundOptions
-from shoal.allreduce.run_buffers import RoundMemory
+from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock

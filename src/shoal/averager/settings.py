@@ -32,7 +32,7 @@ class AveragerSettings(MatchmakingConfig, frozen=True, kw_only=True):
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that moves nothing for this long, while it owes averages, is left out by the
             coordinator (which allows 2 s more for its reports); None: twice `silence_s`. It must be more than
-            `silence_s`: an owner may be waiting for a sender.
+            `silence_s`: a reducer may be waiting for a sender.
         next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.
         group_bits: which of several groups, at most 64 of `0` and `1`; drawn anew after each round, and after each

@@ -61,7 +61,7 @@ def choose_timeouts(
     if request is None:
         request = min(_REQUEST_S, expiration / 2)
     if sender is None:
-        # A round needs time for a sender that falls silent, and then for an owner that was waiting for it.
+        # A round needs time for a sender that falls silent, and then for a reducer that was waiting for it.
         most = min((allreduce or math.inf) / 3, (reducer or math.inf) / 2)
         sender = max(_MIN_SILENCE_S, min(chunk or _SILENCE_S, most))
     if allreduce is None:

@@ -5,8 +5,7 @@ module             what it does
 =================  ==========================================================================================
 settings           the user's options, and the training settings all processes share
 messages           the messages between supervisor and children (JSON lines)
-state              everything known about a run, as values: for screen, file and picture
-reducer            how facts change it; pure
+state              everything known about a run: for screen, file and picture; pure
 plan               the planned actions of the demo, and their times (sans-IO)
 supervisor         processes, signals, time; `run_demo` is here
 children           one child process: started, heard, told, ended
@@ -31,17 +30,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from shoal.lazy import lazy
+
 if TYPE_CHECKING:
     from shoal.demo.settings import DemoOptions
     from shoal.demo.supervisor import run_demo
 else:
     # On first use: a child process passes through here too, and needs neither the supervisor nor the screen.
-    def __getattr__(name: str) -> object:
-        from importlib import import_module
-
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module("shoal.demo.settings" if name == "DemoOptions" else "shoal.demo.supervisor"), name)
+    __getattr__, __dir__ = lazy(__name__, {"DemoOptions": "shoal.demo.settings", "run_demo": "shoal.demo.supervisor"})
 
 
 __all__ = ["DemoOptions", "run_demo"]

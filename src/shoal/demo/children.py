@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-import shoal
 from shoal.demo.messages import Command, Report, decode_report, encode
 
 __all__ = ["Child", "child_environment", "python_module"]
@@ -39,7 +38,7 @@ def python_module(module: str, argument: bytes) -> list[str]:
 
 def child_environment() -> dict[str, str]:
     """This process's environment, with this shoal first on the path and one thread per library."""
-    package_parent = str(Path(shoal.__file__).resolve().parent.parent)
+    package_parent = str(Path(__file__).resolve().parents[2])
     paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 

@@ -1,17 +1,17 @@
-"""The result of a demo run, in sentences that say no more than was measured. For screen and picture."""
+"""The result of a demo run, in sentences that say no more than was measured. For supervisor, screen and picture."""
 
 from __future__ import annotations
 
 from shoal.demo.state import DemoState
 
-__all__ = ["comparison", "conclusion", "losses_and_gains", "proof"]
+__all__ = ["conclusion", "proof", "verdict"]
 
 
 def conclusion(state: DemoState) -> list[str]:
     """The lines printed at the end: the proof or the failure first."""
     if state.exit_reason != "completed":
         return [f"The run did not succeed: {state.exit_reason}"]
-    return [proof(state), comparison(state), *losses_and_gains(state)]
+    return [proof(state), _comparison(state), *_losses_and_gains(state)]
 
 
 def proof(state: DemoState, *, digits: int = 64) -> str:
@@ -26,7 +26,7 @@ def proof(state: DemoState, *, digits: int = 64) -> str:
     return f"{who} identical weights at epoch {finished[0].epoch}: sha256 {hashes.pop()[:digits]}"
 
 
-def comparison(state: DemoState) -> str:
+def _comparison(state: DemoState) -> str:
     """How far the loss came, and how far one process alone did with as many sequences."""
     first, last, alone = state.loss_first, state.loss_last, state.baseline_loss_last
     if first is None or last is None:
@@ -44,7 +44,7 @@ def comparison(state: DemoState) -> str:
     )
 
 
-def losses_and_gains(state: DemoState) -> list[str]:
+def _losses_and_gains(state: DemoState) -> list[str]:
     """The peers that were lost and that came, and the cost of both."""
     lines = []
     lost = [peer for peer in state.peers.values() if peer.lost]
@@ -63,3 +63,30 @@ def losses_and_gains(state: DemoState) -> list[str]:
     if len(state.epochs) > 1:
         lines.append(f"Longest time without a new epoch: {state.max_stall_s(0.0):.1f} s.")
     return lines
+
+
+def verdict(state: DemoState) -> str:
+    """The fault of a run whose peers have ended, in words; empty if there is none.
+
+    Right means: every peer that was not lost stood at the announced last epoch, all with the same weights, and the
+    held-out loss fell.
+    """
+    finished = state.finished
+    kept = [peer for peer in state.peers.values() if not peer.lost]
+    late = [peer.name for peer in kept if peer.name not in finished]
+    first, last = state.loss_first, state.loss_last
+    if not finished:
+        return "no peer reached the last epoch"
+    if late:
+        return f"{', '.join(late)} did not reach the last epoch"
+    if {done.epoch for done in finished.values()} != {state.stop_epoch}:
+        return "the peers stopped at different epochs: " + _per_peer(state, "epoch")
+    if len({done.weights_sha256 for done in finished.values()}) != 1:
+        return "the peers hold different weights: " + _per_peer(state, "weights_sha256")
+    if first is None or last is None or not last < first:
+        return f"the loss did not fall: from {first} to {last}"
+    return ""
+
+
+def _per_peer(state: DemoState, field: str) -> str:
+    return ", ".join(f"{name} {str(getattr(done, field))[:12]}" for name, done in state.finished.items())

@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from shoal.demo.messages import AnyCommand, Leave, Report, Stop, decode_command, encode
+from shoal.demo.messages import Command, Leave, Report, Stop, decode_command, encode
 
 __all__ = ["Lifeline"]
 
@@ -40,7 +40,7 @@ class Lifeline:
     def __init__(self, stdin: Iterable[bytes], stdout: BinaryIO) -> None:
         self._stdin, self._stdout = stdin, stdout
         self._lock = threading.Lock()
-        self._commands: deque[AnyCommand] = deque()
+        self._commands: deque[Command] = deque()
         self._leave = threading.Event()
 
     @classmethod

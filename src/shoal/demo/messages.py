@@ -5,8 +5,8 @@ from                    through                  messages
 ======================  =======================  =============================================================
 supervisor to child     argument                 `PeerConfig` or `BaselineConfig`
 supervisor to peer      stdin                    `Stop`, `Leave`; the end of stdin means: exit at once
-peer to supervisor      stdout                   `Working`, `Ready`, `EpochReached`, `HeldOutLoss`, `RoundDone`,
-                                                 `RoundLost`, `PeerGone`, `Downloaded`, `Note`, `Finished`
+peer to supervisor      stdout                   `Working`, `Ready`, `HeldOutLoss`, `Finished`, and events of shoal
+                                                 (`TOLD`)
 baseline to supervisor  stdout                   `BaselinePoint`
 ======================  =======================  =============================================================
 
@@ -15,26 +15,25 @@ Nothing here is part of shoal's network protocol, and nothing here imports torch
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
 
+from shoal import events
 from shoal.demo.settings import Training
+from shoal.peer import PeerID
 
 __all__ = [
+    "TOLD",
     "BaselineConfig",
     "BaselinePoint",
     "Command",
-    "Downloaded",
-    "EpochReached",
     "Finished",
     "HeldOutLoss",
     "Leave",
-    "Note",
     "PeerConfig",
-    "PeerGone",
     "Ready",
     "Report",
-    "RoundDone",
-    "RoundLost",
     "Stop",
     "Working",
     "decode_command",
@@ -87,28 +86,20 @@ class BaselineConfig(msgspec.Struct, frozen=True, kw_only=True):
 # ------------------------------------------------------------------------------------------------ supervisor to peer
 
 
-class Command(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
-    """Base of the supervisor's messages to a peer."""
-
-
-class Stop(Command, frozen=True, kw_only=True):
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Announce to the swarm that `epoch` is its last one."""
 
     epoch: int
 
 
-class Leave(Command, frozen=True, kw_only=True):
+class Leave(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Leave the swarm in order and exit."""
 
 
 # ------------------------------------------------------------------------------------------------ child to supervisor
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True, tag=True, tag_field="type"):
-    """Base of a child's messages to the supervisor."""
-
-
-class Working(Report, frozen=True, kw_only=True):
+class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The present work of the peer; sent about twice a second, and when it changes.
 
     Attributes:
@@ -130,7 +121,7 @@ class Working(Report, frozen=True, kw_only=True):
     bytes_received: int = 0
 
 
-class Ready(Report, frozen=True, kw_only=True):
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The peer has joined the network and can be joined.
 
     Attributes:
@@ -146,69 +137,14 @@ class Ready(Report, frozen=True, kw_only=True):
     parameters: int
 
 
-class EpochReached(Report, frozen=True, kw_only=True):
-    """The peer took the swarm's step into `epoch`.
-
-    Attributes:
-        epoch: the epoch its weights are at now.
-        samples: sequences of the whole swarm that this step was made of.
-        peers: how many peers gave them.
-    """
-
-    epoch: int
-    samples: int
-    peers: int
-
-
-class HeldOutLoss(Report, frozen=True, kw_only=True):
+class HeldOutLoss(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Loss on the held-out text with the weights of `epoch`, nats."""
 
     epoch: int
     loss: float
 
 
-class RoundDone(Report, frozen=True, kw_only=True):
-    """An averaging round was committed: members, those left out on the way, and how long it took."""
-
-    peers: int
-    left_out: int
-    duration_s: float
-
-
-class RoundLost(Report, frozen=True, kw_only=True):
-    """An averaging round failed; it is tried again."""
-
-    reason: str
-
-
-class PeerGone(Report, frozen=True, kw_only=True):
-    """The connection to another peer is lost."""
-
-    peer_id: str
-    reason: str
-
-
-class Downloaded(Report, frozen=True, kw_only=True):
-    """The state was downloaded from other peers and verified.
-
-    Attributes:
-        donors: printed peer ids.
-        bytes_received: size of the received state.
-        duration_s: from the request to the verified state.
-    """
-
-    donors: tuple[str, ...]
-    bytes_received: int
-    duration_s: float
-
-
-class Note(Report, frozen=True, kw_only=True):
-    """A line for the log of events."""
-
-    text: str
-
-
-class Finished(Report, frozen=True, kw_only=True):
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The peer stands at the run's last epoch.
 
     Attributes:
@@ -222,7 +158,7 @@ class Finished(Report, frozen=True, kw_only=True):
     loss: float
 
 
-class BaselinePoint(Report, frozen=True, kw_only=True):
+class BaselinePoint(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The single process after `epoch` epochs and `samples` sequences; `loss` on the held-out text, nats."""
 
     epoch: int
@@ -230,37 +166,43 @@ class BaselinePoint(Report, frozen=True, kw_only=True):
     loss: float
 
 
-AnyCommand = Stop | Leave
-AnyReport = (
-    Working
-    | Ready
-    | EpochReached
-    | HeldOutLoss
-    | RoundDone
-    | RoundLost
-    | PeerGone
-    | Downloaded
-    | Note
-    | Finished
-    | BaselinePoint
+Command = Stop | Leave
+Told = (
+    events.EpochAdvanced
+    | events.RoundFinished
+    | events.RoundAborted
+    | events.PeerLost
+    | events.StateDownloaded
+    | events.PeerDropped
+    | events.Warned
 )
+TOLD = get_args(Told)
+"""The events of which a peer tells the supervisor."""
+Report = Working | Ready | HeldOutLoss | Finished | BaselinePoint | Told
 
-_commands = msgspec.json.Decoder(AnyCommand)
-_reports = msgspec.json.Decoder(AnyReport)
+
+def _decode_peer(kind: type, value: str) -> PeerID:
+    assert kind is PeerID
+    return PeerID.parse(value)
+
+
+_encoder = msgspec.json.Encoder(enc_hook=str)  # of all values only peer ids need it
+_commands = msgspec.json.Decoder(Command)
+_reports = msgspec.json.Decoder(Report, dec_hook=_decode_peer)
 
 
 def encode(message: Command | Report | PeerConfig | BaselineConfig) -> bytes:
     """The message as JSON without a line break in it."""
-    return msgspec.json.encode(message)
+    return _encoder.encode(message)
 
 
-def decode_command(line: bytes) -> AnyCommand:
+def decode_command(line: bytes) -> Command:
     """Read one line of a peer's stdin. Raises `msgspec.MsgspecError` if it is no command."""
-    command: AnyCommand = _commands.decode(line)
+    command: Command = _commands.decode(line)
     return command
 
 
-def decode_report(line: bytes) -> AnyReport:
+def decode_report(line: bytes) -> Report:
     """Read one line of a child's stdout. Raises `msgspec.MsgspecError` if it is no report."""
-    report: AnyReport = _reports.decode(line)
+    report: Report = _reports.decode(line)
     return report

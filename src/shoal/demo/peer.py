@@ -17,7 +17,7 @@ import msgspec
 
 from shoal import events
 from shoal.demo.lifeline import Lifeline
-from shoal.demo.messages import Finished, HeldOutLoss, PeerConfig, Ready, Working
+from shoal.demo.messages import TOLD, Finished, HeldOutLoss, PeerConfig, Ready, Working
 
 if TYPE_CHECKING:
     from shoal.demo.batches import Batch, MaskedBatches
@@ -76,11 +76,8 @@ class Reporter:
 
     def happened(self, event: events.Event) -> None:
         """Something happened in the swarm; called in shoal's thread."""
-        from shoal.demo.swarm import translate
-
-        report = translate(event)
-        if report is not None:
-            self._line.say(report)
+        if isinstance(event, TOLD):
+            self._line.say(event)
         with self._lock:
             if isinstance(event, events.GroupFormed):
                 self._state = "averaging"

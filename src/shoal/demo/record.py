@@ -41,104 +41,46 @@ import msgspec
 from shoal.demo.settings import DemoOptions
 from shoal.demo.state import DemoState
 
-__all__ = ["Record", "make_record", "verdict", "write_record"]
+__all__ = ["make_record", "write_record"]
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """The JSON file's content; the fields are explained at the top of this module."""
-
-    phase: str
-    exit_reason: str
-    run_id: str
-    elapsed_s: float
-    seconds: float
-    seed: int
-    peers: int
-    peers_started: int
-    killed: int
-    joined: int
-    epochs: int
-    epoch_times_s: list[float]
-    max_stall_s: float
-    samples: int
-    loss_first: float | None
-    loss_last: float | None
-    losses: list[tuple[int, float, float]]
-    baseline_loss_last: float | None
-    baseline_samples: int
-    baseline_complete: bool | None
-    weights_sha256: dict[str, str]
-    names: dict[str, str]
-    state_download_s: float | None
-    state_download_bytes: int | None
-    pids: list[int]
-    log: list[tuple[float, str]]
-
-
-def make_record(state: DemoState, options: DemoOptions, now_s: float) -> Record:
+def make_record(state: DemoState, options: DemoOptions, now_s: float) -> dict[str, object]:
     """The content of the file at `now_s` seconds since the start."""
     peers = state.peers.values()
-    return Record(
-        phase=state.phase,
-        exit_reason=state.exit_reason,
-        run_id=state.run_id,
-        elapsed_s=round(now_s, 3),
-        seconds=options.seconds,
-        seed=options.seed,
-        peers=options.peers,
-        peers_started=sum(not peer.newcomer for peer in peers),
-        killed=sum(peer.lost for peer in peers),
-        joined=sum(
+    return {
+        "phase": state.phase,
+        "exit_reason": state.exit_reason,
+        "run_id": state.run_id,
+        "elapsed_s": round(now_s, 3),
+        "seconds": options.seconds,
+        "seed": options.seed,
+        "peers": options.peers,
+        "peers_started": sum(not peer.newcomer for peer in peers),
+        "killed": sum(peer.lost for peer in peers),
+        "joined": sum(
             peer.newcomer and (peer.training_since_s is not None or peer.finished is not None) for peer in peers
         ),
-        epochs=state.epoch,
-        epoch_times_s=[round(view.at_s, 3) for view in state.epochs],
-        max_stall_s=round(state.max_stall_s(now_s), 3),
-        samples=state.samples,
-        loss_first=state.loss_first,
-        loss_last=state.loss_last,
-        losses=[(point.epoch, round(point.at_s, 3), round(point.loss, 5)) for point in state.losses],
-        baseline_loss_last=state.baseline_loss_last,
-        baseline_samples=state.baseline[-1].samples if state.baseline else 0,
-        baseline_complete=state.baseline_complete,
-        weights_sha256={state.peers[name].peer_id: done.weights_sha256 for name, done in state.finished.items()},
-        names={peer.peer_id: peer.name for peer in peers if peer.peer_id},
-        state_download_s=round(state.download.duration_s, 4) if state.download else None,
-        state_download_bytes=state.download.bytes_received if state.download else None,
-        pids=[peer.pid for peer in peers],
-        log=[(round(line.at_s, 3), line.text) for line in state.log],
-    )
+        "epochs": state.epoch,
+        "epoch_times_s": [round(view.at_s, 3) for view in state.epochs],
+        "max_stall_s": round(state.max_stall_s(now_s), 3),
+        "samples": state.samples,
+        "loss_first": state.loss_first,
+        "loss_last": state.loss_last,
+        "losses": [(point.epoch, round(point.at_s, 3), round(point.loss, 5)) for point in state.losses],
+        "baseline_loss_last": state.baseline_loss_last,
+        "baseline_samples": state.baseline[-1].samples if state.baseline else 0,
+        "baseline_complete": state.baseline_complete,
+        "weights_sha256": {state.peers[name].peer_id: done.weights_sha256 for name, done in state.finished.items()},
+        "names": {peer.peer_id: peer.name for peer in peers if peer.peer_id},
+        "state_download_s": round(state.download.duration_s, 4) if state.download else None,
+        "state_download_bytes": state.download.bytes_received if state.download else None,
+        "pids": [peer.pid for peer in peers],
+        "log": [(round(line.at_s, 3), line.text) for line in state.log],
+    }
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: dict[str, object]) -> None:
     """Replace the file at `path` by `record`, whole or not at all."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     beside.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
     beside.replace(path)
-
-
-def verdict(state: DemoState) -> str:
-    """The fault of a run whose peers have ended, in words; empty if there is none.
-
-    Right means: every peer that was not lost stood at the announced last epoch, all with the same weights, and the
-    held-out loss fell.
-    """
-    finished = state.finished
-    kept = [peer for peer in state.peers.values() if not peer.lost]
-    late = [peer.name for peer in kept if peer.name not in finished]
-    first, last = state.loss_first, state.loss_last
-    if not finished:
-        return "no peer reached the last epoch"
-    if late:
-        return f"{', '.join(late)} did not reach the last epoch"
-    if {done.epoch for done in finished.values()} != {state.stop_epoch}:
-        return "the peers stopped at different epochs: " + _per_peer(state, "epoch")
-    if len({done.weights_sha256 for done in finished.values()}) != 1:
-        return "the peers hold different weights: " + _per_peer(state, "weights_sha256")
-    if first is None or last is None or not last < first:
-        return f"the loss did not fall: from {first} to {last}"
-    return ""
-
-
-def _per_peer(state: DemoState, field: str) -> str:
-    return ", ".join(f"{name} {str(getattr(done, field))[:12]}" for name, done in state.finished.items())

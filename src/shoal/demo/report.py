@@ -172,8 +172,8 @@ def _lane(axes: Axes, row: int, peer: PeerView, end_s: float) -> None:
     if until_s > since_s:
         color = _CAME if peer.newcomer else _SWARM
         axes.barh(row, until_s - since_s, left=since_s, height=0.66, color=color, alpha=0.9)
-    if until_s - since_s > 0.15 * end_s and peer.samples:
-        text = f"{peer.samples:,} sequences"
+    if until_s - since_s > 0.15 * end_s and peer.work.samples:
+        text = f"{peer.work.samples:,} sequences"
         axes.annotate(
             text, (since_s, row), (6, 0), textcoords="offset points", va="center_baseline", size=9, color="white"
         )

@@ -165,7 +165,7 @@ def _status(state: DemoState, now_s: float, width: int) -> Text:
     else:
         training = sum(peer.training_since_s is not None for peer in state.living)
         left.append("   peers ", "dim").append(f"{training}")
-        left.append("   samples/s ", "dim").append(f"{sum(peer.samples_per_s for peer in state.living):.0f}")
+        left.append("   samples/s ", "dim").append(f"{sum(peer.work.samples_per_s for peer in state.living):.0f}")
     right = Text(f" {now_s:.0f} s", style="bold")
     left.truncate(width - right.cell_len)
     left.append(" " * (width - left.cell_len - right.cell_len))
@@ -214,10 +214,10 @@ def _peer_row(state: DemoState, peer: PeerView, *, wide: bool) -> Iterable[Text]
         Text(peer.name, style="bold red" if peer.lost else f"bold {fade}"),
         Text(str(peer.pid), style=fade),
         Text(peer.state, style=_STATE_STYLES.get(peer.state, "yellow")),
-        Text(f"{peer.samples_per_s:.0f}" if trains else "–", style=fade),
+        Text(f"{peer.work.samples_per_s:.0f}" if trains else "–", style=fade),
         Text(str(peer.epoch), style=fade),
         _share_bar(state.share(peer), 20 if wide else 6) if trains else Text("–", style=fade),
-        Text(f"{_megabytes(peer.bytes_sent)} / {_megabytes(peer.bytes_received)}", style=fade),
+        Text(f"{_megabytes(peer.work.bytes_sent)} / {_megabytes(peer.work.bytes_received)}", style=fade),
         _last_round(peer, wide=wide),
     )
 
@@ -237,7 +237,9 @@ def _last_round(peer: PeerView, *, wide: bool) -> Text:
     if peer.last_round is None:
         return Text("–")
     noun = " peers" if wide else "p"
-    return Text(f"{peer.last_round.peers}{noun} {peer.last_round.duration_s:.2f} s", style="" if peer.alive else "dim")
+    return Text(
+        f"{len(peer.last_round.peers)}{noun} {peer.last_round.duration_s:.2f} s", style="" if peer.alive else "dim"
+    )
 
 
 def _loss_chart(state: DemoState, width: int) -> Text:
@@ -290,7 +292,7 @@ def _status_line(state: DemoState) -> str:
         reached = f"{last.samples:,} of {state.samples:,} samples, loss {last.loss:.3f}" if last else "starting"
         return f"one process alone: {reached}"
     states = ", ".join(f"{peer.name} {peer.state}" for peer in state.peers.values())
-    rate = sum(peer.samples_per_s for peer in state.living)
+    rate = sum(peer.work.samples_per_s for peer in state.living)
     return f"epoch {state.epoch}  loss {loss}  {rate:.0f} samples/s  ({states})"
 
 

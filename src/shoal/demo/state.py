@@ -1,6 +1,10 @@
-"""The state of a demo run, as values: one `DemoState`, of which screen, JSON file and picture are made.
+"""Everything that is known about a demo run: one `DemoState`, of which screen, JSON file and picture are made.
 
-Only `shoal.demo.reducer.apply` makes new states. All times are seconds since the demo's start.
+The supervisor tells it what was done (`started`, `killing`, ...) and what the children report (`said`). Nothing here
+knows a clock, a process or a file. All times are seconds since the demo's start.
+
+Invariants: an epoch counts once, when the first peer reaches it; so does its held-out loss. Reports of a peer after its
+end was seen change nothing.
 """
 
 from __future__ import annotations
@@ -9,27 +13,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from shoal.demo import messages as say
+import msgspec
 
-__all__ = ["DemoState", "EpochView", "Fate", "Happening", "LossPoint", "PeerView", "Phase", "RoundView", "Tone"]
+from shoal import events
+from shoal.demo.messages import BaselinePoint, Finished, HeldOutLoss, Ready, Report, Working
+
+__all__ = ["DemoState", "EpochView", "Fate", "Happening", "LossPoint", "PeerView", "Phase", "Tone"]
 
 Phase = Literal["starting", "training", "stopping", "leaving", "baseline", "done"]
 Fate = Literal["alive", "killed", "died", "left"]
 Tone = Literal["plain", "good", "bad"]
 
-
-@dataclass(frozen=True, slots=True)
-class RoundView:
-    """The last averaging round of a peer."""
-
-    peers: int
-    left_out: int
-    duration_s: float
+_LOG_KEPT = 500
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PeerView:
     """One peer process, from its start to after its end.
 
@@ -43,10 +43,7 @@ class PeerView:
         peer_id: printed identity; empty until it is ready.
         addresses: where it listens.
         epoch: the epoch of its weights.
-        samples: sequences it has computed.
-        samples_per_s: its present contribution to the swarm.
-        bytes_sent: in averaging rounds.
-        bytes_received: in averaging rounds.
+        work: its last report on its work.
         last_round: its last averaging round.
         stepped: it has taken a step of the swarm.
         training_since_s: when it first trained.
@@ -64,16 +61,13 @@ class PeerView:
     peer_id: str = ""
     addresses: tuple[str, ...] = ()
     epoch: int = 0
-    samples: int = 0
-    samples_per_s: float = 0.0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    last_round: RoundView | None = None
+    work: Working = field(default_factory=lambda: Working(state="starting"))
+    last_round: events.RoundFinished | None = None
     stepped: bool = False
     training_since_s: float | None = None
     ended_at_s: float | None = None
     noticed: bool = False
-    finished: say.Finished | None = None
+    finished: Finished | None = None
 
     @property
     def alive(self) -> bool:
@@ -85,19 +79,20 @@ class PeerView:
         """Whether it ended without leaving in order, by plan or not."""
         return self.fate in {"killed", "died"}
 
+    def end(self, fate: Fate, now_s: float) -> None:
+        """Its process is gone, or is about to be."""
+        self.fate, self.state, self.ended_at_s = fate, "left" if fate == "left" else "DEAD", now_s
 
-@dataclass(frozen=True, slots=True)
-class EpochView:
-    """One swarm epoch: reached at `at_s` with `samples` sequences from `peers` peers."""
+
+class EpochView(NamedTuple):
+    """One swarm epoch: reached at `at_s`, with `samples` sequences."""
 
     epoch: int
     at_s: float
     samples: int
-    peers: int
 
 
-@dataclass(frozen=True, slots=True)
-class LossPoint:
+class LossPoint(NamedTuple):
     """Held-out loss of the weights of `epoch`, which the swarm reached at `at_s`."""
 
     epoch: int
@@ -105,8 +100,7 @@ class LossPoint:
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class Happening:
+class Happening(NamedTuple):
     """A line of the log."""
 
     at_s: float
@@ -114,9 +108,9 @@ class Happening:
     tone: Tone = "plain"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DemoState:
-    """Everything known about the run. The first one is `DemoState(seconds=...)`.
+    """Everything known about the run. It begins as `DemoState(seconds=...)`.
 
     Attributes:
         seconds: planned time from the start to the signal to stop.
@@ -133,24 +127,26 @@ class DemoState:
         stop_epoch: the announced last epoch.
         stopped_at_s: when it was announced.
         download: the state download of the newcomer.
-        exit_reason: empty until the run is over.
+        exit_reason: empty until the run is over; then "completed", "interrupted", or what went wrong.
     """
 
     seconds: float
     phase: Phase = "starting"
-    peers: Mapping[str, PeerView] = field(default_factory=dict)
-    epochs: tuple[EpochView, ...] = ()
-    losses: tuple[LossPoint, ...] = ()
-    baseline: tuple[say.BaselinePoint, ...] = ()
+    peers: dict[str, PeerView] = field(default_factory=dict)
+    epochs: list[EpochView] = field(default_factory=list)
+    losses: list[LossPoint] = field(default_factory=list)
+    baseline: list[BaselinePoint] = field(default_factory=list)
     baseline_complete: bool | None = None
-    log: tuple[Happening, ...] = ()
+    log: list[Happening] = field(default_factory=list)
     logged: int = 0
     run_id: str = ""
     parameters: int = 0
     stop_epoch: int | None = None
     stopped_at_s: float | None = None
-    download: say.Downloaded | None = None
+    download: events.StateDownloaded | None = None
     exit_reason: str = ""
+
+    # ------------------------------------------------------------------------------------------------------- reading
 
     @property
     def living(self) -> tuple[PeerView, ...]:
@@ -190,11 +186,11 @@ class DemoState:
 
     def share(self, peer: PeerView) -> float:
         """The part of the swarm's present sequences per second that `peer` gives, 0 to 1."""
-        total = sum(other.samples_per_s for other in self.living)
-        return peer.samples_per_s / total if total and peer.alive else 0.0
+        total = sum(other.work.samples_per_s for other in self.living)
+        return peer.work.samples_per_s / total if total and peer.alive else 0.0
 
     @property
-    def finished(self) -> Mapping[str, say.Finished]:
+    def finished(self) -> Mapping[str, Finished]:
         """The reports of the peers at the last epoch, by name."""
         return {peer.name: peer.finished for peer in self.peers.values() if peer.finished is not None}
 
@@ -216,3 +212,134 @@ class DemoState:
     def name_of(self, peer_id: str) -> str:
         """The name of the peer with this identity; the identity's first 8 characters for a stranger."""
         return next((peer.name for peer in self.peers.values() if peer.peer_id == peer_id), peer_id[:8])
+
+    # ------------------------------------------------------------------------------ the supervisor's acts and sights
+
+    def _tell(self, now_s: float, text: str, tone: Tone = "plain") -> None:
+        self.log.append(Happening(now_s, text, tone))
+        del self.log[:-_LOG_KEPT]
+        self.logged += 1
+
+    def started(self, name: str, pid: int, now_s: float, *, newcomer: bool = False) -> None:
+        """A peer process was started."""
+        self.peers[name] = PeerView(name=name, pid=pid, started_at_s=now_s, newcomer=newcomer)
+        self._tell(now_s, f"{name} starts (pid {pid})" + (" to join the run" if newcomer else ""))
+
+    def killing(self, name: str, now_s: float) -> None:
+        """The demo sends SIGKILL to this peer, as planned."""
+        peer = self.peers[name]
+        peer.end("killed", now_s)
+        self._tell(now_s, f"kill -9 {peer.pid}: {name} is gone without a word", "bad")
+
+    def ended(self, name: str, returncode: int, last_words: str, now_s: float) -> None:
+        """A peer process is gone. `returncode` as in subprocess: negative for a signal."""
+        peer = self.peers[name]
+        if not peer.alive:
+            return
+        met_nobody = self.phase == "leaving" and not peer.peer_id
+        if met_nobody or (returncode == 0 and self.phase not in {"starting", "training"}):
+            peer.end("left", now_s)
+            return
+        peer.end("died", now_s)
+        how = f"signal {-returncode}" if returncode < 0 else f"exit code {returncode}"
+        self._tell(now_s, f"{name} died ({how})" + (f": {last_words}" if last_words else ""), "bad")
+
+    def stop_announced(self, epoch: int, now_s: float) -> None:
+        """The peers were told that `epoch` is the last one."""
+        self.phase, self.stop_epoch, self.stopped_at_s = "stopping", epoch, now_s
+        self._tell(now_s, f"signal to stop: epoch {epoch} will be the last")
+
+    def leaving(self, now_s: float) -> None:
+        """The peers are told to leave."""
+        if self.phase != "stopping":
+            self._tell(now_s, "all peers leave; Ctrl+C again ends everything at once")
+        self.phase = "leaving"
+
+    def baseline_began(self, now_s: float) -> None:
+        """The single process is about to start."""
+        self.phase = "baseline"
+        self._tell(now_s, f"one process alone now trains on as much: {self.samples:,} sequences")
+
+    def over(self, reason: str) -> None:
+        """Everything is over."""
+        self.phase, self.exit_reason = "done", reason
+
+    # -------------------------------------------------------------------------------------------- what a child reports
+
+    def said(self, name: str, report: Report, now_s: float) -> None:
+        """A peer (or the baseline, whose name is "baseline") reported something."""
+        if isinstance(report, BaselinePoint):
+            self.baseline.append(report)
+        elif (peer := self.peers.get(name)) is None or not peer.alive:
+            pass
+        elif isinstance(report, events.Event):
+            self._happened(peer, report, now_s)
+        else:
+            self._reported(peer, report, now_s)
+
+    def _reported(self, peer: PeerView, report: Working | Ready | HeldOutLoss | Finished, now_s: float) -> None:
+        match report:
+            case Working():
+                peer.state, peer.work, peer.epoch = report.state, report, max(peer.epoch, report.epoch)
+                if peer.training_since_s is None and report.state == "training":
+                    peer.training_since_s = now_s
+                    self.phase = "training" if self.phase == "starting" else self.phase
+            case Ready():
+                peer.peer_id, peer.addresses = report.peer_id, report.addresses
+                self.run_id, self.parameters = report.run_id, report.parameters
+                self._tell(now_s, f"{peer.name} is in the network as {report.peer_id[:8]}", "good")
+            case HeldOutLoss():
+                self._measured(report.epoch, report.loss, now_s)
+            case Finished():
+                peer.finished, peer.state, peer.epoch = report, "finished", report.epoch
+                peer.work = msgspec.structs.replace(peer.work, samples_per_s=0.0)
+                self._measured(report.epoch, report.loss, now_s)
+                text = f"{peer.name} stands at epoch {report.epoch}, weights {report.weights_sha256[:8]}…"
+                self._tell(now_s, text)
+
+    def _measured(self, epoch: int, loss: float, now_s: float) -> None:
+        """The loss at an epoch was measured."""
+        if all(point.epoch != epoch for point in self.losses):
+            at_s = next((view.at_s for view in self.epochs if view.epoch == epoch), now_s)
+            self.losses = sorted((*self.losses, LossPoint(epoch, at_s, loss)))
+
+    def _happened(self, peer: PeerView, event: events.Event, now_s: float) -> None:
+        """An event of shoal, in a peer's process."""
+        match event:
+            case events.EpochAdvanced():
+                self._epoch_reached(peer, event, now_s)
+            case events.RoundFinished():
+                peer.last_round = event
+            case events.RoundAborted():
+                self._tell(now_s, f"{peer.name}: round failed ({event.reason}); it is tried again", "bad")
+            case events.PeerLost():
+                gone = next((other for other in self.peers.values() if other.peer_id == str(event.peer)), None)
+                if gone is not None and gone.lost and gone.ended_at_s is not None and not gone.noticed:
+                    gone.noticed = True
+                    late_s = max(0.0, now_s - gone.ended_at_s)
+                    self._tell(now_s, f"{peer.name} noticed within {late_s:.2f} s that {gone.name} is gone")
+            case events.StateDownloaded():
+                donors = " and ".join(self.name_of(str(donor)) for donor in event.donors) or "the others"
+                size = f"{event.bytes_received / 1e6:.1f} MB in {event.duration_s:.2f} s"
+                self._tell(now_s, f"{peer.name} downloaded the state from {donors}: {size}, verified", "good")
+                self.download = event if peer.newcomer else self.download
+            case events.PeerDropped():
+                what = f"left {event.peer.short()} out of {event.where}: {event.reason}"
+                self._tell(now_s, f"{peer.name}: {what}")
+            case events.Warned():
+                self._tell(now_s, f"{peer.name}: {event.where}: {event.message}")
+
+    def _epoch_reached(self, peer: PeerView, event: events.EpochAdvanced, now_s: float) -> None:
+        if peer.newcomer and not peer.stepped:
+            text = f"{peer.name} takes its first step with the others, into epoch {event.epoch}"
+            self._tell(now_s, text, "good")
+        peer.stepped, peer.epoch = True, max(peer.epoch, event.epoch)
+        if event.epoch <= self.epoch:
+            return
+        before_s = self.epochs[-1].at_s if self.epochs else now_s
+        self.epochs.append(EpochView(event.epoch, now_s, event.samples))
+        for other in self.peers.values():
+            if other.lost and other.ended_at_s is not None and other.ended_at_s >= before_s:
+                late_s = now_s - other.ended_at_s
+                text = f"epoch {event.epoch} done {late_s:.1f} s after the loss of {other.name}: the others go on"
+                self._tell(now_s, text, "good")

@@ -1,8 +1,8 @@
 """Runs the demo: starts the peers, kills one, brings a new one, ends the run, and reports the result. Without torch.
 
-The supervisor decides nothing itself. Its observations and actions become facts, of which `reducer` makes the
-`DemoState`; `Director` decides the actions; screen, JSON file and picture are made from the state. So this module has
-only the parts that need processes, signals and time:
+The supervisor decides nothing itself. It tells the `DemoState` what it does and sees; `Director` decides the actions
+from that; screen, JSON file and picture are made from it. So this module has only the parts that need processes,
+signals and time:
 
 - every wait has a deadline (`Limits`), and a child that misses it is killed;
 - whatever happens, also an error in here, no child is left when `run_demo` returns;
@@ -20,60 +20,30 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 import msgspec
 
 from shoal.demo.children import Child, python_module
+from shoal.demo.conclusion import verdict
 from shoal.demo.messages import BaselineConfig, Leave, PeerConfig, Report, Stop, encode
 from shoal.demo.plan import Action, Director, GiveUp, Kill, Limits, SendHome, StartNewcomer, TellStop
-from shoal.demo.record import make_record, verdict, write_record
-from shoal.demo.reducer import (
-    AnyFact,
-    BaselineEnded,
-    Ended,
-    Killing,
-    PhaseBegan,
-    RunEnded,
-    Said,
-    Started,
-    StopAnnounced,
-    apply,
-)
+from shoal.demo.record import make_record, write_record
 from shoal.demo.screen import Display, open_display
 from shoal.demo.settings import NAMES, SPEEDS, DemoOptions, Training
 from shoal.demo.state import DemoState
+from shoal.demo.swarm import MeetingPoint, open_meeting_point
 from shoal.errors import ConfigError
 
-__all__ = ["Meeting", "Wiring", "run_demo"]
+__all__ = ["Wiring", "run_demo"]
 
 COMPLETED, INTERRUPTED = "completed", "interrupted"
 _EXIT_INTERRUPTED = 130
 _TICK_S, _SHOW_EVERY_S, _RECORD_EVERY_S = 0.1, 0.25, 0.5
 _BASELINE = "baseline"
-
-
-class Meeting(Protocol):
-    """The meeting point of the first peers: a node of the network that trains nothing."""
-
-    @property
-    def addresses(self) -> Sequence[str]:
-        """The addresses that peers take as `initial_peers`."""
-        ...
-
-    def close(self) -> None:
-        """Leave the network."""
-        ...
-
-
-def _open_meeting() -> Meeting:
-    from shoal.demo.swarm import open_meeting
-
-    return open_meeting()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +60,7 @@ class Wiring:
 
     peer: Callable[[bytes], list[str]] = lambda config: python_module("shoal.demo.peer", config)
     baseline: Callable[[bytes], list[str]] = lambda config: python_module("shoal.demo.baseline", config)
-    meeting: Callable[[], Meeting] = _open_meeting
+    meeting: Callable[[], MeetingPoint] = open_meeting_point
     limits: Limits = field(default_factory=Limits)
     training: Training = field(default_factory=Training)
 
@@ -174,7 +144,7 @@ class _Supervisor:
         self._director = Director(options, wiring.limits)
         self._run_id = f"demo-{random.SystemRandom().randbytes(3).hex()}"
         self._children: dict[str, Child] = {}
-        self._meeting: Meeting | None = None
+        self._meeting: MeetingPoint | None = None
         self._interrupted = False
         self._news: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -194,7 +164,7 @@ class _Supervisor:
 
     def conclude(self, reason: str) -> None:
         """Write down how the run ended."""
-        self._see(RunEnded(reason))
+        self.state.over(reason)
         self._refresh(at_once=True)
 
     async def run(self) -> None:
@@ -248,7 +218,7 @@ class _Supervisor:
             training=self._training,
         )
         child = await self._start_child(config.name, self._wiring.peer(encode(config)), self._on_peer_end)
-        self._see(Started(child.name, child.pid, newcomer))
+        self.state.started(child.name, child.pid, self.now_s(), newcomer=newcomer)
         self._refresh(at_once=True)
 
     async def _train(self) -> str:
@@ -266,20 +236,20 @@ class _Supervisor:
     async def _act(self, action: Action) -> None:
         match action:
             case Kill(name):
-                # The fact comes before the kill: all later reports of the others are reactions to it.
-                self._see(Killing(name))
+                # Noted before the kill: all later reports of the others are reactions to it.
+                self.state.killing(name, self.now_s())
                 self._children[name].kill()
             case StartNewcomer():
                 await self._start_peer(self._options.peers, newcomer=True)
             case TellStop(epoch):
-                self._see(StopAnnounced(epoch))
+                self.state.stop_announced(epoch, self.now_s())
                 # All are told, because a single peer may die before it has passed the news on.
                 for peer in self.state.living:
                     self._children[peer.name].tell(Stop(epoch=epoch))
         self._refresh(at_once=True)
 
     async def _send_home(self) -> None:
-        self._see(PhaseBegan("leaving"))
+        self.state.leaving(self.now_s())
         self._refresh(at_once=True)
         children = [self._children[peer.name] for peer in self.state.living]
         for peer, child in zip(self.state.living, children, strict=True):
@@ -298,7 +268,7 @@ class _Supervisor:
 
     async def _compare(self) -> str:
         limits = self._wiring.limits
-        self._see(PhaseBegan("baseline"))
+        self.state.baseline_began(self.now_s())
         config = BaselineConfig(
             epoch_samples=self.state.epoch_samples,
             limit_s=limits.baseline_s,
@@ -324,19 +294,21 @@ class _Supervisor:
         return child
 
     def _on_report(self, name: str, report: Report) -> None:
-        self._see(Said(name, report))
+        self.state.said(name, report, self.now_s())
+        self._wake()
 
     def _on_peer_end(self, name: str, returncode: int, detail: str) -> None:
-        self._see(Ended(name, returncode, detail))
+        self.state.ended(name, returncode, detail, self.now_s())
+        self._wake()
 
     def _on_baseline_end(self, _name: str, returncode: int, _detail: str) -> None:
         last = self.state.baseline[-1].samples if self.state.baseline else 0
-        self._see(BaselineEnded(complete=returncode == 0 and last >= self.state.samples))
+        self.state.baseline_complete = returncode == 0 and last >= self.state.samples
+        self._wake()
 
-    def _see(self, fact: AnyFact) -> None:
-        self.state = apply(self.state, fact, self.now_s())
-        if self._news is not None:
-            self._news.set()
+    def _wake(self) -> None:
+        assert self._news is not None
+        self._news.set()
 
     async def _pause(self) -> None:
         """Wait for news, at most a tick; then bring screen and file up to date."""

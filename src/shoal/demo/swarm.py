@@ -1,49 +1,53 @@
 """The seam between the demo and shoal's public interface: the only file of the demo that uses it.
 
-`open_meeting` is the supervisor's side (no torch), `join` a peer's. shoal's events come in, and the demo's reports go
-out.
+`open_meeting_point` is the supervisor's side (no torch), `join` a peer's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 from shoal import events
-from shoal.demo import messages as say
+from shoal.demo.messages import PeerConfig
 
 if TYPE_CHECKING:
     import torch
 
-    import shoal
-    from shoal.demo.messages import PeerConfig
+    from shoal.optim.optimizer import Optimizer
+    from shoal.runtime.dht import DHT
 
-__all__ = ["Meeting", "Membership", "join", "open_meeting", "translate"]
-
-
-class Meeting:
-    """A node of the network that trains nothing; the first peers find each other through it."""
-
-    def __init__(self, dht: shoal.DHT) -> None:
-        self._dht = dht
-        self.addresses: Sequence[str] = tuple(str(address) for address in dht.get_visible_maddrs())
-
-    def close(self) -> None:
-        """Leave the network."""
-        self._dht.shutdown()
+__all__ = ["MeetingPoint", "Membership", "join", "open_meeting_point"]
 
 
-def open_meeting() -> Meeting:
+class MeetingPoint(NamedTuple):
+    """A node of the network that trains nothing: the first peers find each other through it.
+
+    Attributes:
+        addresses: the addresses that peers take as `initial_peers`.
+        close: leaves the network.
+    """
+
+    addresses: tuple[str, ...]
+    close: Callable[[], object]
+
+
+def open_meeting_point() -> MeetingPoint:
     """Start the node on this machine, at a free port."""
-    import shoal
+    from shoal.runtime.dht import DHT
 
-    return Meeting(shoal.DHT(start=True))
+    dht = DHT(start=True)
+    return MeetingPoint(_addresses(dht), dht.shutdown)
+
+
+def _addresses(dht: DHT) -> tuple[str, ...]:
+    return tuple(map(str, dht.get_visible_maddrs()))
 
 
 class Membership:
     """A peer's place in the swarm. Made by `join`."""
 
-    def __init__(self, dht: shoal.DHT, optimizer: shoal.Optimizer, run_id: str) -> None:
+    def __init__(self, dht: DHT, optimizer: Optimizer, run_id: str) -> None:
         self._dht, self._optimizer = dht, optimizer
         self.run_id = run_id
 
@@ -55,7 +59,7 @@ class Membership:
     @property
     def addresses(self) -> tuple[str, ...]:
         """Where this peer listens."""
-        return tuple(str(address) for address in self._dht.get_visible_maddrs())
+        return _addresses(self._dht)
 
     @property
     def epoch(self) -> int:
@@ -100,13 +104,14 @@ def join(
         parameters: of the model; in the order in which all peers have them.
         on_event: called with everything that happens, from shoal's own thread.
     """
-    import shoal
     from shoal.demo.training import make_optimizer, make_schedule
+    from shoal.optim.optimizer import Optimizer
+    from shoal.runtime.dht import DHT
 
     training = config.training
-    dht = shoal.DHT(initial_peers=list(config.initial_peers), start=True)
+    dht = DHT(initial_peers=list(config.initial_peers), start=True)
     dht.events.subscribe(on_event)
-    optimizer = shoal.Optimizer(
+    optimizer = Optimizer(
         dht=dht,
         run_id=run_id,
         target_batch_size=training.target_batch,
@@ -116,28 +121,3 @@ def join(
         scheduler=lambda optimizer: make_schedule(training, optimizer),
     )
     return Membership(dht, optimizer, run_id)
-
-
-def translate(event: events.Event) -> say.Report | None:
-    """The report that tells the supervisor of `event`; None if it need not know of it."""
-    match event:
-        case events.EpochAdvanced():
-            return say.EpochReached(epoch=event.epoch, samples=event.samples, peers=event.peers)
-        case events.RoundFinished():
-            return say.RoundDone(peers=len(event.peers), left_out=len(event.left_out), duration_s=event.duration_s)
-        case events.RoundAborted():
-            return say.RoundLost(reason=event.reason)
-        case events.PeerLost():
-            return say.PeerGone(peer_id=str(event.peer), reason=event.reason)
-        case events.StateDownloaded():
-            return say.Downloaded(
-                donors=tuple(str(donor) for donor in event.donors),
-                bytes_received=event.bytes_received,
-                duration_s=event.duration_s,
-            )
-        case events.PeerDropped():
-            return say.Note(text=f"left {event.peer.short()} out of {event.where}: {event.reason}")
-        case events.Warned():
-            return say.Note(text=f"{event.where}: {event.message}")
-        case _:
-            return None

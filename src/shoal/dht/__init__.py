@@ -3,9 +3,9 @@
 Start reading at `node`. `routing`, `lookup` and `storage` are sans-IO.
 """
 
+from shoal.dht.local import DhtSettings
 from shoal.dht.node import DhtNode, Found, Item
 from shoal.dht.schema import SchemaValidator
-from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import StorageLimits, ValueWithExpiration
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, check_validators
 

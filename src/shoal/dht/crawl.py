@@ -7,8 +7,8 @@ back is checked here before anything else sees it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 from shoal.dht.local import Local
 from shoal.dht.lookup import Lookup
@@ -18,9 +18,10 @@ from shoal.errors import ClosedError, PeerError, PeerProtocolError, PeerRefused,
 from shoal.events import PeerDropped
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
+from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, Record, Request
 
-__all__ = ["Caller", "Crawler", "Findings", "Search", "report"]
+__all__ = ["Caller", "Crawler", "Findings", "KeySearch", "report"]
 
 R = TypeVar("R")
 
@@ -35,6 +36,11 @@ connection takes five times as long as one over a link."""
 def report(where: str, error: BaseException) -> None:
     """Tell the loop's exception handler of a fault of ours that ended work in the background."""
     asyncio.get_running_loop().call_exception_handler({"message": f"{where} failed", "exception": error})
+
+
+def _report(error: BaseException) -> None:
+    if not isinstance(error, ClosedError):
+        report("DHT task", error)
 
 
 class _Gate:
@@ -53,13 +59,22 @@ class Caller:
     Args:
         endpoint: carries the calls.
         local: its neighbours are told the results.
+
+    Attributes:
+        tasks: what this node does in the background.
+        calls: how many calls were made.
     """
 
     def __init__(self, endpoint: Endpoint, local: Local) -> None:
         self._endpoint, self._neighbours, self._settings = endpoint, local.neighbours, local.settings
         self._gates: dict[PeerID, _Gate] = {}
-        self._tasks: dict[asyncio.Task[Any], None] = {}
+        self.tasks = Tasks(_report)
         self.calls = 0
+
+    @property
+    def client_mode(self) -> bool:
+        """Whether this node only dials: it has no address where others could reach it."""
+        return not self._endpoint.contact.addresses
 
     @property
     def silent(self) -> frozenset[PeerID]:
@@ -133,25 +148,6 @@ class Caller:
         if not gate.users:
             del self._gates[peer]
 
-    def spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task that `close` ends. The loop's exception handler gets its exceptions."""
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[task] = None
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) and not isinstance(error, ClosedError):
-            report("DHT task", error)
-
-    async def close(self) -> None:
-        """End all calls that are under way."""
-        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
 
 class Findings:
     """The records of one key that were found so far.
@@ -170,7 +166,7 @@ class Findings:
         return held is None or wins(record, held)
 
 
-class Search(Findings):
+class KeySearch(Findings):
     """One key that is looked for: its lookup, and the records found so far.
 
     Args:
@@ -196,35 +192,35 @@ class _Queue:
 
     def __init__(self, contact: Contact) -> None:
         self.contact = contact
-        self.waiting: list[Search] = []
-        self.members: list[Search] = []
+        self.waiting: list[KeySearch] = []
+        self.members: list[KeySearch] = []
         self.timers: list[asyncio.TimerHandle] = []
 
 
 class _Run:
     """The searches of one `Crawler.run`, and those of them that may be able to go on."""
 
-    def __init__(self, searches: Sequence[Search], *, values: bool) -> None:
+    def __init__(self, searches: Sequence[KeySearch], *, values: bool) -> None:
         self.values = values
-        self.open: dict[bytes, Search] = {search.key: search for search in searches}
-        self.ready: dict[bytes, Search] = dict(self.open)
+        self.open: dict[bytes, KeySearch] = {search.key: search for search in searches}
+        self.ready: dict[bytes, KeySearch] = dict(self.open)
         self.queues: dict[PeerID, _Queue] = {}
         self.over = False
         self.slowest_s = 0.0
-        self.wake = asyncio.Event()
+        self.changes = Changes()
 
-    def touch(self, searches: Sequence[Search]) -> None:
+    def touch(self, searches: Sequence[KeySearch]) -> None:
         """Note searches that may be able to go on."""
         self.ready.update((search.key, search) for search in searches)
-        self.wake.set()
+        self.changes.notify()
 
-    def slow(self, peer: PeerID, searches: Sequence[Search]) -> None:
+    def slow(self, peer: PeerID, searches: Sequence[KeySearch]) -> None:
         """The node keeps these waiting."""
         for search in searches:
             search.lookup.slow(peer)
         self.touch(searches)
 
-    def late(self, queue: _Queue, searches: Sequence[Search], asked_at: float) -> None:
+    def late(self, queue: _Queue, searches: Sequence[KeySearch], asked_at: float) -> None:
         """The node may be keeping these waiting for much longer than others have."""
         loop, due = asyncio.get_running_loop(), asked_at + _LATE * self.slowest_s
         if loop.time() < due:
@@ -248,7 +244,7 @@ class Crawler:
         self._neighbours, self._vault = local.neighbours, local.vault
         self._env, self._settings, self._own = local.env, local.settings, local.own
 
-    def search(self, key: bytes, *, count: int | None = None, first: bool = False) -> Search:
+    def search(self, key: bytes, *, count: int | None = None, first: bool = False) -> KeySearch:
         """A search for a wire key, seeded with the nearest nodes known here."""
         target, now = id_of_key(key), asyncio.get_running_loop().time()
         self._neighbours.table.refreshed(target, now)
@@ -258,9 +254,9 @@ class Crawler:
         few = len(self._neighbours.table) <= count
         alpha = count if few and not first else self._settings.alpha
         lookup = Lookup(target, self._own, seeds, count=count, alpha=alpha)
-        return Search(key, lookup, first=first)
+        return KeySearch(key, lookup, first=first)
 
-    async def run(self, searches: Sequence[Search], *, values: bool) -> None:
+    async def run(self, searches: Sequence[KeySearch], *, values: bool) -> None:
         """Run searches (of different keys) to their end. If it is cancelled, they hold all that was found so far."""
         run = _Run(searches, values=values)
         try:
@@ -268,15 +264,14 @@ class Crawler:
                 self._ask_on(run)
                 if not run.open:
                     return
-                run.wake.clear()
-                await run.wake.wait()
+                await run.changes.next()
         finally:
             # Calls under way are not awaited, nor cancelled: a late answer still tells whether that node lives.
             run.over = True
 
     def _ask_on(self, run: _Run) -> None:
         """Let each search that may be able to go on ask the next nodes."""
-        wanted: dict[PeerID, tuple[Contact, list[Search]]] = {}
+        wanted: dict[PeerID, tuple[Contact, list[KeySearch]]] = {}
         for search in run.ready.values():
             if search.done:
                 run.open.pop(search.key, None)
@@ -294,7 +289,7 @@ class Crawler:
             queue = run.queues.get(peer)
             if queue is None:
                 queue = run.queues[peer] = _Queue(contact)
-                self._caller.spawn(self._work(queue, run))
+                self._caller.tasks.spawn(self._work(queue, run))
             queue.waiting += group
             queue.members += group
             loop, patience_s = asyncio.get_running_loop(), self._caller.patience_s(peer)
@@ -303,7 +298,7 @@ class Crawler:
         if run.ready:
             self._ask_on(run)
 
-    async def find_values(self, searches: Sequence[Search]) -> None:
+    async def find_values(self, searches: Sequence[KeySearch]) -> None:
         """Run searches for records; where the nodes that should hold a key have none, ask as many again beyond them.
 
         After many nodes died at once, their neighbours do not know all nodes that are left, and a key may lie farther
@@ -334,7 +329,7 @@ class Crawler:
                 search.lookup.failed(peer)  # no effect on those that got their reply
             run.touch(queue.members)
 
-    async def _ask(self, contact: Contact, group: list[Search], run: _Run) -> list[Search]:
+    async def _ask(self, contact: Contact, group: list[KeySearch], run: _Run) -> list[KeySearch]:
         """Ask one node for the keys of these searches; those to ask again, whose records did not fit in the reply."""
         loop, began = asyncio.get_running_loop(), asyncio.get_running_loop().time()
         reply = await self._caller.call(contact, DhtFind([search.key for search in group], run.values))
@@ -346,7 +341,7 @@ class Crawler:
         run.touch(group)
         return rest
 
-    def _check_shape(self, peer: PeerID, group: list[Search], reply: DhtFindReply) -> list[Search]:
+    def _check_shape(self, peer: PeerID, group: list[KeySearch], reply: DhtFindReply) -> list[KeySearch]:
         """The searches that have to be asked again."""
         if len(reply.found) != len(group):
             raise self._lie(peer, f"{len(reply.found)} answers for {len(group)} keys")
@@ -355,7 +350,7 @@ class Crawler:
             raise self._lie(peer, "answers none of the keys it was asked for")
         return rest
 
-    async def _take(self, peer: PeerID, search: Search, found: DhtFound, *, values: bool) -> None:
+    async def _take(self, peer: PeerID, search: KeySearch, found: DhtFound, *, values: bool) -> None:
         """Check the answer for one key, and use it."""
         await self.take_records(peer, search, found.records if values else ())
         nearest = self._neighbours.worth_asking(found.nearest, asyncio.get_running_loop().time())

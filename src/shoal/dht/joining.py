@@ -57,7 +57,7 @@ class Knocking:
 
     async def join(self, timeout_s: float) -> None:
         """Knock until a peer answers and the neighbourhood is known, or the time is up, or all peers have refused."""
-        knocks = [self._caller.spawn(self._knock(contact)) for contact in self._contacts]
+        knocks = [self._caller.tasks.spawn(self._knock(contact)) for contact in self._contacts]
         for knock in knocks:
             knock.add_done_callback(self._ended)
         try:

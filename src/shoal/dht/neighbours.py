@@ -44,16 +44,16 @@ class Neighbours:
     Args:
         own: this node.
         bucket_size: k.
-        on_change: called when a node came into the table, or left it.
 
     Attributes:
         version: changes whenever a node comes into the table, or leaves it.
+        on_change: called then.
     """
 
-    def __init__(self, own: PeerID, *, bucket_size: int, on_change: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, own: PeerID, *, bucket_size: int) -> None:
         self.table = RoutingTable(own, bucket_size=bucket_size)
         self.version = 0
-        self._on_change = on_change
+        self.on_change: Callable[[], None] = lambda: None
         self._avoided: dict[PeerID, _Avoided] = {}
         self._lost: dict[PeerID, tuple[Contact, float]] = {}
         self._always: dict[PeerID, Contact] = {}
@@ -166,7 +166,7 @@ class Neighbours:
 
     def _changed(self) -> None:
         self.version += 1
-        self._on_change()
+        self.on_change()
 
     def _avoid(self, peer: PeerID, now: float) -> None:
         old = self._avoided.get(peer)

@@ -24,18 +24,16 @@ from numbers import Real
 from typing import TYPE_CHECKING
 
 from shoal.clock import Env
-from shoal.dht.crawl import Caller, Crawler, Findings, Search
+from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
 from shoal.dht.joining import Knocking, contacts_of
-from shoal.dht.local import Local
+from shoal.dht.local import DhtSettings, Local, Vault
 from shoal.dht.neighbours import Neighbours
-from shoal.dht.publish import Exchange, Publisher
+from shoal.dht.publish import Publisher, StoreAndFind
 from shoal.dht.routing import key_of, node_id
 from shoal.dht.service import Service
-from shoal.dht.settings import DhtSettings
 from shoal.dht.storage import ValueWithExpiration, view
 from shoal.dht.upkeep import Upkeep
 from shoal.dht.validation import CompositeValidator, RecordValidator, Subkey, encode_subkey, encode_value, signed_record
-from shoal.dht.vault import Vault
 from shoal.errors import ClosedError, ConfigError, PeerUnreachable
 from shoal.events import Warned
 from shoal.identity import Identity
@@ -106,15 +104,13 @@ class DhtNode:
         self._endpoint, self._env, self._identity = endpoint, env, identity
         self._validators = CompositeValidator(validators)
         self._vault = Vault(own, settings, self._validators)
-        self._neighbours = Neighbours(own, bucket_size=settings.bucket_size, on_change=self._table_changed)
+        self._neighbours = Neighbours(own, bucket_size=settings.bucket_size)
         local = Local(own, env, settings, self._neighbours, self._vault)
         self._caller = Caller(endpoint, local)
         self._crawler = Crawler(self._caller, local)
-        self._publisher = Publisher(
-            self._caller, self._crawler, local, holds=self._holds_records, on_held=self._record_held
-        )
+        self._publisher = Publisher(self._caller, self._crawler, local)
         self._upkeep = Upkeep(local, self._caller, self._crawler, self._publisher)
-        self._service = Service(endpoint, local, self._record_held)
+        self._service = Service(endpoint, local)
         self._turn = asyncio.Semaphore(settings.parallel_operations)
         self._forget_losses = endpoint.on_lost(self._peer_lost)
         self._closed = False
@@ -129,7 +125,7 @@ class DhtNode:
     @property
     def client_mode(self) -> bool:
         """Whether this node only dials: it has no address where others could reach it."""
-        return not self._endpoint.contact.addresses
+        return self._caller.client_mode
 
     @property
     def neighbours(self) -> int:
@@ -145,15 +141,6 @@ class DhtNode:
     def calls_made(self) -> int:
         """How many calls this node has made to others."""
         return self._caller.calls
-
-    def _holds_records(self) -> bool:
-        return not self.client_mode
-
-    def _table_changed(self) -> None:
-        self._upkeep.table_changed()
-
-    def _record_held(self, record: Record) -> None:
-        self._upkeep.record_held(record)
 
     def _peer_lost(self, peer: PeerID, _: str) -> None:
         self._neighbours.unreachable(peer, asyncio.get_running_loop().time())
@@ -203,7 +190,7 @@ class DhtNode:
                 raise
             message = f"{error}; this peer begins alone, and keeps trying to reach them"
             self._env.events.emit(Warned(where="DHT", message=message))
-            self._table_changed()
+            self._neighbours.on_change()
 
     def contacts(self, count: int) -> list[Contact]:
         """Addresses to join by after a restart: of recently seen nodes, the nearest ones, and initial peers."""
@@ -305,7 +292,7 @@ class DhtNode:
         record = self._record(item)
         if refusal := self._refusal(item, record):
             raise ConfigError(refusal)
-        exchange = Exchange(record)
+        exchange = StoreAndFind(record)
         async with self._operation(timeout_s):
             await self._publisher.exchange(exchange)
         now = self._env.clock.time()
@@ -375,7 +362,7 @@ class DhtNode:
         names = {key: key_of(_checked_key(key)) for key in keys}
         now, at = self._env.clock.time(), asyncio.get_running_loop().time()
         records: dict[bytes, list[Record]] = {}
-        searches: dict[bytes, Search] = {}
+        searches: dict[bytes, KeySearch] = {}
         for name in names.values():
             at_hand = [] if latest else self._vault.at_hand(name, now, at)
             if view(at_hand, now, of_peers=of_peers) is not None:
@@ -420,7 +407,7 @@ class DhtNode:
         self._closed = True
         self._forget_losses()
         self._service.close()
-        await self._caller.close()
+        await self._caller.tasks.cancel()
 
     def _check_open(self) -> None:
         if self._closed or self._endpoint.closed:

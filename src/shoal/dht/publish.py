@@ -8,10 +8,10 @@ nodes of the network answered one lookup, as in a small network, these nodes ser
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeGuard
 
-from shoal.dht.crawl import Caller, Crawler, Findings, Search
+from shoal.dht.crawl import Caller, Crawler, Findings, KeySearch
 from shoal.dht.local import Local
 from shoal.dht.routing import id_of_key, node_id
 from shoal.dht.storage import wire_bytes
@@ -19,7 +19,7 @@ from shoal.errors import PeerError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.wire import Contact, DhtStore, Record
 
-__all__ = ["Exchange", "Publisher"]
+__all__ = ["Publisher", "StoreAndFind"]
 
 _RECORDS_PER_CALL = 256
 _BYTES_PER_CALL = 512 << 10
@@ -35,7 +35,7 @@ class _Route(NamedTuple):
     version: int
 
 
-class Exchange(Findings):
+class StoreAndFind(Findings):
     """A record on its way to the nodes that should hold it, and the records that they hold under its key.
 
     Args:
@@ -59,38 +59,27 @@ class Publisher:
         caller: makes the calls.
         crawler: finds the nodes.
         local: holds this node's share.
-        holds: whether this node holds records for others (it is not in client mode).
-        on_held: called with each record that was taken in here.
     """
 
-    def __init__(
-        self,
-        caller: Caller,
-        crawler: Crawler,
-        local: Local,
-        *,
-        holds: Callable[[], bool],
-        on_held: Callable[[Record], None],
-    ) -> None:
+    def __init__(self, caller: Caller, crawler: Crawler, local: Local) -> None:
         self._caller, self._crawler = caller, crawler
         self._own, self._env, self._neighbours, self._vault = local.own, local.env, local.neighbours, local.vault
         self._replicas, self._route_s = local.settings.replicas, local.settings.route_s
         self._slow_s = local.settings.slow_s
-        self._holds, self._on_held = holds, on_held
         self._known: dict[bytes, _Route] = {}
         self._everyone = _Route([], float("-inf"), 0)
 
-    async def exchange(self, exchange: Exchange) -> None:
+    async def exchange(self, exchange: StoreAndFind) -> None:
         """Bring a record to the nodes that should hold it, and take the records that they hold under its key.
 
         Once a node has answered, the others have `slow_s` more to do so: a silent node does not hold up the caller. The
         rest is done in the background.
         """
-        work = self._caller.spawn(self.publish([exchange.record], exchange.copies, exchange))
+        work = self._caller.tasks.spawn(self.publish([exchange.record], exchange.copies, exchange))
         await asyncio.wait((work, exchange.answered), return_when=asyncio.FIRST_COMPLETED)
         await asyncio.wait((work,), timeout=self._slow_s)
 
-    async def publish(self, records: Sequence[Record], copies: list[int], exchange: Exchange | None = None) -> None:
+    async def publish(self, records: Sequence[Record], copies: list[int], exchange: StoreAndFind | None = None) -> None:
         """Find where the records belong and bring them there. If it is cancelled, `copies` says how far it came.
 
         Args:
@@ -103,10 +92,9 @@ class Publisher:
         wanted: dict[PeerID, tuple[Contact, list[int]]] = {}
         for number, record in enumerate(records):
             nodes = answered[record.key]
-            mine = self._holds() and self._among_nearest(record.key, nodes)
+            mine = not self._caller.client_mode and self._among_nearest(record.key, nodes)
             if mine and not self._vault.accept(record, self._own, self._env.clock.time()):
                 copies[number] += 1
-                self._on_held(record)
             for contact in nodes[: self._replicas - mine]:
                 wanted.setdefault(contact.peer, (contact, []))[1].append(number)
         await self._send_all(wanted, records, copies, missing, exchange)
@@ -123,7 +111,7 @@ class Publisher:
         """For each key the nodes nearest to it, and a few more, nearest first."""
         now, version = asyncio.get_running_loop().time(), self._neighbours.version
         routes: dict[bytes, list[Contact]] = {}
-        searches: list[Search] = []
+        searches: list[KeySearch] = []
         for key in keys:
             if self._holds_good(known := self._known.get(key), now, version):
                 routes[key] = known.nodes
@@ -158,7 +146,7 @@ class Publisher:
         records: Sequence[Record],
         copies: list[int],
         missing: dict[int, None],
-        exchange: Exchange | None,
+        exchange: StoreAndFind | None,
     ) -> None:
         async def send(contact: Contact, numbers: list[int]) -> None:
             for chunk in _chunks(numbers, records):
@@ -171,7 +159,7 @@ class Publisher:
         await asyncio.gather(*(send(contact, numbers) for contact, numbers in wanted.values()))
 
     async def send(
-        self, contact: Contact, records: Sequence[Record], exchange: Exchange | None = None
+        self, contact: Contact, records: Sequence[Record], exchange: StoreAndFind | None = None
     ) -> list[str | None]:
         """Send records, few enough for one call, to one node.
 

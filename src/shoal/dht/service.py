@@ -7,7 +7,7 @@ under the size that one message may have: keys that do not fit are marked `more`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from shoal.dht.local import Local
@@ -33,14 +33,12 @@ class Service:
     Args:
         endpoint: receives the calls.
         local: its neighbours learn which peers called, and are named to others; its vault holds the records.
-        on_held: called with each record that was newly taken in.
     """
 
-    def __init__(self, endpoint: Endpoint, local: Local, on_held: Callable[[Record], None]) -> None:
+    def __init__(self, endpoint: Endpoint, local: Local) -> None:
         settings = local.settings
         self._endpoint, self._env, self._neighbours, self._vault = endpoint, local.env, local.neighbours, local.vault
         self._bucket_size = settings.bucket_size
-        self._on_held = on_held
         self._closed = False
         self._finds = RateLimiter(settings.find_keys_per_s, settings.find_keys_per_s * _BURST_S)
         self._stores = RateLimiter(settings.store_records_per_s, settings.store_records_per_s * _BURST_S)
@@ -109,10 +107,7 @@ class Service:
 
     def _hold(self, peer: PeerID, record: Record) -> str:
         """Why the record is not held; empty if it is."""
-        refusal = self._vault.accept(record, peer, self._env.clock.time())[:256]
-        if not refusal:
-            self._on_held(record)
-        return refusal
+        return self._vault.accept(record, peer, self._env.clock.time())[:256]
 
     def close(self) -> None:
         """Answer no more calls."""

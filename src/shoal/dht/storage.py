@@ -250,16 +250,6 @@ class RecordStore:
         while queue and queue[0][0] <= now:
             self._pop_first()
 
-    def discard(self, key: bytes, subkey: bytes | None) -> None:
-        """Drop one record, if it is here."""
-        self._remove(key, subkey)
-
-    def clear(self) -> None:
-        """Drop everything."""
-        for key, slots in list(self._keys.items()):
-            for subkey in list(slots):
-                self._remove(key, subkey)
-
     # -------------------------------------------------------------------------------------------------------- bounds
 
     def _no_room(self, record: Record, source: PeerID, old: _Held | None) -> str:

@@ -69,6 +69,7 @@ class Upkeep:
         self._placed: dict[bytes, _Placed] = {}
         self._repairing = self._knocking = False
         self._started = False
+        self._neighbours.on_change, self._vault.on_held = self._table_changed, self._record_held
 
     def start(self) -> None:
         """Begin the periodic work. Safe to call twice."""
@@ -82,7 +83,7 @@ class Upkeep:
             (settings.retry_lost_s, self.retry_lost),
         ):
             if math.isfinite(period_s):
-                self._caller.spawn(self._every(period_s, work))
+                self._caller.tasks.spawn(self._every(period_s, work))
 
     async def _every(self, period_s: float, work: Callable[[], Awaitable[object]]) -> None:
         while True:
@@ -97,7 +98,7 @@ class Upkeep:
 
     # ------------------------------------------------------------------------------------------------------- records
 
-    def record_held(self, record: Record) -> None:
+    def _record_held(self, record: Record) -> None:
         """A record was taken in: its sender also gave it to the nodes that are nearest now."""
         now = asyncio.get_running_loop().time()
         placed = self._placed.get(record.key)
@@ -119,14 +120,14 @@ class Upkeep:
         nodes.append(self._own)
         return sorted(nodes, key=lambda peer: node_id(peer) ^ target)[:replicas]
 
-    def table_changed(self) -> None:
+    def _table_changed(self) -> None:
         """A node came into the table, or left it."""
         if not self._repairing:
             self._repairing = True
-            self._caller.spawn(self._repair_soon())
+            self._caller.tasks.spawn(self._repair_soon())
         if not len(self._neighbours.table) and not self._knocking and math.isfinite(self._settings.retry_lost_s):
             self._knocking = True
-            self._caller.spawn(self.knock())
+            self._caller.tasks.spawn(self.knock())
 
     async def knock(self) -> None:
         """Ask the lost and the initial peers, again and again, until this node knows a node that is there."""

@@ -14,17 +14,17 @@ __all__ = ["StepControl"]
 
 
 class StepControl(LoopFuture[dict[PeerID, Any]]):
-    """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: its `gather` value}`.
+    """One step of an averager that is under way: a `concurrent.futures.Future` of `{peer id: its `gather` value}`.
 
     The scheduled time can be changed until there is a group, the weight until the values are taken, from any thread.
-    `cancel` gives the step up; others are told at once.
+    `cancel` gives the step up and tells the others at once.
 
     Args:
-        averager: the owner of the step: it is not dropped before its step.
+        averager: the owner of the step. It is not dropped before its step ends.
         thread: the thread in which the step runs.
         request: the step.
         deadline: wall-clock seconds at which the step's timeout is over.
-        allow_retries: whether it looks for another group after a failed round.
+        allow_retries: whether the step looks for another group after a failed round.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def began_allreduce(self) -> bool:
-        """Whether this peer's values were taken: changes of the step are refused from then on, unless it is retried."""
+        """Whether this peer's values were taken. From then on changes of the step are refused, unless it is retried."""
         return self._request.began
 
     @property
     def triggered(self) -> bool:
-        """Whether averaging was allowed; always, unless the step was begun with `require_trigger`."""
+        """Whether averaging was allowed. Always true unless the step was begun with `require_trigger`."""
         return self._request.triggered
 
     def allow_allreduce(self) -> None:
-        """Let the step look for a group and average. Without effect the second time."""
+        """Let the step look for a group and average. A second call has no effect."""
         self._thread.call_soon(self._request.allow_allreduce)
 
     @property
     def weight(self) -> float:
-        """Weight of this peer's values; can be set until they are taken.
+        """The weight of this peer's values. It can be set until they are taken.
 
         Raises:
             ConfigError: the new value is neither 0 nor a number from 1e-9 to 1e12.
-            LocalError: it is set too late: the values were taken.
+            LocalError: the values were taken already.
         """
         return self._request.weight
 
@@ -70,13 +70,13 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def scheduled_time(self) -> float | None:
-        """No search for a group before this, wall-clock seconds; None: at once.
+        """The time before which no search for a group begins, wall-clock seconds; None: at once.
 
-        Can be set until there is a group: a search that goes on is given up, and another one begins at the later time.
+        It can be set until there is a group. A running search is given up, and another one begins at the later time.
 
         Raises:
             ConfigError: the new value is not a time before the step's deadline.
-            LocalError: it is set too late: there is a group.
+            LocalError: there is a group already.
         """
         return self._request.scheduled_time
 
@@ -93,7 +93,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def deadline(self) -> float:
-        """When the step's timeout is over, wall-clock seconds. The step ends by then, or with its last round."""
+        """The end of the step's timeout, wall-clock seconds. The step ends by then, or with its last round."""
         return self._deadline
 
     def get_timeout(self) -> float:

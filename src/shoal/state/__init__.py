@@ -4,9 +4,9 @@
 side, `assembly` and `download` the receiver's. See those for their invariants.
 """
 
+from shoal.state.arrivals import Intake
 from shoal.state.donor import ShareLimits, StateDonor
 from shoal.state.download import Donor, DownloadedState, DownloadLimits, download_state
-from shoal.state.intake import Intake
 from shoal.state.manifest import Accept, Manifest, TensorSpec, matching
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, SharedState

@@ -12,8 +12,7 @@ import torch
 
 from shoal.compression import allocate
 from shoal.errors import ConfigError, PeerProtocolError
-from shoal.state.manifest import Manifest, TensorSpec
-from shoal.state.values import worst_value
+from shoal.state.manifest import Manifest, TensorSpec, worst_value
 
 __all__ = ["Assembly"]
 
@@ -30,7 +29,7 @@ class Assembly:
         self._buffers: dict[int, tuple[torch.Tensor, memoryview]] = {}
 
     @property
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Memory taken so far."""
         return sum(data.nbytes for _, data in self._buffers.values())
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
-from contextlib import suppress
 
 import msgspec
 
@@ -23,6 +22,7 @@ from shoal.rpc import Endpoint, Stream
 from shoal.state.pace import Pacer
 from shoal.state.snapshot import HoldState, Snapshot, SnapshotStore
 from shoal.state.upload import Upload
+from shoal.tasks import Changes
 from shoal.wire import Chunk, FetchChunks, GetManifest, ManifestPending, ManifestReply, MoreChunks
 
 __all__ = ["ShareLimits", "StateDonor"]
@@ -137,7 +137,7 @@ class StateDonor:
     @property
     def snapshot(self) -> Snapshot | None:
         """The copy of the state, if there is one now."""
-        return self._store.held
+        return self._store.snapshot
 
     def stop(self) -> None:
         """Stop sharing: free the snapshots, and tell the receivers that are being served. Safe to call twice."""
@@ -237,9 +237,9 @@ class _Wishes:
         self._stream, self._known = stream, known
         self._asked: set[int] = set()
         self._queue: deque[int] = deque()
-        self._news = asyncio.Event()
+        self._changes = Changes()
         self._reader = asyncio.get_running_loop().create_task(self._read())
-        self._reader.add_done_callback(lambda _: self._news.set())
+        self._reader.add_done_callback(lambda _: self._changes.notify())
 
     def add(self, chunks: list[int]) -> None:
         """Queue them.
@@ -253,7 +253,7 @@ class _Wishes:
             raise PeerProtocolError("asked twice for one chunk", self._stream.peer_id)
         self._asked.update(chunks)
         self._queue.extend(chunks)
-        self._news.set()
+        self._changes.notify()
 
     async def next(self, timeout_s: float) -> int | None:
         """The next chunk to send; None at the end.
@@ -264,11 +264,7 @@ class _Wishes:
         """
         taken = self._stream.bytes_acked
         while not self._queue and not self._reader.done():
-            self._news.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    await self._news.wait()
-            if not self._news.is_set():
+            if not await self._changes.next(timeout_s):
                 before, taken = taken, self._stream.bytes_acked
                 if taken < before + _TAKEN_BYTES:
                     raise PeerRefused(f"no chunk was asked for within {timeout_s:g} s")
@@ -286,9 +282,9 @@ class _Wishes:
     async def _read(self) -> None:
         while True:
             await self._stream.ready()  # a `recv` that is cancelled would end the connection before we can say why
-            if (came := await self._stream.recv()) is None:
+            if (wish := await self._stream.recv()) is None:
                 return
-            message, nbytes = came
+            message, nbytes = wish
             if nbytes:
                 raise PeerProtocolError(f"sent {nbytes} bytes to the donor", self._stream.peer_id)
             self.add(message.chunks)

@@ -1,9 +1,8 @@
 """The receiver's side: get a complete, verified state from donors that may lie, stall, change or die.
 
 The donors of the highest priority are asked together (see `candidates` for the order), up to `max_donors` at a time;
-the others stand by for those that fail.
-Of the snapshots that they describe one is chosen; all donors whose tensors are the same, chunk hash by chunk hash, feed
-the download in parallel (see `feed`). Rules:
+the others stand by for those that fail. Of the snapshots that they describe one is chosen. All donors whose tensors are
+the same, chunk hash by chunk hash, feed the download in parallel (see `feed`). Rules:
 
 - The result is exactly one donor's snapshot: complete, every chunk verified, with the metadata and the epoch of its
   manifest. Otherwise `StateUnavailable` is raised, and nothing was handed over. Metadata does not tell states apart: if
@@ -25,7 +24,6 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,10 +35,11 @@ from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused,
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
+from shoal.state.arrivals import HOPE, Intake
 from shoal.state.candidates import Candidates, Donor
 from shoal.state.feed import END_WITHIN_S, Feed, MayRead, Target
-from shoal.state.intake import HOPE, Intake
 from shoal.state.manifest import Accept, Manifest, read_manifest, shares
+from shoal.tasks import Changes
 from shoal.wire import GetManifest, ManifestPending
 
 __all__ = ["Donor", "DownloadLimits", "DownloadedState", "download_state"]
@@ -171,7 +170,7 @@ class _Download:
         self._offers: dict[Donor, Manifest] = {}  # the states described while none is chosen
         self._choose_at: float | None = None
         self._chosen = asyncio.Event()
-        self._news = asyncio.Event()
+        self._changes = Changes()
         self._target: Target | None = None
         self._first: PeerID | None = None  # the donor whose snapshot is fetched
         self._spoiled: list[Manifest] = []
@@ -191,7 +190,7 @@ class _Download:
         self._deadline = self._started + timeout_s
         try:
             while True:
-                self._news.clear()
+                seen = self._changes.count
                 self._collect_turns()
                 if self._target is not None and self._target.plan.complete and self._chosen.is_set():
                     if (state := await self._finish(self._target)) is not None:
@@ -202,7 +201,7 @@ class _Download:
                 self._choose()
                 if not self._turns and self._candidates.ready_at(None) is None:
                     raise StateUnavailable(self.describe("no donor gave a complete state"))
-                await self._wait()
+                await self._wait(seen)
         finally:
             await self._end_turns()
 
@@ -227,7 +226,7 @@ class _Download:
                 self._chosen.clear()
                 self._asked_at = self._now()
             task = asyncio.get_running_loop().create_task(self._turn(donor))
-            task.add_done_callback(lambda _: self._news.set())
+            task.add_done_callback(lambda _: self._changes.notify())
             self._turns[task] = donor
 
     def _collect_turns(self) -> None:
@@ -246,7 +245,7 @@ class _Download:
             await asyncio.wait(self._turns)
         self._turns.clear()
 
-    async def _wait(self) -> None:
+    async def _wait(self, seen: int) -> None:
         """Wait until a turn has ended, the state is complete, or it is time to choose a state or to ask a donor."""
         now, since = self._now(), self._looked[0]
         times = [self._choose_at, *(at for at in (since + _SLOW_S, since + _HOPELESS_S) if at > now)]
@@ -255,9 +254,7 @@ class _Download:
         if len(self._turns) < self._limits.max_donors:
             times.append(self._candidates.ready_at(self._level))
         until = min((at for at in times if at is not None), default=None)
-        with suppress(TimeoutError):
-            async with asyncio.timeout_at(until):
-                await self._news.wait()
+        await self._changes.after(seen, None if until is None else until - now)
 
     def _give_up_slow(self) -> None:
         """Leave donors whose state would not be complete in time, at the pace of the last seconds."""
@@ -332,23 +329,14 @@ class _Download:
             self._offers[donor] = manifest
             if self._choose_at is None:
                 self._choose_at = self._now() + _CHOOSE_WITHIN_S
-            self._news.set()
+            self._changes.notify()
             await self._chosen.wait()
         target = self._target
         assert target is not None, "a state was chosen"
         if not target.manifest.same_content(manifest):
             raise _OtherState
-        stall_s = self._limits.stall_s
-        return Feed(
-            self._endpoint,
-            self._env,
-            self._prefix,
-            donor.contact,
-            manifest.snapshot,
-            target,
-            stall_s=stall_s,
-            may_read=self._may_read,
-        )
+        where = self._endpoint, self._env, self._prefix, donor.contact, manifest.snapshot
+        return Feed(*where, target, stall_s=self._limits.stall_s, may_read=self._may_read)
 
     def _choose(self) -> None:
         """Choose a state once all donors that were asked have described theirs, or had time to."""
@@ -365,13 +353,13 @@ class _Download:
         donor, manifest = max(self._offers.items(), key=rank)
         self._first = donor.peer
         if self._target is None:
-            self._target = Target(manifest, self._news.set, self._intake)
+            self._target = Target(manifest, self._changes, self._intake)
         else:
             self._target.move_to(manifest)
         self._choose_at = None
         self._offers.clear()
         self._chosen.set()
-        self._news.set()
+        self._changes.notify()
 
     # ----------------------------------------------------------------------------------------------------- all of it
 

@@ -27,11 +27,11 @@ from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
+from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake
 from shoal.state.assembly import Assembly
-from shoal.state.intake import Intake
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
-from shoal.state.tempo import MIN_AHEAD, Tempo
+from shoal.tasks import Changes
 from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 
 __all__ = ["Feed", "MayRead", "Target"]
@@ -60,18 +60,17 @@ class Target:
 
     Args:
         manifest: the snapshot to fetch. Donors of an equal content may feed it.
-        on_change: called when chunks were verified, or given back.
+        changes: wakes whoever waits for chunks that are verified, or given back.
         intake: told what comes.
     """
 
-    def __init__(self, manifest: Manifest, on_change: Callable[[], None], intake: Intake) -> None:
-        self._on_change, self._intake = on_change, intake
+    def __init__(self, manifest: Manifest, changes: Changes, intake: Intake) -> None:
+        self.changes, self._intake = changes, intake
         self.plan: ChunkPlan[PeerID] = ChunkPlan(manifest)
         self.assembly = Assembly(manifest)
         self.feeds: dict[PeerID, Feed] = {}
         self.bytes_received = 0
         self._claiming = asyncio.Lock()
-        self._news = asyncio.Event()
         self._count_missing()
 
     @property
@@ -87,10 +86,10 @@ class Target:
             self.assembly = Assembly(manifest)
         self._count_missing()
 
-    def came(self, peer: PeerID, nbytes: int) -> None:
+    def received(self, peer: PeerID, nbytes: int) -> None:
         """So many bytes of a chunk have come from this donor."""
         self.bytes_received += nbytes
-        self._intake.came(peer, nbytes)
+        self._intake.received(peer, nbytes)
 
     @property
     def missing_bytes(self) -> int:
@@ -100,24 +99,12 @@ class Target:
     def _count_missing(self) -> None:
         self._intake.missing_bytes = self.missing_bytes
 
-    def changed(self) -> None:
-        """Wake all waiting tasks: chunks were verified, or given back."""
-        self._news.set()
-        self._news = asyncio.Event()
-        self._on_change()
-
-    async def news(self, timeout_s: float) -> None:
-        """Wait until something has changed, at most for so long."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-
     def verified(self, chunk: int, peer: PeerID) -> None:
         """A chunk is in its place, and right."""
         self.plan.verify(chunk, peer)
         self._count_missing()
         if self.plan.complete or not self.plan.missing:
-            self.changed()
+            self.changes.notify()
 
     async def claim(self, chunk: int, peer: PeerID, data: memoryview) -> bool:
         """Put a doubled chunk, which was found right, into its place. False if the owner was first."""
@@ -169,7 +156,7 @@ class Feed:
         self._may_read = may_read
         self._contact, self._snapshot, self._target, self._plan = contact, snapshot, target, target.plan
         self._peer = contact.peer if isinstance(contact, Contact) else contact
-        self._tempo = Tempo()
+        self._rate = ArrivalRate()
         self._queue: deque[int] = deque()
         self._writing: int | None = None  # the chunk that goes straight into its place now
         self._beside = bytearray()
@@ -202,7 +189,7 @@ class Feed:
             del self._target.feeds[self._peer]
             self._plan.release(self._peer)
             self._ended.set()
-            self._target.changed()
+            self._target.changes.notify()
 
     @property
     def idle(self) -> bool:
@@ -212,7 +199,7 @@ class Feed:
     def due_s(self, chunk: int, now: float) -> float:
         """Return how long until this chunk, which was asked for, is here."""
         place = self._queue.index(chunk) if chunk in self._queue else 0
-        return self._tempo.due_s(place, now)
+        return self._rate.due_s(place, now)
 
     async def yield_place(self, chunk: int) -> None:
         """Write no more into the place of this chunk: another donor was faster."""
@@ -225,7 +212,7 @@ class Feed:
 
     def _choose(self) -> list[int]:
         """Chunks to ask for now: missing ones, otherwise one that another donor is late with."""
-        plan, ahead = self._plan, self._tempo.ahead()
+        plan, ahead = self._plan, self._rate.ahead()
         if len(self._queue) > ahead // 2:
             return []
         # Towards the end each feed asks for fewer chunks ahead, so that all end at about the same time.
@@ -240,7 +227,7 @@ class Feed:
         now, feeds = asyncio.get_running_loop().time(), self._target.feeds
         late = ((feeds[owner].due_s(chunk, now), chunk) for chunk, owner in self._plan.doubtful(self._peer))
         due_s, chunk = max(late, default=(0.0, -1))
-        if due_s <= _FASTER * self._tempo.takes_s(len(self._queue) + 1):
+        if due_s <= _FASTER * self._rate.takes_s(len(self._queue) + 1):
             return []
         self._plan.double(self._peer, chunk)
         return [chunk]
@@ -252,13 +239,13 @@ class Feed:
             if chunks := self._choose():
                 await self._stream(chunks)
             else:
-                await self._target.news(_LOOK_AGAIN_S)
+                await self._target.changes.next(_LOOK_AGAIN_S)
 
     async def _stream(self, chunks: list[int]) -> None:
         """One stream, until there is nothing more to ask this donor for."""
         opening = FetchChunks(self._prefix, self._snapshot, chunks)
         self._expect(chunks)
-        self._tempo.asked(asyncio.get_running_loop().time())
+        self._rate.asked(asyncio.get_running_loop().time())
         stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
         try:
             await self._receive(stream)
@@ -286,7 +273,7 @@ class Feed:
                         chunk = queue[0]
                         digest = await self._receive_chunk(stream, chunk, patience)
                         queue.popleft()
-                        self._tempo.arrived(loop.time())
+                        self._rate.arrived(loop.time())
                         patience.pause()  # another feed of this chunk takes our time, not the donor's
                         await self._check(chunk, digest)
                         patience.renew()
@@ -329,7 +316,7 @@ class Feed:
             await stream.readinto(part)
             found.update(part)
             received, announced = received + part.nbytes, announced - part.nbytes
-            self._target.came(self._peer, part.nbytes)
+            self._target.received(self._peer, part.nbytes)
             patience.renew()
         return found.digest()
 
@@ -343,10 +330,10 @@ class Feed:
         return [memoryview(self._beside)[:nbytes]]
 
     async def _next_piece(self, stream: Stream[MoreChunks, Chunk], chunk: int, received: int, total: int) -> int:
-        came = await stream.recv()
-        if came is None:
+        piece = await stream.recv()
+        if piece is None:
             raise PeerProtocolError(f"ended before chunk {chunk}", self._peer)
-        message, nbytes = came
+        message, nbytes = piece
         if message.index != chunk or message.offset != received or not 0 < nbytes <= total - received:
             raise PeerProtocolError(
                 f"sent {nbytes} bytes of chunk {message.index} at {message.offset}, "

@@ -3,10 +3,10 @@
 `Pacer` is a fixed limit. Each sender reserves one piece at a time and waits for as long as it is told, so senders take
 turns and share the rate evenly. After a pause at most `burst_s` worth of bytes goes at once.
 
-`Courtesy` keeps newcomers from slowing this peer's main work: as long as it sends other things (rounds of averaging),
-states get a fraction of that traffic. If all bytes cost the same, on a line or on a processor, a round takes longer by
-about that fraction, however many newcomers there are. The rule measures the rounds' own traffic, so it needs to know
-neither the line nor the processor, nor when a round begins.
+`BackgroundLimit` keeps newcomers from slowing this peer's main work: as long as it sends other things (rounds of
+averaging), states get a fraction of that traffic. If all bytes cost the same, on a line or on a processor, a round
+takes longer by about that fraction, however many newcomers there are. The rule measures the rounds' own traffic, so it
+needs to know neither the line nor the processor, nor when a round begins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from shoal.errors import ConfigError
 
-__all__ = ["Courtesy", "Pacer"]
+__all__ = ["BackgroundLimit", "Pacer"]
 
 MIN_BYTES_PER_S = 32 << 10
 _PIECE_S = 0.125
@@ -76,7 +76,7 @@ _WATCH_S = 0.1
 """Nothing is sent before other traffic was watched for so long: sent bytes cannot leave the queues of the line."""
 
 
-class Courtesy:
+class BackgroundLimit:
     """Compares the traffic of states with all other traffic, over the last half second.
 
     Attributes:
@@ -94,8 +94,8 @@ class Courtesy:
         """The largest piece to send at once."""
         return HELD_PIECE_BYTES if self.busy else self._free_bytes
 
-    def held(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
-        """Return whether states have used up their share, or may have: then look again after `LOOK_AGAIN_S`.
+    def must_wait(self, fraction: float, now: float, other_bytes: Callable[[], int]) -> bool:
+        """Whether states have used up their share, or may have: then look again after `LOOK_AGAIN_S`.
 
         Args:
             fraction: the fraction of the other traffic that states may have.

@@ -5,12 +5,13 @@ Invariants:
 - A snapshot is one version: the owner holds the state still (its lock) while it is encoded, and no longer. Hashing and
   sending work on the copy.
 - One copy exists at any time, including one being made. The next one is made when nobody downloads the old one any
-more.
+  more.
 - A receiver that comes while others download a copy of a state that has moved on gets that copy, if it will do and is
   young enough; otherwise it waits for the next. If a copy is old and others wait for the next one, its readers are sent
   away. So no receiver, by reading or coming again and again, keeps a state from the others for ever.
 - A copy that nobody uses is freed `linger_s` after its last use, or at once when its place is needed.
-- Hosts that ask again and again cause few copies (`copies`), and keep no copy by asking, whatever the number of keys.
+- Hosts that ask again and again cause few copies (`CopyLimit`), and keep no copy by asking, whatever the number of
+  keys.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
 from shoal.errors import ClosedError, ConfigError
 from shoal.peer import PeerID
-from shoal.state.copies import CopyAccounts
-from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, shares
-from shoal.state.values import infinite_tensors
+from shoal.rpc.rate_limiter import RateLimiter
+from shoal.state.manifest import Manifest, TensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
 from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["HoldState", "SharedState", "Snapshot", "SnapshotStore"]
@@ -41,6 +41,15 @@ _HASHERS = 4
 
 _HASH_BYTES = 34
 """One digest in MessagePack."""
+
+_HOST_SHARE, _SHARE = 0.1, 0.25
+"""Of the time: for copies that one host causes, and that all cause."""
+
+_HOST_BURST_S, _BURST_S = 5.0, 10.0
+"""So much copying is free after a calm."""
+
+_LEAST_COST_S = 0.05
+"""A copy costs so much at least: its owner's lock is taken for it."""
 
 _ABOUT_TO_OPEN_S = 2.0
 """A receiver that was told of a snapshot opens a stream for it within this time, or may have to ask again."""
@@ -110,6 +119,37 @@ class Snapshot:
         return self.streams > 0 or any(now - at < _ABOUT_TO_OPEN_S for at in self.told.values())
 
 
+class CopyLimit:
+    """How often hosts may have the state copied: copying takes the trainer's time.
+
+    Keys are free, so the host counts, with all its peers together. Copying for one host that does not download takes a
+    tenth of the time at most, for all hosts a quarter; beside that, a few seconds of it are free. A host that is sent
+    the copy gets back what it cost: half of the state pays for half of a copy. So whoever downloads is never limited.
+
+    Time is counted, not copies: where a state is small, or the machine is fast, newcomers of one host never notice the
+    limit. Whoever may not have a new copy is given the last one, if that will do, or is asked to come again.
+    """
+
+    def __init__(self) -> None:
+        self._hosts, self._all = RateLimiter(_HOST_SHARE, _HOST_BURST_S), RateLimiter(_SHARE, _BURST_S)
+
+    def allows(self, host: str, now: float) -> bool:
+        """Whether this host may have the state copied now (`now`: local time, seconds)."""
+        return self._all.allows(None, 0.0, now) and self._hosts.allows(host, 0.0, now)
+
+    def copied(self, host: str, took_s: float, now: float) -> None:
+        """A copy was made as this host asked for it; it took so long."""
+        self._charge(host, max(took_s, _LEAST_COST_S), now)
+
+    def sent(self, host: str, took_s: float, share: float, now: float) -> None:
+        """This host was sent this share of a copy that had taken so long."""
+        self._charge(host, -share * max(took_s, _LEAST_COST_S), now)
+
+    def _charge(self, host: str, seconds: float, now: float) -> None:
+        self._hosts.charge(host, seconds, now)
+        self._all.charge(None, seconds, now)
+
+
 class SnapshotStore:
     """Makes, shares and frees the snapshots of one state.
 
@@ -141,12 +181,12 @@ class SnapshotStore:
         self._snapshot: Snapshot | None = None
         self._making: asyncio.Task[Snapshot] | None = None
         self._awaited_by: dict[PeerID, str] = {}  # with their hosts
-        self._accounts = CopyAccounts(asyncio.get_running_loop().time())
+        self._limit = CopyLimit()
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
 
     @property
-    def held(self) -> Snapshot | None:
+    def snapshot(self) -> Snapshot | None:
         """The copy, if there is one."""
         return self._snapshot
 
@@ -171,7 +211,7 @@ class SnapshotStore:
         if self._closed:
             raise ClosedError("the state is not shared any more")
         if self._making is None:
-            if (found := self._held_for(peer, host, epoch)) is not None:
+            if (found := self._copy_for(peer, host, epoch)) is not None:
                 return found
             self._snapshot = None  # before the next one takes memory
             self._making = asyncio.get_running_loop().create_task(self._make(host))
@@ -185,12 +225,12 @@ class SnapshotStore:
             raise ClosedError("the state is not shared any more")
         return self._tell(making.result(), peer, host)
 
-    def _held_for(self, peer: PeerID, host: str, epoch: int) -> Snapshot | ManifestPending | None:
+    def _copy_for(self, peer: PeerID, host: str, epoch: int) -> Snapshot | ManifestPending | None:
         """The copy that exists, or that the peer has to come again; None if another one is to be made."""
         snapshot, now = self._snapshot, asyncio.get_running_loop().time()
         if snapshot is not None and snapshot.version == self._version():
             return self._tell(snapshot, peer, host)
-        if (snapshot is None or not snapshot.in_use(now)) and self._accounts.allow(host, now):
+        if (snapshot is None or not snapshot.in_use(now)) and self._limit.allows(host, now):
             return None
         if snapshot is not None:
             age_s = now - snapshot.made_at
@@ -201,8 +241,8 @@ class SnapshotStore:
 
     def find(self, name: bytes) -> Snapshot | None:
         """The snapshot of this name, if it still exists."""
-        held = self._snapshot
-        return held if held is not None and held.manifest.snapshot == name and not held.over else None
+        found = self._snapshot
+        return found if found is not None and found.manifest.snapshot == name and not found.over else None
 
     def begin(self, snapshot: Snapshot, peer: PeerID) -> None:
         """A receiver takes this snapshot from now on: it stays until `end`."""
@@ -214,7 +254,7 @@ class SnapshotStore:
         snapshot.streams -= 1
         snapshot.used_at = now = asyncio.get_running_loop().time()
         if sent_bytes:
-            self._accounts.sent(host, snapshot.took_s, sent_bytes / snapshot.manifest.total_bytes, now)
+            self._limit.sent(host, snapshot.took_s, sent_bytes / snapshot.manifest.total_bytes, now)
 
     def close(self) -> None:
         """Free everything; a copy that is being made is given up."""
@@ -256,7 +296,7 @@ class SnapshotStore:
                 await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
             manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
         finally:
-            self._accounts.copied(host, time() - began, time())
+            self._limit.copied(host, time() - began, time())
         now, message = time(), manifest.to_message()
         size = len(encode(message))
         return Snapshot(version, manifest, message, size, data, made_at=now, took_s=now - began, used_at=now)
@@ -306,8 +346,8 @@ class SnapshotStore:
 
     def _free(self) -> None:
         self._timer = None
-        now, held = asyncio.get_running_loop().time(), self._snapshot
-        if held is not None and held.streams == 0 and now - held.used_at >= self._linger_s:
+        now, found = asyncio.get_running_loop().time(), self._snapshot
+        if found is not None and found.streams == 0 and now - found.used_at >= self._linger_s:
             self._snapshot = None
         self._free_later()
 

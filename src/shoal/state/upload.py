@@ -1,7 +1,7 @@
 """The uploads of one peer to newcomers: the open streams, and when the next piece may go.
 
 All states that are served on an endpoint share one object, since they share the peer's line and processor. Invariant: a
-piece waits for the fixed limit (`Pacer`), and for rounds (`Courtesy`) `LONGEST_HOLD_S` at most.
+piece waits for the fixed limit (`Pacer`), and for rounds (`BackgroundLimit`) `LONGEST_HOLD_S` at most.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 from shoal.rpc import Endpoint, Stream
-from shoal.state.pace import LONGEST_HOLD_S, LOOK_AGAIN_S, Courtesy, Pacer
+from shoal.state.pace import LONGEST_HOLD_S, LOOK_AGAIN_S, BackgroundLimit, Pacer
 
 __all__ = ["Upload"]
 
@@ -27,7 +27,7 @@ class Upload:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = ref(endpoint)  # the key in the table of uploads: this object must not keep it alive
-        self._courtesy = Courtesy()
+        self._background = BackgroundLimit()
         self._streams: dict[Stream[Any, Any], int] = {}  # and what their connections had sent before
         self._ended_bytes = 0
 
@@ -54,12 +54,12 @@ class Upload:
 
     def watch(self) -> None:
         """Begin to watch the other traffic: a receiver will soon ask for a state."""
-        self._courtesy.held(0.0, asyncio.get_running_loop().time(), self._other_bytes)
+        self._background.must_wait(0.0, asyncio.get_running_loop().time(), self._other_bytes)
 
     def piece_bytes(self, nbytes: int, pacer: Pacer, fraction: float | None) -> int:
         """Return how many of `nbytes` to send at once."""
         size = pacer.piece_bytes(nbytes)
-        return size if fraction is None else min(size, self._courtesy.piece_bytes)
+        return size if fraction is None else min(size, self._background.piece_bytes)
 
     async def admit(self, nbytes: int, pacer: Pacer, fraction: float | None) -> None:
         """Wait until so many bytes may go; they count as sent.
@@ -72,10 +72,10 @@ class Upload:
         loop = asyncio.get_running_loop()
         if fraction is not None:
             for _ in range(round(LONGEST_HOLD_S / LOOK_AGAIN_S)):
-                if not self._courtesy.held(fraction, loop.time(), self._other_bytes):
+                if not self._background.must_wait(fraction, loop.time(), self._other_bytes):
                     break
                 await asyncio.sleep(LOOK_AGAIN_S)
-        self._courtesy.sent(nbytes, loop.time())
+        self._background.sent(nbytes, loop.time())
         if (wait_s := pacer.reserve(nbytes, loop.time())) > 0:
             await asyncio.sleep(wait_s)
 

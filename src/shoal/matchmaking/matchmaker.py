@@ -11,8 +11,7 @@ The matchmaker outlives each search and keeps the knowledge for the next search 
 the members of the last group, how long the directory takes. If the expected peers are known and the last round
 succeeded, the leader of the last group leads the next one too. It declares itself a little earlier than the others, and
 they ask it at once, without the directory. A peer that asks while we do not search is refused: its read is stale, and
-it finds us again by our next declaration. If we led the last such group, we wait a moment before refusing: the news
-that made the other peer search may be on its way to us.
+it finds us again by our next declaration.
 """
 
 from __future__ import annotations
@@ -62,7 +61,8 @@ _FAREWELL_S = 3.0
 _WITHDRAW_AFTER_S = 0.1
 
 _HELD_S = 0.5
-"""If the leader of the last group does not search yet, it waits so long before it answers a peer that asks it."""
+"""If the leader of the last group does not search yet, it waits so long before it refuses a peer that asks it: the news
+that made that peer search may be on its way here too."""
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
 """From a group's members, in order: how many elements each reduces, and the most bytes of one encoded part."""
@@ -368,7 +368,6 @@ class Matchmaker:
             PeerProtocolError: the peer contradicts itself.
         """
         if self._search is None and self._memory.led:
-            # The news that began its search is on its way to us too.
             await self._begun.next(_HELD_S)
         peer, search = stream.peer_id, self._search
         if search is None:

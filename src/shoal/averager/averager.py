@@ -12,7 +12,7 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -36,6 +36,7 @@ from shoal.matchmaking import Group
 from shoal.matchmaking.config import MAX_GROUP_SIZE
 from shoal.peer import PeerID
 from shoal.state import SharedState
+from shoal.tasks import Tasks
 from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
@@ -102,7 +103,7 @@ class Averager:
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(self._on_failure)
         core.rounds()  # from now on: a member that hears of a group before we do may open its streams at once
         self._finder = GroupFinder(core, prefix, settings, self.vector)
         core.leavers.append(self.leave)
@@ -298,7 +299,7 @@ class Averager:
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
-            self._closing = self._spawn(_finish(round_, group, orderly=orderly))
+            self._closing = self._tasks.spawn(_finish(round_, group, orderly=orderly))
             self._last_round = round_
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
@@ -337,7 +338,7 @@ class Averager:
     async def _close_last_round(self) -> None:
         """Close the last round: until now it gave its averages to members that were left out."""
         if self._closing is not None:
-            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_task_done` tells its errors
+            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_on_failure` tells its errors
             self._closing = None
         if self._last_round is not None:
             await self._last_round.close(orderly=False)
@@ -370,21 +371,8 @@ class Averager:
 
     # ------------------------------------------------------------------------------------------------------ closing
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            await work
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.core.env.events.emit(
-                Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}")
-            )
+    def _on_failure(self, error: BaseException) -> None:
+        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}"))
 
     async def leave(self, grace_s: float) -> None:
         """Begin nothing new, and close: a search ends at once, a round in progress may go on for `grace_s` seconds."""
@@ -404,8 +392,7 @@ class Averager:
             self.core.leavers.remove(self.leave)
             self.sharing.disable()
             self._finder.stop_serving()
-            self._ending = asyncio.get_running_loop().create_task(self._end())
-            self._ending.add_done_callback(self._task_done)
+            self._ending = self._tasks.spawn(self._end())
         await asyncio.wait({self._ending}, timeout=timeout_s)  # the rest of it goes on, and holds memory
 
     async def _end(self) -> None:
@@ -414,9 +401,7 @@ class Averager:
             self._stepping.cancel()
             await asyncio.wait({self._stepping})
         await asyncio.gather(self._close_last_round(), return_exceptions=True)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._finder.close()
 
 

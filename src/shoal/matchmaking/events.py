@@ -7,7 +7,7 @@ wall-clock time: it is sent to other peers, and together with the peer id it giv
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -243,7 +243,7 @@ TRANSITIONS: Mapping[Transition, str] = MappingProxyType(
         (_LOOKING, "Cancel", _OVER): "the caller gives up",
         (_ASKING, "JoinAccepted", _FOLLOWING): "its own followers are sent to the new leader",
         (_ASKING, "JoinAccepted", _LOOKING): "from one of its own followers",
-        (_ASKING, "JoinRefused", _LOOKING): "",
+        (_ASKING, "JoinRefused", _LOOKING): "the code says when that peer may be asked again",
         (_ASKING, "JoinRedirected", _ASKING): "asks the peer that was named",
         (_ASKING, "JoinRedirected", _LOOKING): "in a circle, too often, or to a peer of no use",
         (_ASKING, "Begin", _LOOKING): "before it was accepted",
@@ -253,7 +253,7 @@ TRANSITIONS: Mapping[Transition, str] = MappingProxyType(
         (_ASKING, "Tick", _OVER): "the deadline",
         (_ASKING, "Cancel", _OVER): "the caller gives up",
         (_FOLLOWING, "Begin", _OVER): "enters the group",
-        (_FOLLOWING, "JoinRefused", _LOOKING): "",
+        (_FOLLOWING, "JoinRefused", _LOOKING): "the leader gave up, or sent it away",
         (_FOLLOWING, "JoinRedirected", _ASKING): "asks the peer that was named",
         (_FOLLOWING, "JoinRedirected", _LOOKING): "in a circle, too often, or to a peer of no use",
         (_FOLLOWING, "JoinRequested", _LOOKING): "from its leader, which has declared itself anew",
@@ -266,10 +266,3 @@ TRANSITIONS: Mapping[Transition, str] = MappingProxyType(
 )
 """Every change of phase, and when it happens. Where a pair of phase and cause is not named, the phase stays. The
 machine refuses any other change."""
-
-
-def transition_table() -> Iterator[str]:
-    """The lines of a markdown table of all transitions."""
-    yield from ("| state | cause | next | when |", "| --- | --- | --- | --- |")
-    for (phase, cause, after), when in TRANSITIONS.items():
-        yield f"| {phase.name} | `{cause}` | {after.name} | {when} |"

@@ -51,20 +51,15 @@ class JoinTerms:
 
     def refusal(self, join: Join, me: PeerID) -> JoinRefused | None:
         """The reason why the sender can never be in a group with us; None if it can."""
-        code, text, peer = "settings", self._settings_difference(join, me), join.member.contact.peer
-        if text is None and join.schema != self.schema:
-            code, text = "schema", self.compare_schema(join.schema, peer)
-        return None if text is None else JoinRefused(code, text[:_TEXT_CHARACTERS])
-
-    def _settings_difference(self, join: Join, me: PeerID) -> str | None:
+        peer = join.member.contact.peer
         for name in sorted({*self.settings, *join.settings}):
             here, there = self.settings.get(name), join.settings.get(name)
             if here != there:
-                return (
-                    f"setting {name[:_SHOWN_CHARACTERS]!r} differs: {_shown(here)} at peer {me.short()}, "
-                    f"{_shown(there)} at peer {join.member.contact.peer.short()}"
-                )
-        return None
+                differs = f"{_shown(here)} at peer {me.short()}, {_shown(there)} at peer {peer.short()}"
+                text = f"setting {name[:_SHOWN_CHARACTERS]!r} differs: {differs}"
+                return JoinRefused("settings", text[:_TEXT_CHARACTERS])
+        difference = None if join.schema == self.schema else self.compare_schema(join.schema, peer)
+        return None if difference is None else JoinRefused("schema", difference[:_TEXT_CHARACTERS])
 
 
 def _shown(value: str | None) -> str:

@@ -11,8 +11,7 @@ The matchmaker outlives each search and keeps the knowledge for the next search 
 the members of the last group, how long the directory takes. If the expected peers are known and the last round
 succeeded, the leader of the last group leads the next one too. It declares itself a little earlier than the others, and
 they ask it at once, without the directory. A peer that asks while we do not search is refused: its read is stale, and
-it finds us again by our next declaration. If we led the last such group, we wait a moment before refusing: the news
-that made the other peer search may be on its way to us.
+it finds us again by our next declaration.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from shoal.events import GroupFormed, PeerDropped, Warned
 from shoal.matchmaking import events
 from shoal.matchmaking.config import MatchmakingConfig
 from shoal.matchmaking.declarations import Memory
-from shoal.matchmaking.events import Declaration, SearchPhase
 from shoal.matchmaking.group import ControlStream, Group, GroupDirectory
 from shoal.matchmaking.joins import (
     JoinRequest,
@@ -63,7 +61,8 @@ _FAREWELL_S = 3.0
 _WITHDRAW_AFTER_S = 0.1
 
 _HELD_S = 0.5
-"""If the leader of the last group does not search yet, it waits so long before it answers a peer that asks it."""
+"""If the leader of the last group does not search yet, it waits so long before it refuses a peer that asks it: the news
+that made that peer search may be on its way here too."""
 
 Plan = Callable[[Sequence[Member]], tuple[list[int], int]]
 """From a group's members, in order: how many elements each reduces, and the most bytes of one encoded part."""
@@ -160,21 +159,15 @@ class Matchmaker:
         one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
     ) -> Group:
-        """Find a group and agree on it.
+        """Find a group and agree on it. The owner of the group must `release` it.
 
         Args:
             group_key: `prefix.0b` and bits: peers that look under the same key can meet.
             gathered: our value for all other members, at most 64 KiB.
             reference: the name of the average that our values may be coded against; empty: none.
-            deadline_s: the search ends then, counted from now; None: one window only, and a few `request_timeout_s`
-                more if another peer was found to lead.
-            one_window: search for one window only, as without a deadline, but not beyond `deadline_s`.
-            expected: returns the peers that are expected to join, None if not known. If we lead, the group starts as
-                soon as all of them that are alive are there, and waits for them until the end of the window. Called
-                often.
-
-        Returns:
-            The group. Its owner must `release` it.
+            deadline_s: see `GroupMachine`.
+            one_window: see `GroupMachine`.
+            expected: see `GroupMachine`.
 
         Raises:
             RoundFailed: there is no group; says why.
@@ -218,16 +211,15 @@ class Matchmaker:
             del search  # an error's traceback holds this frame, and the search's result holds the error
         self._companions = (group_key, frozenset(group.peers))
         self._remember(group if expected is not None else None)
-        self._env.events.emit(
-            GroupFormed(
-                prefix=self._prefix,
-                round_id=group.round_id,
-                peers=group.peers,
-                coordinator=group.peers[group.coordinator],
-                waited_s=loop.time() - started,
-            )
-        )
+        self._emit_formed(group, loop.time() - started)
         return group
+
+    def _emit_formed(self, group: Group, waited_s: float) -> None:
+        coordinator = group.peers[group.coordinator]
+        event = GroupFormed(
+            prefix=self._prefix, round_id=group.round_id, peers=group.peers, coordinator=coordinator, waited_s=waited_s
+        )
+        self._env.events.emit(event)
 
     def _member(self, gathered: bytes, reference: bytes) -> Member:
         config = self._config
@@ -263,7 +255,7 @@ class Matchmaker:
             case events.ReadDirectory():
                 if search.reading is not None:
                     search.reading.cancel()
-                search.reading = self._tasks.spawn(self._look(search))
+                search.reading = self._tasks.spawn(self._fetch_declarations(search))
             case events.Nudge(contact, expiration):
                 search.nudging[contact.peer] = self._tasks.spawn(self._join(search, contact, expiration, nudge=True))
             case events.AskToLead(contact, expiration):
@@ -290,7 +282,7 @@ class Matchmaker:
             before.cancel()
             await asyncio.wait((before,), timeout=self._config.request_timeout_s)
         if isinstance(action, events.Declare):
-            await self._look(search, action.expiration)
+            await self._fetch_declarations(search, action.expiration)
             return
         # Others may wait for their `Begin`, and a new declaration replaces ours. Until then we refuse each peer that
         # asks us, which costs it one answer.
@@ -301,7 +293,7 @@ class Matchmaker:
         except (ShoalError, TimeoutError) as error:
             self._warn(f"could not withdraw a declaration: {str(error) or 'no answer in time'}")
 
-    async def _look(self, search: _Search, expiration: float | None = None) -> None:
+    async def _fetch_declarations(self, search: _Search, expiration: float | None = None) -> None:
         """Read the directory; or declare ourselves until `expiration`, which shows the same."""
         key = search.group_key
         try:
@@ -314,7 +306,7 @@ class Matchmaker:
             failed = events.DirectoryFailed if expiration is None else events.DeclareFailed
             self._feed(search, failed(str(error) or "no answer in time"))
         else:
-            found = tuple(Declaration(self._endpoint.dialable(contact), until) for contact, until in entries)
+            found = tuple(events.Declaration(self._endpoint.dialable(contact), until) for contact, until in entries)
             self._feed(search, events.DirectoryRead(found) if expiration is None else events.Declared(found))
 
     # ----------------------------------------------------------------------------------------------- asking others
@@ -376,7 +368,6 @@ class Matchmaker:
             PeerProtocolError: the peer contradicts itself.
         """
         if self._search is None and self._memory.led:
-            # The news that began its search is on its way to us too.
             await self._begun.next(_HELD_S)
         peer, search = stream.peer_id, self._search
         if search is None:
@@ -409,7 +400,7 @@ class Matchmaker:
     def _refusal(self, search: _Search, join: Join) -> JoinRefused | None:
         """The reason why a peer cannot join, before the machine hears of it; None if there is none."""
         peer = join.member.contact.peer
-        if search.machine.phase is SearchPhase.OVER:
+        if search.machine.phase is events.SearchPhase.OVER:
             return JoinRefused("started", "the group has started")
         if join.group != search.group_key:
             return JoinRefused("not-looking", "looking for a group under another key")
@@ -472,13 +463,12 @@ class Matchmaker:
 
     async def _send_begins(self, search: _Search) -> None:
         """Wait until all followers were sent `Begin`. One that is not reached in time is a dead member of the round."""
-        if requests := list(search.requests.values()):
-            left_s = max(0.0, search.machine.over_at - asyncio.get_running_loop().time())
-            sent = [request.begun for request in requests]
-            await asyncio.wait(sent, timeout=min(self._config.request_timeout_s, left_s))
-            for request in requests:
-                if not request.begun.done():
-                    request.stream.abort()
+        left_s = max(0.0, search.machine.over_at - asyncio.get_running_loop().time())
+        if begun := {request.begun: request.stream for request in search.requests.values()}:
+            await asyncio.wait(begun, timeout=min(self._config.request_timeout_s, left_s))
+            for sent, stream in begun.items():
+                if not sent.done():
+                    stream.abort()
 
     # ---------------------------------------------------------------------------------------------- between searches
 
@@ -525,6 +515,8 @@ class Matchmaker:
         for task in (search.reading, *search.nudging.values()):
             if task is not None:
                 task.cancel()
+        search.asking = search.reading = None  # a cancelled task holds its error, whose traceback holds the search
+        search.nudging.clear()
 
     def _end_stream(self, stream: ControlStream, *, leave: bool) -> None:
         """End a stream in order, in the background."""

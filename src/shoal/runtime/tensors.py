@@ -28,7 +28,7 @@ class _Block(Turn):
 
     def __enter__(self) -> list[torch.Tensor]:  # type: ignore[override]
         try:
-            if not self.come():
+            if not self.wait_in_line():
                 other = self.lock.holder or "somebody"
                 raise LocalError(f"no access to the tensors within {self.timeout_s:g} s: {other} held them")
             self.lock.generation += 1
@@ -64,7 +64,7 @@ class HeldTensors:
         """
         if threading.get_ident() in self._exporters:
             return nullcontext(list(self.tensors))
-        if self.lock.mine:
+        if self.lock.held_by_this_thread:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
         holder = f"a get_tensors() block in thread {threading.current_thread().name!r}"
         block = self.lock.holding(holder, _LOCK_TIMEOUT_S if wait else 0.0, _Block)
@@ -74,7 +74,7 @@ class HeldTensors:
 
     def check_not_held(self) -> None:
         """Raise `LocalError` if the calling thread holds the tensors: it is about to wait for code that needs them."""
-        if self.lock.mine:
+        if self.lock.held_by_this_thread:
             raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
 
     def export(self, get_state: Callable[[], T]) -> T:

@@ -41,8 +41,8 @@ class Tasks:
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until the tasks of now have ended, at most for so many seconds."""
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the tasks of now have ended, at most for so many seconds; None: however long it takes."""
         if others := self._others():
             await asyncio.wait(others, timeout=timeout_s)
 

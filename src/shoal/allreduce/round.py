@@ -23,6 +23,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
@@ -133,19 +135,19 @@ class Round:
             if member.contact.peer in group.controls
         }
         self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
-        self._talks: list[asyncio.Task[None]] = []
-        self._reporting: asyncio.Task[None] | None = None
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
         self._serving: set[DownStream] = set()
         self._served = asyncio.Event()
         self._moved_before = 0  # on streams that are over
-        self._tasks = Tasks(self._failed)
+        # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.
+        self._tasks, self._talks, self._reporting = (Tasks(self._failed) for _ in range(3))
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = asyncio.Event()
         self._sign = asyncio.Event()
         self._blamed: dict[tuple[PeerID, str], None] = {}
-        self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
+        self._leaving = ExitStack()
+        self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
 
     def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
@@ -178,7 +180,7 @@ class Round:
         self._table.add(self)
         self._begin_control()
         self._do(self.machine.start(self._loop.time()))
-        self._reporting = self._tasks.spawn(self._report_loop())
+        self._reporting.spawn(self._report_loop())
         self._tasks.spawn(self._tick_loop())
         self._tasks.spawn(self._look_loop())
         try:
@@ -211,7 +213,7 @@ class Round:
         """
         if self._closed:
             return
-        self._unsubscribe()
+        self._leaving.close()
         try:
             if orderly:
                 await self.end_streams()
@@ -220,15 +222,11 @@ class Round:
             for stream in list(self._serving):
                 stream.abort()
             self._parts.stop()
-            await self._tasks.cancel()
+            for tasks in (self._reporting, self._talks, self._tasks):
+                await tasks.cancel()
             await self._settled()
             self._table.remove(self)
-            # Streams and tasks know this round. Python's cycle collector would free it late: it counts objects, and a
-            # round has few, with large buffers.
-            self._closed, self._unsubscribe, self._reporting = True, _nothing, None
-            self._talks.clear()
-            self._senders.clear()
-            self._reducing.clear()
+            self._closed = True
 
     # -------------------------------------------------------------------------------------------------- what happens
 
@@ -326,13 +324,11 @@ class Round:
 
     def _begin_control(self) -> None:
         if self._coordinating is None:
-            self._talks.append(self._tasks.spawn(self._obey_coordinator(self._control[self.coordinator])))
+            self._talks.spawn(self._obey_coordinator(self._control[self.coordinator]))
             return
         for member, stream in self._control.items():
-            self._talks += [
-                self._tasks.spawn(self._hear(member, stream)),
-                self._tasks.spawn(self._talk(member, stream)),
-            ]
+            self._talks.spawn(self._hear(member, stream))
+            self._talks.spawn(self._talk(member, stream))
         for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
             self._control_lost(member, "it has no control stream")
 
@@ -407,10 +403,9 @@ class Round:
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 if self._coordinating is None:
-                    if self._reporting is not None:
-                        self._reporting.cancel()  # it may be about to send
+                    await self._reporting.cancel()  # it may be about to send
                     await self._control[self.coordinator].end()
-                await asyncio.gather(*self._talks, return_exceptions=True)
+                await self._talks.wait()
         except (PeerError, TimeoutError):
             # A member that does not take the verdict in this time asks the others for it.
             if self._coordinating is None:
@@ -453,14 +448,13 @@ class Round:
                 contact,
                 opening,
                 values=self._parts.contribution,
-                receive=lambda *answer: self._answered(reducer, *answer),
             )
             self._tasks.spawn(self._send(reducer, sender))
         return sender
 
     async def _send(self, reducer: int, sender: SenderStream) -> None:
         try:
-            await sender.run()
+            await sender.run(partial(self._answered, reducer))
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
                 self._blame(reducer, error.message)
@@ -648,10 +642,6 @@ def _cut(group: FormedGroup, vector: Vector, weight: float) -> list[Part]:
         if not group.members[part.reducer].reduces:
             raise ConfigError(f"member {part.reducer} was given a slice, and cannot reduce")
     return parts
-
-
-def _nothing() -> None:
-    """Stands in after `close`: it tells nobody anything."""
 
 
 class RoundTable:

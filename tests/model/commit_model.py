@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 PEERS = (0, 1, 2)
 PARTS = (0, 1)
-DECIDER = 0
+COORDINATOR = 0
 MIN_GROUP = 2
 NONE = -1
 
@@ -109,7 +109,7 @@ def _with_member(state: State, peer: int, member: Member) -> State:
             member = member._replace(succeeded=member.held)
     state = state._replace(members=_put(state.members, peer, member))
     if member.held != before.held:
-        if peer == DECIDER:
+        if peer == COORDINATOR:
             state = state._replace(reported=_put(state.reported, peer, member.held))
         else:
             state = state._replace(reports=_put(state.reports, peer, (*state.reports[peer], member.held)))
@@ -175,7 +175,7 @@ def _suspect(state: State, lost: int) -> State:
         reducer = (holders or live)[0]
         state = state._replace(attempt=_put(state.attempt, part, attempt), reducer=_put(state.reducer, part, reducer))
         for peer in live:
-            if peer == DECIDER:
+            if peer == COORDINATOR:
                 state = _assigned(state, peer, part, attempt, reducer)
             else:
                 state = _send(state, frozenset({peer}), ("assign", part, attempt, reducer))
@@ -200,7 +200,7 @@ def _forget(state: State) -> State:
     }
     state = state._replace(members=members, averages=frozenset(useful))
     control = tuple(queue if state.alive[peer] else () for peer, queue in enumerate(state.control))
-    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+    if not state.alive[COORDINATOR] or state.commit is not None or state.aborted:
         state = state._replace(
             reported=((NONE, NONE),) * 3,
             reports=((), (), ()),
@@ -281,32 +281,32 @@ def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                     _learn(left, peer, message[1]) if message[0] == "commit" else _assigned(left, peer, *message[1:])
                 )
                 yield f"{peer} receives {message}", True, after
-            if not state.alive[DECIDER]:
+            if not state.alive[COORDINATOR]:
                 yield f"control to {peer} is lost", False, state._replace(control=_put(state.control, peer, ()))
-        if state.reports[peer] and state.alive[DECIDER]:
+        if state.reports[peer] and state.alive[COORDINATOR]:
             held, later = state.reports[peer][0], state.reports[peer][1:]
             left = state._replace(reports=_put(state.reports, peer, later), reported=_put(state.reported, peer, held))
             yield f"coordinator hears that {peer} holds {held}", True, left
 
 
 def _coordinator_steps(state: State) -> Iterator[tuple[str, bool, State]]:
-    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+    if not state.alive[COORDINATOR] or state.commit is not None or state.aborted:
         return
     live = [peer for peer in PEERS if peer not in state.suspects]
     if all(state.reported[peer] == state.attempt for peer in _need(state, live)):
         after = state._replace(commit=state.attempt)
-        after = _learn(after, DECIDER, state.attempt)
-        yield "coordinator commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
+        after = _learn(after, COORDINATOR, state.attempt)
+        yield "coordinator commits", True, _send(after, frozenset(PEERS) - {COORDINATOR}, ("commit", state.attempt))
     for peer in PEERS:
-        if peer != DECIDER and peer not in state.suspects:
+        if peer != COORDINATOR and peer not in state.suspects:
             yield f"coordinator suspects {peer}", not state.alive[peer], _suspect(state, peer)
     if state.aside is False and len(live) > MIN_GROUP:
-        yield "coordinator steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
+        yield "coordinator steps aside", False, _suspect(state, COORDINATOR)._replace(aside=True)
 
 
 def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     for peer in PEERS if state.doubts is not None else ():
-        if peer == DECIDER or not state.alive[peer] or state.members[peer].commit is not None:
+        if peer == COORDINATOR or not state.alive[peer] or state.members[peer].commit is not None:
             continue
         assert state.doubts is not None
         if peer not in state.doubts:
@@ -319,7 +319,7 @@ def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
 def _may_give_up(state: State, peer: int) -> bool:
     """Whether none of the others may still learn the verdict: each doubts the coordinator too, and has no verdict."""
     assert state.doubts is not None
-    others = [other for other in PEERS if other not in (peer, DECIDER) and state.alive[other]]
+    others = [other for other in PEERS if other not in (peer, COORDINATOR) and state.alive[other]]
     return all(other in state.doubts and state.members[other].commit is None for other in others)
 
 
@@ -336,12 +336,12 @@ def check_end(state: State) -> None:
     One exception: a coordinator that is auxiliary, or stepped aside, may hold nothing. A member that was left out
     then needs another contributing member to get the average from, and fails if all of them died after the commit.
     """
-    if not state.alive[DECIDER] or state.aborted:
+    if not state.alive[COORDINATOR] or state.aborted:
         return
     if state.commit is None:
         raise Broken("the coordinator lives, enough members live, and there is no verdict")
     for peer in state.gave_up:
-        if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != DECIDER):
+        if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != COORDINATOR):
             raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
     for peer in PEERS:
         if state.alive[peer] and state.members[peer].succeeded is None and not _orphaned(state, peer):
@@ -351,7 +351,7 @@ def check_end(state: State) -> None:
 def _orphaned(state: State, peer: int) -> bool:
     """Whether the commit was made without the coordinator's averages, and everybody else who has them is dead."""
     others = [other for other in PEERS if other != peer and state.contributes[other]]
-    without = state.aside is True or not state.contributes[DECIDER]
+    without = state.aside is True or not state.contributes[COORDINATOR]
     return without and bool(others) and not any(state.alive[other] for other in others)
 
 

@@ -17,7 +17,7 @@ from shoal.allreduce.member import Contributions, MemberAction, MemberMachine, W
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
 from shoal.wire import Member as WireMember
-from tests.model.commit_model import DECIDER, PEERS, Broken
+from tests.model.commit_model import COORDINATOR, PEERS, Broken
 
 ROUND = b"r" * 16
 
@@ -45,7 +45,7 @@ class Member(MemberMachine):
     """The machine of a member, without the parts of it that are the same in all states."""
 
     def __init__(self, me: int, reducers: Sequence[int], contributes: tuple[bool, ...]) -> None:
-        super().__init__(ROUND, me, DECIDER, _group(contributes), reducers, silence_s=1.0, now=0.0)
+        super().__init__(ROUND, me, COORDINATOR, _group(contributes), reducers, silence_s=1.0, now=0.0)
         self.contributions, self.contributing = _ANYTIME, contributes
 
     def __getstate__(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Member(MemberMachine):
 def new_coordinator(reducers: Sequence[int], contributes: Sequence[bool]) -> Coordinator:
     """The coordinator of a round of these members, all of which can reduce."""
     reduces = [True] * len(contributes)
-    return Coordinator(ROUND, reducers, reduces, contributes, DECIDER, min_group_size=2, stall_s=1.0, now=0.0)
+    return Coordinator(ROUND, reducers, reduces, contributes, COORDINATOR, min_group_size=2, stall_s=1.0, now=0.0)
 
 
 class World:
@@ -93,7 +93,7 @@ class World:
 
     def moves(self, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
         """Every step from here: (method, whether it must happen sooner or later, arguments)."""
-        rules, decides = self.coordinator.rules, self.alive[DECIDER]
+        rules, decides = self.coordinator.rules, self.alive[COORDINATOR]
         yield from (("finish", True, work) for work in self.averaging)
         yield from (("obtain", True, average) for average in self.averages)
         yield from (("answer", True, ask) for ask in self.asks if self.alive[ask[2]])
@@ -104,12 +104,12 @@ class World:
                 yield "hear", True, (peer,)
             if self.control[peer]:
                 yield "obey", True, (peer,)
-            if peer != DECIDER and not decides and self.members[peer].may_learn and self.alive[peer]:
+            if peer != COORDINATOR and not decides and self.members[peer].may_learn and self.alive[peer]:
                 yield "cut", False, (peer,)
-            if peer != DECIDER and peer in rules.live and decides and rules.verdict is None:
+            if peer != COORDINATOR and peer in rules.live and decides and rules.verdict is None:
                 yield "suspect", not self.alive[peer], (peer,)
-            if peer == DECIDER and self.may_step_aside and len(rules.live) == len(PEERS) and decides:
-                yield "suspect", False, (DECIDER,)
+            if peer == COORDINATOR and self.may_step_aside and len(rules.live) == len(PEERS) and decides:
+                yield "suspect", False, (COORDINATOR,)
             if self.alive[peer]:
                 yield from self._moves_of(peer)
                 if self.alive.count(False) - len(self.gave_up) < crashes:
@@ -120,7 +120,7 @@ class World:
         others = [other for other in PEERS if other != peer and self.alive[other]]
         if member.rules.commit is not None:
             yield from (("relay", True, (other, peer)) for other in others if not self.members[other].decided)
-        elif self.may_doubt and peer != DECIDER and not member.decided:
+        elif self.may_doubt and peer != COORDINATOR and not member.decided:
             if member.may_learn:
                 yield "doubt", False, (peer,)
             elif not self.hopes(peer):
@@ -128,7 +128,7 @@ class World:
 
     def hopes(self, peer: int) -> bool:
         """Whether another member says that it knows the verdict, or may still learn it: what `AskVerdict` asks."""
-        others = [self.members[other] for other in PEERS if other not in (peer, DECIDER) and self.alive[other]]
+        others = [self.members[other] for other in PEERS if other not in (peer, COORDINATOR) and self.alive[other]]
         return any(each.rules.commit is not None or each.may_learn for each in others)
 
     def finish(self, peer: int, part: int, attempt: int) -> None:
@@ -178,7 +178,7 @@ class World:
 
     def suspect(self, peer: int) -> None:
         """The coordinator leaves a member out, perhaps itself."""
-        self.aside = self.aside or peer == DECIDER
+        self.aside = self.aside or peer == COORDINATOR
         self.tell(self.coordinator.leave_out(peer, "suspected", 0.0))
 
     def tell(self, actions: list[CoordinatorAction]) -> None:
@@ -246,7 +246,7 @@ class World:
             if not self.alive[peer] or rules.succeeded:
                 self.averaging = [work for work in self.averaging if work[0] != peer]
         verdict = self.coordinator.rules.verdict
-        if verdict is not None or not self.alive[DECIDER]:
+        if verdict is not None or not self.alive[COORDINATOR]:
             self.coordinator = new_coordinator((), ())
             self.coordinator.rules.verdict = verdict
         live = self.coordinator.rules.live
@@ -270,16 +270,16 @@ class World:
     def check_end(self) -> None:
         """When nothing more must happen, and the coordinator lives: see `commit_model.check_end`."""
         verdict = self.coordinator.rules.verdict
-        if not self.alive[DECIDER]:
+        if not self.alive[COORDINATOR]:
             return
         if verdict is None:
             raise Broken("the coordinator lives and there is no verdict")
         for peer in self.gave_up if isinstance(verdict, Commit) else ():
-            if any(self.alive[other] and self.members[other].may_learn for other in PEERS if other != DECIDER):
+            if any(self.alive[other] and self.members[other].may_learn for other in PEERS if other != COORDINATOR):
                 raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
         for peer in PEERS:
             others = [other for other in PEERS if other != peer and self.contributes[other]]
-            without = self.aside or not self.contributes[DECIDER]
+            without = self.aside or not self.contributes[COORDINATOR]
             if without and others and not any(self.alive[other] for other in others):
                 continue
             if isinstance(verdict, Commit) and self.alive[peer] and not self.members[peer].rules.succeeded:

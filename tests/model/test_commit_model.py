@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.model import commit_model
-from tests.model.commit_model import DECIDER, PARTS, Broken
+from tests.model.commit_model import COORDINATOR, PARTS, Broken
 
 REDUCERS = [(1, 2), (1, 1), (0, 1)]
 
@@ -15,7 +15,7 @@ AUXILIARY = [
     ((1, 2), {0}),
     ((0, 1), {0}),
     ((1, 2), {1}),
-    ((1, 1), {1}),
+    pytest.param((1, 1), {1}, marks=pytest.mark.long),
     ((0, 1), {1}),
     ((0, 1), {0, 1}),
     ((1, 2), {1, 2}),
@@ -116,7 +116,7 @@ def test_model_finds_a_coordinator_that_commits_without_any_contributor(monkeypa
     suspect, need = commit_model._suspect, commit_model._need
 
     def careless(state: commit_model.State, lost: int) -> commit_model.State:
-        monkeypatch.setattr(commit_model, "_need", lambda state, live: need(state, live) or [DECIDER])
+        monkeypatch.setattr(commit_model, "_need", lambda state, live: need(state, live) or [COORDINATOR])
         after = suspect(state, lost)
         monkeypatch.setattr(commit_model, "_need", need)
         return after

@@ -11,7 +11,7 @@ from shoal.allreduce.coordinator import COORDINATOR_TRANSITIONS, Coordinator
 from shoal.allreduce.member import MEMBER_TRANSITIONS, MemberMachine
 from shoal.peer import PeerID
 from shoal.wire import Abort, Commit, Contact, Held, Member, Report
-from tests.model.commit_model import DECIDER, Broken
+from tests.model.commit_model import COORDINATOR, Broken
 from tests.model.round_world import ROUND, World, new_coordinator, search
 from tests.transitions import Recorder
 
@@ -81,7 +81,7 @@ def test_the_search_finds_members_that_give_up_on_a_coordinator_that_had_committ
     ("reducer", "auxiliary", "crashes", "broken"),
     [
         ((1, 2), {1}, 0, lambda rules: rules.live),  # waits for everybody
-        ((0, 1), {0, 1}, 1, lambda rules: {DECIDER}),  # is content with what it holds itself
+        ((0, 1), {0, 1}, 1, lambda rules: {COORDINATOR}),  # is content with what it holds itself
     ],
 )
 def test_the_search_finds_a_coordinator_that_counts_the_wrong_members(
@@ -134,7 +134,7 @@ def _by_hand() -> None:
     def member(*reduces: bool) -> MemberMachine:
         peers = [PeerID(bytes([index]) * 32) for index in range(len(reduces))]
         group = [Member(Contact(peer), able, None, b"") for peer, able in zip(peers, reduces, strict=True)]
-        return MemberMachine(ROUND, 1, DECIDER, group, [1], silence_s=1.0, now=0.0)
+        return MemberMachine(ROUND, 1, COORDINATOR, group, [1], silence_s=1.0, now=0.0)
 
     verdict = Commit(ROUND, [Held(0, 0, b"\x03", 2.0, bytes(16))])
     member(True, True).give_up("time is over")

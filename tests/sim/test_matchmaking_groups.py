@@ -67,7 +67,7 @@ async def form_all(
 
 @pytest.mark.parametrize("dht", [False, True])
 @pytest.mark.parametrize("spread_s", [0.0, 0.2])
-@pytest.mark.parametrize("count", [2, 4, 8, 16])
+@pytest.mark.parametrize("count", [2, 4, 8, pytest.param(16, marks=pytest.mark.long)])
 def test_time_to_form(count: int, spread_s: float, dht: bool) -> None:
     """All who call end in one group; printed: virtual time after the last call, first and later rounds.
 
@@ -115,6 +115,7 @@ def test_sixty_four_peers_form_one_group() -> None:
     run(main(), seed=1)
 
 
+@pytest.mark.long
 def test_hundred_rounds_of_sixteen() -> None:
     """At least 99 of 100 rounds give one group of all 16."""
 

@@ -75,7 +75,9 @@ def assert_all_in(results: list[tuple[int, int]]) -> None:
     assert all(steps >= 0.95 * EPOCHS and not downloads for steps, downloads in results), results
 
 
-@pytest.mark.parametrize(("target", "average_state_every"), [(160, 4), (200, 1), (400, 4)])
+@pytest.mark.parametrize(
+    ("target", "average_state_every"), [(160, 4), (200, 1), pytest.param(400, 4, marks=pytest.mark.long)]
+)
 def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_state_every: int) -> None:
     """The first peer with the average saw itself as the whole swarm, and stepped without those still in a batch."""
     assert_all_in(train_together([0.02, 0.02, 0.5], target=target, average_state_every=average_state_every, seed=1))

@@ -10,7 +10,7 @@ from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
 
 ROUND = b"r" * 16
-DECIDER = 0
+COORDINATOR = 0
 
 
 def machine(reducers: list[int], me: int = 1, group: str = "ttt") -> MemberMachine:
@@ -19,7 +19,7 @@ def machine(reducers: list[int], me: int = 1, group: str = "ttt") -> MemberMachi
         Member(Contact(PeerID(bytes([index]) * 32)), kind != "c", None, b"", kind != "a")
         for index, kind in enumerate(group)
     ]
-    return MemberMachine(ROUND, me, DECIDER, members, reducers, silence_s=5.0, now=0.0)
+    return MemberMachine(ROUND, me, COORDINATOR, members, reducers, silence_s=5.0, now=0.0)
 
 
 def held(part: int, attempt: int = 0) -> Held:
@@ -129,14 +129,14 @@ def test_a_member_that_loses_the_coordinator_asks_the_others_once() -> None:
     """And not after the verdict: then it knows it. The coordinator never loses itself."""
     member = machine([0])
     blame, asks = member.coordinator_lost("killed")
-    assert blame == Blame(DECIDER, "lost, and it was to decide: killed")
+    assert blame == Blame(COORDINATOR, "lost, and it was to decide: killed")
     assert asks == AskOthers()
     assert not member.may_learn
     assert member.coordinator_lost("killed") == []
     late = machine([0])
     late.obey(commit(0), 1.0)
     assert [type(action) for action in late.coordinator_lost("killed")] == [Blame]
-    assert machine([0], me=DECIDER).coordinator_lost("never") == []
+    assert machine([0], me=COORDINATOR).coordinator_lost("never") == []
 
 
 def test_a_report_has_all_news_since_the_last_one() -> None:

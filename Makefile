@@ -18,7 +18,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$$$} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo zero-demo test test-long test-long-sample lint format bench reading-path clean
+.PHONY: help demo zero-demo test test-long test-long-sample lint format tables bench reading-path clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 22
@@ -48,6 +48,9 @@ lint: $(DEV_READY)  ## ruff, mypy, import contracts: changes nothing
 format: $(DEV_READY)  ## mend what ruff can mend
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+tables: $(DEV_READY)  ## make the tables of docs/protocol.md anew from the code
+	@$(BIN)/python -m tests.protocol_tables
 
 bench: $(DEV_READY)  ## all speed measurements: an hour or two (ARGS="--hivemind-python PATH"; --quick, --only NAMES, --list)
 	@$(BIN)/python -m benchmarks $(ARGS)

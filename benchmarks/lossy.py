@@ -98,7 +98,7 @@ class Run(NamedTuple):
 
 
 def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Random) -> None:
-    """A round without its network: every part from all peers, all of them end with the owner's bytes."""
+    """A round without its network: every part from all peers, all of them end with the reducer's bytes."""
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
     names = {vector.reference_name for vector in vectors}
@@ -107,12 +107,12 @@ def average(vectors: Sequence[Vector], weights: Sequence[float], rng: random.Ran
     numel = vectors[0].layout.numel
     slices = [numel // len(vectors)] * len(vectors)
     slices[-1] += numel - sum(slices)
-    owners = rng.sample(range(len(vectors)), len(vectors))
+    reducers = rng.sample(range(len(vectors)), len(vectors))
     for part in vectors[0].parts(slices, PART_BYTES):
-        owner = owners[part.owner]
-        average_part(vectors, weights, part, owner, DIGESTS)
+        reducer = reducers[part.reducer]
+        average_part(vectors, weights, part, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
-            vector.settle(part, averaged_here=peer == owner)
+            vector.settle(part, averaged_here=peer == reducer)
     for vector in vectors:
         vector.name_reference(b"one after the other")
         vector.overwrite()

@@ -39,7 +39,7 @@ from benchmarks.dht_sim import LIMITS, without_gc
 from shoal.averager.directory import DhtDirectory
 from shoal.dht import DhtNode, DhtSettings
 from shoal.errors import RoundFailed
-from shoal.matchmaking import Group, GroupDirectory, Matchmaker
+from shoal.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
 from shoal.matchmaking.group_bits import next_group_bits
 from shoal.peer import Address, PeerID
 from shoal.rpc import Endpoint
@@ -148,13 +148,10 @@ async def start(host: SimHost, initial: Sequence[Address], target: int, director
         endpoint,
         host.env,
         view,
+        MatchmakingConfig(target_group_size=target, window_s=WINDOW_S),
         prefix=PREFIX,
-        schema=b"schema",
-        settings={},
-        compare_schema=lambda *_: None,
+        terms=JoinTerms(b"schema", {}, lambda *_: None),
         plan=plan,
-        target_group_size=target,
-        window_s=WINDOW_S,
     )
     rng = random.Random(f"{host.name}/values")
     return Peer(endpoint, matchmaker, array("d", (rng.gauss(0.0, 1.0) for _ in range(VALUES))))

@@ -44,12 +44,13 @@ from shoal.dht.local import DhtSettings
 from shoal.dht.validation import RECORD_CONTEXT, signed_record
 from shoal.events import EventBus
 from shoal.identity import Identity, verify
-from shoal.optim import CollaborationSettings
+from shoal.optim import RunSettings
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.tellers import look_s, write_s
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress
 from shoal.rpc import Endpoint, Limits
+from shoal.tasks import Changes
 from shoal.transport.tcp import TcpTransport
 from shoal.wire import (
     Contact,
@@ -244,13 +245,13 @@ class Member:
             events=EventBus(), rng=random.Random(number), clock=SimpleNamespace(time=swarm.loop.time)
         )
         self.endpoint = self.node = self
-        self.samples, self.heard_of = 0, False
+        self.samples, self.news = 0, Changes()
         self.known = SwarmProgress(self.peer_id, _SETTINGS, ttl_s=20.0)
-        settings = CollaborationSettings(
+        settings = RunSettings(
             run_id="run", target_batch_size=swarm.target, averager=AveragerSettings(), ttl_s=math.inf
         )
         core: Any = self
-        self.gossip = ProgressGossip(core, settings, self.known, mine=self.mine, on_news=self.news)
+        self.gossip = ProgressGossip(core, settings, self.known, self.news, next_word=self.mine)
 
     # as an endpoint and a node of the DHT
 
@@ -316,13 +317,13 @@ class Member:
             settings=_SETTINGS,
         )
 
-    def news(self) -> None:
-        if not self.heard_of:
-            self.heard_of = True
-            self.swarm.loop.call_soon(self.look)
+    async def attend(self) -> None:
+        while True:
+            seen = self.news.count
+            self.look()
+            await self.news.after(seen)
 
     def look(self) -> None:
-        self.heard_of = False
         began = time.process_time()
         now, swarm = self.swarm.loop.time(), self.swarm
         view = self.known.view(self.mine(), now, awaited=swarm.all, before=swarm.before)
@@ -393,7 +394,7 @@ class SimulatedSwarm:
         self.digest = hashlib.sha256(self.digest).digest()
         for member in members:
             member.samples = 0
-            member.news()
+            member.news.notify()
         if len(self.epochs) == self.wanted:
             self.over.set()
 
@@ -402,7 +403,11 @@ class SimulatedSwarm:
     async def run(self, epochs: int) -> list[Epoch]:
         """Train so many epochs, after the first ones, in which nobody knows who is there and how long one takes."""
         self.wanted = epochs
-        works = [work for member in self.members.values() for work in (member.train(), *member.gossip.start())]
+        works = [
+            work
+            for member in self.members.values()
+            for work in (member.train(), member.attend(), *member.gossip.start())
+        ]
         tasks = [self.loop.create_task(work) for work in works]
         await self.over.wait()
         for task in tasks:
@@ -442,7 +447,7 @@ def summary(epochs: list[Epoch], peers: int, cost: dict[str, tuple[float, float]
         ordinary, keepers = ordinary + epoch.ordinary, keepers + epoch.keepers
     in_turn_s = sum(epoch.turns * epoch.duration_s for epoch in epochs)
 
-    period_s = CollaborationSettings(run_id="run", target_batch_size=1, averager=AveragerSettings()).publish_period_s
+    period_s = RunSettings(run_id="run", target_batch_size=1, averager=AveragerSettings()).publish_period_s
     replicas = min(DhtSettings().replicas, peers - 1)
     words = {"write": 1 / write_s(peers, period_s), "read": 1 / look_s(peers)}
     asking, answering = (replicas * sum(words[kind] * cost[kind][end] for kind in words) for end in (0, 1))

@@ -33,7 +33,7 @@ class FloorPeer(TransportPeer):
     def join(self, invites: list[str]) -> None:
         super().join(invites)
         ranks = [Address.parse(invite).peer_id for invite in invites]
-        self.to_owner = {ranks.index(connection.peer_id): connection for connection in self.dialed}
+        self.to_reducer = {ranks.index(connection.peer_id): connection for connection in self.dialed}
 
     def average(self) -> Times:
         called = now()
@@ -47,17 +47,17 @@ class FloorPeer(TransportPeer):
         self.missing = {part.number: len(self.accepted) for part in mine}
         self.done = {part.number: asyncio.Event() for part in mine}
         works = []
-        for owner, connection in self.to_owner.items():
-            works += [self.contribute(connection, owner), self.land(connection, owner)]
+        for reducer, connection in self.to_reducer.items():
+            works += [self.contribute(connection, reducer), self.land(connection, reducer)]
         for connection in self.accepted:
             works += [self.reduce(connection, mine), self.give(connection, mine)]
         await asyncio.gather(*works)
 
     def owned(self, rank: int) -> Iterator[Part]:
-        return (part for part in self.parts if part.owner == rank)
+        return (part for part in self.parts if part.reducer == rank)
 
-    async def contribute(self, connection: Connection, owner: int) -> None:
-        for part in self.owned(owner):
+    async def contribute(self, connection: Connection, reducer: int) -> None:
+        for part in self.owned(reducer):
             await connection.write(self.vector.contribution(part))
 
     async def reduce(self, connection: Connection, mine: list[Part]) -> None:
@@ -80,9 +80,9 @@ class FloorPeer(TransportPeer):
             assert wire is not None, "it is finished"
             await connection.write(wire)
 
-    async def land(self, connection: Connection, owner: int) -> None:
+    async def land(self, connection: Connection, reducer: int) -> None:
         buffer = memoryview(bytearray(self.part_bytes))
-        for part in self.owned(owner):
+        for part in self.owned(reducer):
             data = self.vector.landing(part) or buffer[: self.vector.encoded_bytes(part)]
             await connection.readinto(data)
             self.vector.land(part, data)

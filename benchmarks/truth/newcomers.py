@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.truth.kit import Job, Trainee, Verdict, apart, changed, joined, train
 from benchmarks.truth.peers import Failed, Peers
-from shoal.optim.collaboration import Phase
+from shoal.optim.phases import RunPhase
 
 __all__ = ["REPLAYS"]
 
@@ -85,7 +85,7 @@ def tell_when_behind(trainee: Trainee) -> None:
     """Say it when the state of a run that is further is known, and being fetched."""
 
     def watch() -> None:
-        while trainee.swarm.collaboration.phase is not Phase.BEHIND:
+        while trainee.swarm.collaboration.phase is not RunPhase.BEHIND:
             time.sleep(0.05)
         trainee.line.say("behind")
 

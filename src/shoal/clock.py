@@ -76,8 +76,8 @@ class SharedClock:
 
     Args:
         own: the clock of this machine.
-        settled: whether the network's time is known: a peer that begins a network knows it; a peer that joins one does
-            not, and says so.
+        settled: whether the network's time is known. A peer that begins a network knows it; a peer that joins one does
+            not, and tells others so.
 
     Attributes:
         ahead_s: how far the network's time is ahead of our own.
@@ -99,7 +99,7 @@ class SharedClock:
         return self.own.monotonic()
 
     def told(self, peer: Hashable, host: str, ahead_s: float) -> bool:
-        """A peer on a host told how far the network's time is ahead of our own clock. True if ours changes by that."""
+        """Take in how far a peer finds the network's time ahead of our own clock; True if our time changes by that."""
         if not abs(ahead_s) <= self.FURTHEST_S:
             return False
         self._told[peer] = host, ahead_s
@@ -117,7 +117,7 @@ class SharedClock:
         return True
 
     def forget(self, peer: Hashable) -> None:
-        """The peer is no longer connected."""
+        """Forget the time of a peer that is no longer connected."""
         self._told.pop(peer, None)
 
 
@@ -131,7 +131,7 @@ def own_clock(clock: Clock) -> Clock:
 
 
 def get_dht_time() -> float:
-    """Wall-clock seconds, in which expirations of DHT records and scheduled times are given."""
+    """The wall-clock time, seconds: the unit of expirations of DHT records and of scheduled times."""
     return time.time()
 
 
@@ -162,7 +162,7 @@ class ThreadExecutor:
 
 
 async def shielded(work: Awaitable[T]) -> T:
-    """Wait for work that must not be left half done: a cancellation meanwhile takes effect only when it has ended."""
+    """Wait for work that must not be left half done. A cancellation takes effect only when the work has ended."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -171,7 +171,7 @@ async def shielded(work: Awaitable[T]) -> T:
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([task])
         if not task.cancelled():
-            task.exception()  # nobody asks for it any more
+            task.exception()  # else asyncio complains that nobody asked for it
         raise
 
 

@@ -35,8 +35,7 @@ class PeerCore:
         state_upload_limit: bytes per second that all states together are sent at; None: no fixed limit.
         invited_to: the runs that its invites name.
         begins_here: whether it has no initial peer on another machine.
-        leavers: functions that end things in order before this peer leaves on purpose; each gets the seconds that it
-            may take.
+        leavers: functions that are called before this peer leaves on purpose, each with the seconds that it may take.
     """
 
     identity: Identity
@@ -75,12 +74,13 @@ class PeerCore:
             transport: the transport; this object closes it.
             env: clock, chance, executor, events.
             initial_peers: addresses at which to join the network; without any, a new network begins.
-            client_mode: never listen; False: listen, and announce where; None: ask the others whether they can dial
-                this peer, unless all initial peers are on this machine, and announce nothing if they cannot.
+            client_mode: True: never listen. False: listen, and announce where. None: listen, ask the others whether
+                they can dial this peer, and announce nothing if they cannot; if all initial peers are on this machine,
+                as False.
             limits: the limits of the endpoint.
             dht_settings: the settings of the DHT node.
             validators: rules for records, beside signatures.
-            state_upload_limit: see the attributes.
+            state_upload_limit: bytes per second, see the attributes.
             timeout_s: the longest time for joining.
             must_join: False begins a new network if no initial peer answers.
             patient: False gives up within about three seconds if no program listens at any initial peer's addresses.

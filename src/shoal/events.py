@@ -1,6 +1,6 @@
 """Typed events on an in-process bus.
 
-The log, the demo's screen, later the dashboard and the metrics, and the tests all read these instead of parsing text.
+The log, the demo's screen and the tests read these instead of parsing text.
 Each event is a frozen struct; `peer` fields hold the other peer's id. Events hold no times: a subscriber that records
 them uses its own clock.
 """
@@ -42,7 +42,7 @@ _MAX_WARNED = 256
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Base of all events. Encoded, each has its name as the tag `type`.
+    """The base of all events. Encoded, each has its name as the tag `type`.
 
     Attributes:
         level: the log level: INFO for events that a user cares about, once or once in an epoch; DEBUG for the rest.
@@ -57,14 +57,14 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Joined(Event, frozen=True, kw_only=True):
-    """This peer is in the network: it knows so many other nodes, and others can dial it at these addresses."""
+    """This peer is in the network: it knows `peers` other nodes, and others can dial it at `addresses`."""
 
     level: ClassVar[int] = logging.INFO
 
     peers: int
     addresses: tuple[str, ...]
     only_here: bool
-    """Whether these addresses are for peers on this machine only."""
+    """Whether only peers on this machine can use the addresses."""
 
     def line(self) -> str:
         met = f"joined the network, {_count(self.peers, 'other node')} known" if self.peers else "began a network"
@@ -181,7 +181,7 @@ class StateDownloaded(Event, frozen=True, kw_only=True):
 
 
 class StateServed(Event, frozen=True, kw_only=True):
-    """A newcomer took (part of) the state from here."""
+    """A newcomer took the state, or part of it, from here."""
 
     level: ClassVar[int] = logging.INFO
 
@@ -214,7 +214,7 @@ class SteppedAlone(Event, frozen=True, kw_only=True):
     run_id: str
     epoch: int
     others: int
-    """How many other peers of the run are known here; they are at other states."""
+    """The number of other peers of the run that are known here. They are at other states."""
 
 
 class RunEnded(Event, frozen=True, kw_only=True):
@@ -292,7 +292,7 @@ def print_log() -> None:
 
 
 def duration(seconds: float) -> str:
-    """A duration for people: `1.5 s`, `250 ms`, `0.31 ms`."""
+    """A duration for people, such as `1.5 s`, `250 ms` or `0.31 ms`."""
     if seconds >= 1:
         return f"{seconds:.1f} s"
     return f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.2g} ms"
@@ -303,7 +303,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _plain(value: object) -> str:
-    """A value in a log: peers by their first letters, bytes by their first digits, no control characters."""
+    """A value for a log: peers by their first letters, bytes by their first digits, no control characters."""
     match value:
         case PeerID():
             return value.short()

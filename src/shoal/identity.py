@@ -32,10 +32,10 @@ from shoal.peer import PeerID
 __all__ = ["SEED_BYTES", "SIGNATURE_BYTES", "Identity", "verify"]
 
 SEED_BYTES = 32
-"""Length of the secret that an identity is derived from."""
+"""The length of the secret from which an identity is derived."""
 
 SIGNATURE_BYTES = 64
-"""Length of every signature."""
+"""The length of every signature."""
 
 _MAX_FILE_BYTES = 16 << 10
 
@@ -51,8 +51,8 @@ _TORSION = frozenset(
         "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
     )
 )
-"""The points whose order divides 8, without the bit of the sign: under these as public keys anybody can sign. It is the
-list of libsodium (`ge25519_has_small_order`), canonical and other encodings."""
+"""The points whose order divides 8, without the bit of the sign. If such a point is the public key, anybody can sign.
+The list is that of libsodium (`ge25519_has_small_order`), with canonical and other encodings."""
 
 
 class Identity:
@@ -142,7 +142,7 @@ class Identity:
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{name} is not a key file: expected an unencrypted PEM private key") from error
         if not isinstance(key, Ed25519PrivateKey):
-            raise ConfigError(f"the key in {name} is not an Ed25519 key")
+            raise ConfigError(f"the key in {name} is not an Ed25519 key: create one with `shoal key new`")
         return cls(key)
 
     @classmethod
@@ -189,7 +189,7 @@ class Identity:
 
 
 def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) -> bool:
-    """Whether `signature` is `peer_id`'s, for this context and message. Bad input is False, never an exception.
+    """Whether `signature` is that of `peer_id` for this context and message. Bad input gives False, never an exception.
 
     A public key that is a point of small order is no peer's key: everybody could sign for it.
     """
@@ -204,7 +204,7 @@ def verify(peer_id: PeerID, context: bytes, message: bytes, signature: bytes) ->
 
 @lru_cache(maxsize=1024)
 def _public_key(raw: bytes) -> Ed25519PublicKey:
-    """To make one takes an eighth of the time of a verification, and the same peers sign again and again."""
+    """A key object. Making one takes an eighth of the time of a verification, and the same peers sign repeatedly."""
     return Ed25519PublicKey.from_public_bytes(raw)
 
 

@@ -13,8 +13,8 @@ def lazy(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object
     """The `__getattr__` and `__dir__` of a package (PEP 562).
 
     Args:
-        package: its name.
-        homes: for each public name the module that has it; the package itself for its own submodules.
+        package: the package's name.
+        homes: the module that has each public name. For a submodule of the package this is the package itself.
     """
     there = sys.modules[package].__dict__
 

@@ -74,7 +74,7 @@ class PeerID:
         return cls.parse(text)
 
     def short(self) -> str:
-        """The first 8 characters: enough for a log line, not for a decision."""
+        """The first 8 characters: enough for a line of a log, not for a decision."""
         return str(self)[:8]
 
     def __str__(self) -> str:
@@ -157,7 +157,7 @@ class Address:
         return address
 
     def __getitem__(self, protocol: str) -> str:
-        """The text behind a protocol's name, as in `address["p2p"]`; KeyError for a name that is not in the address."""
+        """The text behind a protocol's name, as in `address["p2p"]`; raises KeyError for a name that is not there."""
         return {self.kind: self.host, "tcp": str(self.port), "p2p": str(self.peer_id)}[protocol]
 
     def __contains__(self, protocol: str) -> bool:

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from shoal.peer import PeerID
 from shoal.wire import Progress, Standing
 
-__all__ = ["StateKey", "SwarmProgress", "SwarmView", "settings_difference"]
+__all__ = ["StateKey", "SwarmProgress", "SwarmView", "bound", "settings_difference"]
 
 _SHOWN = 120
 _MAX_REMEMBERED = 4096
@@ -98,11 +98,6 @@ class SwarmView:
         """The peers that have the best state, this peer left out; those that can be dialed come first."""
         at_best = [progress.contact for progress in self.others.values() if StateKey.of_peer(progress) == self.best]
         return tuple(contact.peer for contact in sorted(at_best, key=lambda each: (not each.addresses, each.peer.raw)))
-
-    def eta_s(self, target: int) -> float:
-        """Seconds until `target` samples are there, at the present rate; infinity if no samples are coming."""
-        missing = max(0, target - self.samples)
-        return 0.0 if not missing else missing / self.rate if self.rate > 0 else float("inf")
 
 
 class _Word(NamedTuple):
@@ -182,7 +177,7 @@ class SwarmProgress:
             if direct or progress.time > self._strangers.get(peer, math.inf):
                 self.mismatch = difference
             self._strangers.setdefault(peer, progress.time)
-            _bound(self._strangers)
+            bound(self._strangers, _MAX_REMEMBERED)
             return False
         if progress.time <= self._last_time(peer, now, direct=direct):
             return False
@@ -211,7 +206,7 @@ class SwarmProgress:
             known = self._known.get(other.peer)
             if known is None and other.peer != self._me and other.peer not in self._lost:
                 self.named[other.peer] = teller.contact.peer
-                _bound(self.named)
+                bound(self.named, _MAX_REMEMBERED)
             if known is None or not self._said_last(other.peer, now).time < other.time < math.inf:
                 continue
             progress = replace(known.said, samples=other.samples, time=other.time, **at_state)
@@ -288,7 +283,7 @@ class SwarmProgress:
         self._alive.discard(peer)
         self._lost.pop(peer, None)
         self._lost[peer] = _Loss(said, max(said, wrote), self._now)
-        _bound(self._lost)
+        bound(self._lost, _MAX_REMEMBERED)
 
     @property
     def ends(self) -> dict[PeerID, int | None]:
@@ -300,16 +295,16 @@ class SwarmProgress:
         """The peers that count, as of the last update."""
         return tuple(self._known)
 
-    def withheld(self, peers: Iterable[PeerID], now: float) -> None:
+    def note_withheld(self, peers: Iterable[PeerID], now: float) -> None:
         """These peers were asked for their state and did not give it: after two tries others go on without it."""
         self._seen = None
         for peer in peers:
             times = self._withheld.pop(peer, (0, now))[0] + 1
             aside_s = min(_ASIDE_S * 2.0 ** (times - _TRIES), _LONGEST_ASIDE_S) if times >= _TRIES else 0.0
             self._withheld[peer] = times, now + aside_s
-        _bound(self._withheld)
+        bound(self._withheld, _MAX_REMEMBERED)
 
-    def gave(self, peers: Iterable[PeerID]) -> None:
+    def note_given(self, peers: Iterable[PeerID]) -> None:
         """These peers gave their state."""
         self._seen = None
         for peer in peers:
@@ -353,10 +348,6 @@ class SwarmProgress:
             and self._offers(progress, now, mine.end_epoch, at_end=False)
             and StateKey.of_peer(progress) > StateKey.of_peer(mine)
         }
-
-    def next_expiry(self) -> float | None:
-        """Return when the next peer would have been silent for too long."""
-        return min((word.at + self.ttl_s for word in self._known.values()), default=None)
 
     def view(
         self,
@@ -558,9 +549,10 @@ class _Seen:
         )
 
 
-def _bound(remembered: dict[PeerID, Any]) -> None:
-    while len(remembered) > _MAX_REMEMBERED:
-        remembered.pop(next(iter(remembered)))
+def bound(remembered: dict[Any, Any], most: int) -> None:
+    """Forget the oldest entries of this until it has so many at most."""
+    while len(remembered) > most:
+        del remembered[next(iter(remembered))]
 
 
 def settings_difference(mine: Mapping[str, str], theirs: Mapping[str, str]) -> str | None:

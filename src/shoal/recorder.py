@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 MAX_ENTRIES = 1000
+"""The number of events that are remembered."""
+
 MAX_OF_PEER = MAX_ENTRIES // 4
 MAX_CHARACTERS = 200
 MAX_FIELDS = 16
@@ -77,13 +79,13 @@ class FlightRecorder:
         return round(self._clock.monotonic() - self._began_s, 6)
 
     def dump(self, last: int = MAX_ENTRIES) -> Trace:
-        """A copy of the last entries; from any thread."""
+        """A copy of the last entries. Any thread may call this."""
         entries = list(self._ring.copy().values())
         return Trace(self._peer, os.getpid(), self._began, self._now_s(), entries[-last:] if last > 0 else [])
 
 
 def for_strangers(trace: Trace) -> Trace:
-    """The same entries without texts that only this machine should see: warnings may hold names of files."""
+    """The trace without the texts that only this machine should see: warnings may hold names of files."""
     entries = [entry if entry.kind != Warned.__name__ else _without_message(entry) for entry in trace.entries]
     return Trace(trace.peer, 0, trace.began, trace.now_s, entries)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from types import MethodType
 from typing import Any, TypeVar
+from weakref import WeakMethod
 
 __all__ = ["Changes", "Tasks"]
 
@@ -16,11 +18,12 @@ class Tasks:
     """The background tasks of one object. asyncio alone may forget a running task, and keeps quiet if it fails.
 
     Args:
-        on_failure: called with the error of a task that failed. A cancelled task has not failed.
+        on_failure: called with the error of each task that failed. A cancelled task has not failed. A method is held
+            weakly: it is usually one of the object that holds these tasks, which then needs no cycle collector.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], object]) -> None:
-        self._on_failure = on_failure
+        self._on_failure = WeakMethod(on_failure) if isinstance(on_failure, MethodType) else lambda: on_failure
         self._running: dict[asyncio.Task[Any], None] = {}  # a set would cancel them in another order in each process
 
     def spawn(self, work: Coroutine[Any, Any, T], /) -> asyncio.Task[T]:
@@ -32,14 +35,14 @@ class Tasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         del self._running[task]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failure(error)
+        if not task.cancelled() and (error := task.exception()) is not None and (tell := self._on_failure()):
+            tell(error)
 
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    async def wait(self, timeout_s: float) -> None:
-        """Wait until the tasks of now have ended, at most for so many seconds."""
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until the tasks of now have ended, at most for so many seconds; None: however long it takes."""
         if others := self._others():
             await asyncio.wait(others, timeout=timeout_s)
 

@@ -10,7 +10,8 @@ Two kinds of message start something:
 - an `Opening[Up, Down]` is sent by `Endpoint.open` and gives a stream, on which the opener sends `Up` messages and the
   acceptor sends `Down` messages, in order, until each has said END.
 
-`docs/protocol.md` shows the same as tables.
+`docs/protocol.md` shows the same as tables, which `make tables` makes from the docstrings and types in this module.
+Each comment line of dashes begins one of these tables.
 """
 
 from __future__ import annotations
@@ -247,23 +248,39 @@ def stream_types(opening: type[Opening[Up, Down]]) -> tuple[type[Up], type[Down]
 
 
 class Contact(Message, frozen=True):
-    """A peer and where it can be dialed; no addresses for a peer that only dials (client mode)."""
+    """A peer, and where others can dial it. It stands inside other messages.
+
+    Attributes:
+        peer: the peer.
+        addresses: where it can be dialed. A client, which only dials, has none.
+    """
 
     peer: PeerID
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=8)] = ()
 
 
-# ---------------------------------------------------------------------------------------------------- rpc (both levels)
+# --------------------------------------------------------------------------------------------------- calls and streams
 
 
 class Hello(Message, frozen=True):
-    """First frame on a connection that carries calls: the peer that dials, and where it listens itself."""
+    """The dialer of a call link sends it first.
+
+    Attributes:
+        contact: the dialer, and where it listens itself.
+    """
 
     contact: Contact
 
 
 class Call(Message, frozen=True):
-    """Asks for one reply within `timeout_s` seconds. `method` is the tag of the request in `body`."""
+    """Either side of a link makes a request. It gets a `Reply`, a `Failure`, or nothing once its time is over.
+
+    Attributes:
+        id: names the call on this link.
+        method: the tag of the request.
+        timeout_s: how long the caller waits. No call is served for longer than 600 s.
+        body: the request.
+    """
 
     id: int
     method: str
@@ -272,17 +289,26 @@ class Call(Message, frozen=True):
 
 
 class Reply(Message, frozen=True):
-    """Answers the call with this id."""
+    """The handler of a call has answered.
+
+    Attributes:
+        id: the call's.
+        body: the reply.
+    """
 
     id: int
     body: msgspec.Raw
 
 
 class Failure(Message, frozen=True):
-    """Answers a call, or ends a stream, that could not be served.
+    """A call could not be served, or the sender gives up a stream.
 
-    `code`: `refused` (the handler said no), `busy` (a limit), `unknown` (no such method), `bad` (not decodable) or
-    `internal` (the handler failed). `id` is the call's id, 0 on a stream.
+    Attributes:
+        id: the call's; 0 on a stream.
+        code: `refused`: the handler said no, or the peer shuts down. `busy`: a limit is reached. `unknown`: there is no
+            such method, or none for this scope (averager prefix, run). `bad`: the body does not decode, or breaks the
+            protocol. `internal`: the answering side has a fault.
+        text: the reason, for a log.
     """
 
     id: int
@@ -291,27 +317,48 @@ class Failure(Message, frozen=True):
 
 
 class Note(Message, frozen=True):
-    """Says something that needs no answer. `method` is the tag of the message in `body`."""
+    """Either side of a link says something that needs no answer.
+
+    Attributes:
+        method: the tag of the message.
+        body: the message.
+    """
 
     method: str
     body: msgspec.Raw
 
 
 class Beat(Message, frozen=True):
-    """Asks for a sign of life, and for the network's time. `time` is the clock of the sender's machine, seconds."""
+    """Asks the other side of a link for a sign of life and for the network's time; answered by `BeatReply`.
+
+    It is sent when the link begins, after silence, and once a minute.
+
+    Attributes:
+        time: the wall clock of the sender's machine, seconds.
+    """
 
     time: float
 
 
 class BeatReply(Message, frozen=True):
-    """The sign of life: the asker's time given back, and the network's; not a number where that is not known yet."""
+    """The sign of life, sent at once.
+
+    Attributes:
+        asked: the time in the `Beat`.
+        time: the network's time as the answerer knows it, seconds. It is not a number (NaN) while the answerer is
+            joining and does not know it.
+    """
 
     asked: float
     time: float
 
 
 class Bye(Message, frozen=True):
-    """Last frame before an orderly close. `leaving`: the peer is going away; else the connection was only idle."""
+    """Either side of a link sends it last, before an orderly close.
+
+    Attributes:
+        leaving: the peer goes away. Otherwise the link was only idle.
+    """
 
     leaving: bool
 
@@ -321,53 +368,85 @@ class Noted(Message, frozen=True):
 
 
 class DialedBack(Message, frozen=True):
-    """The result of a `DialBack`: whether the asker was reached, and at which of its addresses (an IP address)."""
+    """The peer that was asked has tried to dial back.
+
+    Attributes:
+        reached: the asker answered there, and proved to be the peer that asked.
+        host: the IP address at which the asker is seen.
+    """
 
     reached: bool
     host: Annotated[str, msgspec.Meta(max_length=253)]
 
 
 class DialBack(Request[DialedBack], frozen=True):
-    """Dial me at the address that this question comes from, and this port: can others reach me there?"""
+    """A peer asks whether others can dial it: at its start, or after a `NoWayIn`.
+
+    Attributes:
+        port: where the asker listens, at the address that the question comes from.
+    """
 
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
 
 
 class Ballast(Request[Noted], frozen=True):
-    """Bytes without meaning: the sender measures how long they take to reach you."""
+    """`shoal doctor` measures how fast it can send to a peer.
+
+    Attributes:
+        data: bytes without meaning.
+    """
 
     data: Annotated[bytes, msgspec.Meta(max_length=262144)]
 
 
 class Whereabouts(Request[Noted], frozen=True):
-    """I listen here from now on, no longer at the addresses that I named before; nowhere, if there is no address."""
+    """The sender's addresses are no longer those of its `Hello`.
+
+    Attributes:
+        contact: where the sender listens from now on. Without addresses it only dials.
+    """
 
     contact: Contact
 
 
 class NoWayIn(Request[Noted], frozen=True):
-    """I cannot connect to you at these addresses of yours, though you live."""
+    """The sender twice failed to dial the receiver, though it heard from it meanwhile.
+
+    Attributes:
+        addresses: the addresses at which the sender dialed the receiver.
+    """
 
     addresses: Annotated[tuple[Address, ...], msgspec.Meta(max_length=8)]
 
 
 class OpenStream(Message, frozen=True):
-    """Begins a stream on a connection of its own. `method` is the tag of the opening message in `body`."""
+    """The opener sends it first on the connection of a stream. Messages of the stream follow, or a `Failure`.
+
+    Attributes:
+        method: the tag of the opening.
+        body: the opening.
+    """
 
     method: str
     body: msgspec.Raw
 
 
-# --------------------------------------------------------------------------------------------------------------- dht
+# ---------------------------------------------------------------------------------------------------------------- dht
 
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 """The place of a record in the DHT: SHA-256 of the application's key."""
 
 
 class Record(Message, frozen=True):
-    """One value, or one entry of a dictionary, in the DHT.
+    """One value, or one entry of a dictionary, in the DHT. It stands inside `DhtStore` and `DhtFound`.
 
-    A record with an `owner` is signed by it over (key, subkey, value, expiration): see `shoal.dht.validation`.
+    Attributes:
+        key: SHA-256 of the application's key.
+        subkey: names an entry of a dictionary: MessagePack text, bytes or an integer. None for a plain value.
+        value: MessagePack.
+        expiration: wall clock, seconds.
+        owner: the peer that signed the record, if one did.
+        signature: the owner's, over (key, subkey, value, expiration): see `shoal.dht.validation`.
     """
 
     key: Key
@@ -379,19 +458,26 @@ class Record(Message, frozen=True):
 
 
 class DhtPong(Message, frozen=True):
-    """Answers `DhtPing` with the contact of the answerer."""
+    """The node that was asked lives.
+
+    Attributes:
+        contact: the answerer's.
+    """
 
     contact: Contact
 
 
 class DhtPing(Request[DhtPong], frozen=True):
-    """Is this a DHT node, and where does it listen?"""
+    """A node that joins, or that misses another one, asks whether a DHT node is there and where it listens."""
 
 
 class DhtFound(Message, frozen=True):
-    """For one key: the records held here (all entries of a dictionary), and the nearest nodes known here.
+    """The answer for one key, inside `DhtFindReply`.
 
-    `more`: the answer did not fit in this reply, and is empty; ask for the key again. Never so for all keys.
+    Attributes:
+        records: all records that are held here for the key.
+        nearest: the nearest nodes that are known here.
+        more: the answer for this key did not fit and is empty: ask for the key again. Never true for all keys.
     """
 
     records: list[Record]
@@ -400,27 +486,46 @@ class DhtFound(Message, frozen=True):
 
 
 class DhtFindReply(Message, frozen=True):
-    """Answers `DhtFind`, in the order of its keys."""
+    """The answers of the node that was asked.
+
+    Attributes:
+        found: one answer for each key, in the order of the keys.
+    """
 
     found: Annotated[list[DhtFound], msgspec.Meta(max_length=64)]
 
 
 class DhtFind(Request[DhtFindReply], frozen=True):
-    """Records and nearest nodes for each key. `values=False` asks for nodes only."""
+    """A node asks for records and nearest nodes, in each step of a lookup.
+
+    Attributes:
+        keys: the keys that are looked up.
+        values: records are wanted, too. Otherwise only nodes are.
+    """
 
     keys: Annotated[list[Key], msgspec.Meta(max_length=64)]
     values: bool = True
 
 
 class DhtStoreReply(Message, frozen=True):
-    """For each record: empty if it is held now, else why not. `records`: all that is held for `DhtStore.find`."""
+    """The node that was asked has taken the records, or some of them. A client refuses the call.
+
+    Attributes:
+        refused: for each record: empty if it is held now, else the reason why not.
+        records: all records that are held for the key `DhtStore.find`.
+    """
 
     refused: Annotated[list[str], msgspec.Meta(max_length=256)]
     records: list[Record] = []
 
 
 class DhtStore(Request[DhtStoreReply], frozen=True):
-    """Hold these records until they expire; after taking them, return the records of the key `find`, if it is set."""
+    """A node stores or renews records, hands them to a node that should hold them, or exchanges declarations.
+
+    Attributes:
+        records: the records that are to be held until they expire.
+        find: once the records are held, return what is held for this key.
+    """
 
     records: Annotated[list[Record], msgspec.Meta(max_length=256)]
     find: Key | None = None
@@ -430,12 +535,16 @@ class DhtStore(Request[DhtStoreReply], frozen=True):
 
 
 class Member(Message, frozen=True):
-    """One member of a group, as the leader tells all others.
+    """One member of a group, inside `Join` and `Begin`.
 
-    `bandwidth` is in bytes/s, None where the peer did not say; `reduces` is False for a client or a peer with
-    bandwidth 0; `gathered` is the peer's own MessagePack value for all others. `contributes` is False for an auxiliary
-    peer, which reduces for the others: it has no values to average and wants no averages. `reference` names the last
-    average that this peer holds, by its round; empty if none, or if the averager codes nothing against it.
+    Attributes:
+        contact: the peer, and where it can be dialed.
+        reduces: it can average parts. False for a client, and for bandwidth 0.
+        bandwidth: bytes/s; None if the peer did not say.
+        gathered: the peer's own MessagePack value for all others.
+        contributes: it has values. False for an auxiliary peer, which wants no averages either; then `reduces` is true.
+        reference: the round whose average is the last that this peer holds: its values may be coded against that.
+            Empty if it holds none, or if its averager codes nothing against averages.
     """
 
     contact: Contact
@@ -447,15 +556,17 @@ class Member(Message, frozen=True):
 
 
 class JoinAccepted(Message, frozen=True):
-    """You are in; wait for `Begin` on this stream."""
+    """The leader takes the asker in. The asker waits for `Begin` on this stream."""
 
 
 class JoinRefused(Message, frozen=True):
-    """You are not in; `text` names why.
+    """The leader does not take the asker in, or counts it out again. It ends the stream.
 
-    Codes: `full`, `replaced` (you have asked again): you may ask again in a while; `not-looking`, `started`: too late;
-    `too-few`, `no-reducer`: the leader gave up; `later`: you are earlier than I, and I ask you; `schema`, `settings`:
-    we can never be in one group.
+    Attributes:
+        code: `full`, `replaced` (the asker has asked again): the asker may ask again in a while. `not-looking`,
+            `started`: it is too late. `too-few`, `no-reducer`: the leader gave up. `later`: the asker comes earlier in
+            the order, and the one that it asked asks it. `schema`, `settings`: the two can never be in one group.
+        text: the reason, for people.
     """
 
     code: str
@@ -463,15 +574,24 @@ class JoinRefused(Message, frozen=True):
 
 
 class JoinRedirected(Message, frozen=True):
-    """Ask this peer instead: I follow it."""
+    """The peer that was asked follows another one itself. It ends the stream.
+
+    Attributes:
+        leader: the peer to ask instead.
+    """
 
     leader: Contact
 
 
 class Begin(Message, frozen=True):
-    """The group is formed. `slices[i]` elements of the flat vector, in order, are reduced by member i.
+    """The leader starts the group: this is the same for all members.
 
-    `coordinator` is the index of the member whose `Commit` decides; the leader names itself.
+    Attributes:
+        round_id: drawn at random.
+        members: all members, in an order that the leader drew.
+        coordinator: the index of the member whose `Commit` decides: the leader.
+        slices: how many elements of the flat vector each member reduces, in order.
+        part_bytes: the upper bound of a part, as encoded: the leader's `part_size_bytes`.
     """
 
     round_id: RoundID
@@ -482,9 +602,18 @@ class Begin(Message, frozen=True):
 
 
 class Held(Message, frozen=True):
-    """I hold the average of this part and attempt; `digest` is of its encoded bytes.
+    """An average that a member holds, inside `Report`, `Commit` and `PartAverage`.
 
-    It is made of the values of `contributors` (bit i = member i), whose weights are `weight` in all.
+    Attributes:
+        part: the part's number.
+        attempt: the attempt under which it was averaged: from 0 to the number of members.
+        contributors: the members that count in it: bit i mod 8, lowest first, of byte i div 8 is member i. There are
+            ceil(members / 8) bytes, and no bits beyond the members.
+        weight: the sum of their weights: above 0, and at most members × 1e12; 0 if nobody counts. Any other weight
+            breaks the protocol.
+        digest: GMAC of the encoded average: AES-128-GCM that encrypts nothing. Its key is the first 16 bytes of
+            SHA-256(`shoal parts` + round id); its nonce is the part's number, in 12 bytes, big-endian. 16 zero bytes if
+            nobody counts.
     """
 
     part: int
@@ -495,9 +624,12 @@ class Held(Message, frozen=True):
 
 
 class Report(Message, frozen=True):
-    """Member to coordinator: parts newly held, members that I cannot get parts from, bytes moved so far in this round.
+    """A member reports to the coordinator: when there is news, and every `report_s`.
 
-    Sent when there is news, and about once a second without: growing `moved_bytes` show that a slow member is at work.
+    Attributes:
+        held: averages that are newly held.
+        lost: members that this one cannot get averages from.
+        moved_bytes: bytes sent and received in this round so far. They show that a slow member is at work.
     """
 
     held: list[Held] = []
@@ -506,52 +638,74 @@ class Report(Message, frozen=True):
 
 
 class Assign(Message, frozen=True):
-    """Coordinator to member: from now on, get these parts from member `owner`, under `attempt`.
+    """The coordinator names another reducer, or another source, of some parts.
 
-    A higher attempt than before: older bytes of the part are void and contributions are sent again, to `owner`.
-    The same attempt: `owner` holds the average already; ask it.
+    Attributes:
+        parts: the parts' numbers.
+        attempt: if it is higher than before, older bytes of these parts are void, and all send their values again. If
+            it is the same, `reducer` holds the averages already: ask it.
+        reducer: the member that averages the parts, or has the averages, from now on.
     """
 
     parts: list[int]
     attempt: int
-    owner: int
+    reducer: int
 
 
 class Commit(Message, frozen=True):
-    """The coordinator's verdict: the round succeeds, with exactly these averages, one entry per part in order."""
+    """The coordinator's verdict that the round succeeds with exactly these averages.
+
+    It goes to all members, also to those that were left out, once each member that counts holds each part.
+
+    Attributes:
+        round_id: the round.
+        parts: one entry for each part, in order.
+    """
 
     round_id: RoundID
     parts: list[Held]
 
 
 class Abort(Message, frozen=True):
-    """The coordinator's verdict: the round fails."""
+    """The coordinator's verdict that the round fails. It goes to all members.
+
+    Attributes:
+        round_id: the round.
+        reason: why it fails.
+    """
 
     round_id: RoundID
     reason: Annotated[str, msgspec.Meta(max_length=1024)]
 
 
 class Gone(Message, frozen=True):
-    """Coordinator to member: the connection with this member is lost. Do not wait for its contributions."""
+    """The coordinator has lost its connection with a member: nobody need wait for that member's values.
+
+    Attributes:
+        member: the lost member.
+    """
 
     member: int
 
 
 class Leave(Message, frozen=True):
-    """Follower to leader: count me out; or member to coordinator: I gave up this round."""
+    """A follower leaves its leader before `Begin`. In a round it tells the coordinator that the member gave up."""
 
 
 class Join(
     Opening[Report | Leave, JoinAccepted | JoinRefused | JoinRedirected | Begin | Assign | Gone | Commit | Abort],
     frozen=True,
 ):
-    """Follower asks leader to be in its next group. After `Begin` the same stream carries the round's control.
+    """A searching peer asks an earlier one to lead it. After `Begin` the same stream carries the round's control.
 
-    Sent to a peer that is later in order (a nudge) it is refused, and makes the sender known there.
+    A peer also sends it to a later peer, a *nudge*: it is refused there, but makes the sender known.
 
-    `group` is the group key; `schema` describes the tensors (see `shoal.allreduce.partition`); `settings` are named
-    values that must be equal in the whole run; `expiration` (wall clock, seconds) is when the follower's own window
-    ends.
+    Attributes:
+        group: the group key: `PREFIX.0bBITS[@tag]`.
+        schema: zlib of MessagePack: shape, dtype and codec of each tensor (`shoal.allreduce.partition`).
+        settings: named values that must be equal in the whole run.
+        expiration: when the asker's own window ends: wall clock, seconds.
+        member: the asker.
     """
 
     group: str
@@ -570,7 +724,15 @@ class Join(
 
 
 class PartData(Message, frozen=True):
-    """Payload follows: my values of this part, encoded, to be counted with `weight`."""
+    """A member sends the reducer its values of a part. In time it gets a `PartAverage`.
+
+    The payload is the encoded values; there is none if the weight is 0.
+
+    Attributes:
+        part: the part's number.
+        attempt: the attempt that the values are for: from 0 to the number of members.
+        weight: how much the values count: 0, or 1e-9 to 1e12.
+    """
 
     part: int
     attempt: int
@@ -578,27 +740,47 @@ class PartData(Message, frozen=True):
 
 
 class PartRequest(Message, frozen=True):
-    """Send me the average of this part of this attempt when you have it."""
+    """A member asks a holder for an average: after an `Assign` of the same attempt, or after the commit.
+
+    The answer is `PartAverage` or `PartAbsent`.
+
+    Attributes:
+        part: the part's number.
+        attempt: this attempt or a later one will do.
+    """
 
     part: int
     attempt: int
 
 
 class PartAverage(Message, frozen=True):
-    """Payload follows: the average of this part, encoded once for everyone."""
+    """The reducer has averaged a part, or a holder was asked for it. The payload is the encoded average.
+
+    Attributes:
+        held: the average that the payload is.
+    """
 
     held: Held
 
 
 class PartAbsent(Message, frozen=True):
-    """I do not have the average that you asked for, and shall not make it."""
+    """The member that was asked does not have the average, and will not make it.
+
+    Attributes:
+        part: as in the question.
+        attempt: as in the question.
+    """
 
     part: int
     attempt: int
 
 
 class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=True):
-    """A member's stream to the reducer of a slice: contributions up, averages down."""
+    """Each member opens it to each reducer when the round begins, and when another reducer or source is named.
+
+    Attributes:
+        round_id: the round.
+    """
 
     bulk: ClassVar[bool] = True
 
@@ -606,14 +788,23 @@ class Reduce(Opening[PartData | PartRequest, PartAverage | PartAbsent], frozen=T
 
 
 class Verdict(Message, frozen=True):
-    """The state of a round here: its commit if I have it; else whether I may still learn it from the coordinator."""
+    """What the answerer knows of the verdict. It remembers its last 64 rounds.
+
+    Attributes:
+        commit: the commit, if the answerer has it.
+        may_learn: whether the answerer may still get it from the coordinator.
+    """
 
     commit: Commit | None
     may_learn: bool
 
 
 class AskVerdict(Request[Verdict], frozen=True):
-    """Member to member, when the coordinator is lost: do you have the verdict?"""
+    """A member that lost the coordinator, and does not know the verdict, asks every other member for it.
+
+    Attributes:
+        round_id: the round.
+    """
 
     round_id: RoundID
 
@@ -626,14 +817,23 @@ Samples = Annotated[int, msgspec.Meta(ge=0, le=MAX_SAMPLES)]
 
 
 class Progress(Message, frozen=True):
-    """The progress of one peer of a run. Kept in the DHT under `RUN_ID_progress`, and sent to the others directly.
+    """The progress of one peer of a run: in the DHT under `RUN_ID_progress`, and inside `TellProgress`.
 
-    `digest` names the peer's state and `branch_samples` counts the samples that went into it; `samples` counts those
-    accumulated since, at `rate` samples per second. `time` is the peer's own wall clock and only orders its own
-    messages. `settings` must be equal in the whole run; `end_epoch` is where the run ends, if that is settled. With
-    `left` the peer says that it takes part no more. `check` is its last check of the parameters themselves: the epoch,
-    the digest of its own parameters, and the digest of those that they were found equal to (to rounding, if arithmetic
-    differs). `alone`: it is connected with nobody else of the run, or took its last step alone, and is not meant to.
+    Attributes:
+        contact: the peer that says it.
+        epoch: swarm steps in its parameters.
+        digest: names its state.
+        branch_samples: samples that went into the state.
+        samples: samples accumulated since.
+        rate: samples per second.
+        time: the wall clock of the peer's machine, which it never lets go back. It only orders the peer's own messages.
+        settings: values that must be equal in the whole run.
+        end_epoch: where the run ends, as this peer concludes; None: nowhere yet.
+        left: the peer takes part no more.
+        check: the last check of the parameters: its epoch, the digest of the peer's own parameters, and the digest of
+            those that they were found equal to (to rounding, if arithmetic differs).
+        alone: the peer is connected with nobody else of the run, or took its last step alone, and is not meant to. For
+            `shoal status`.
     """
 
     contact: Contact
@@ -651,7 +851,13 @@ class Progress(Message, frozen=True):
 
 
 class Standing(Message, frozen=True):
-    """A peer's word about another peer at its own state: the other's samples, and the time by the other's clock."""
+    """A peer's word about another peer at its own state, inside `TellProgress` and `ProgressTold`.
+
+    Attributes:
+        peer: the other peer.
+        samples: samples that the other one has accumulated.
+        time: when the other one said so, by its own wall clock.
+    """
 
     peer: PeerID
     samples: Annotated[int, msgspec.Meta(ge=0)]
@@ -659,14 +865,26 @@ class Standing(Message, frozen=True):
 
 
 class ProgressTold(Message, frozen=True):
-    """My progress; with the other peers at my state, if together we have the samples of the next step."""
+    """The answerer's own progress, at once.
+
+    Attributes:
+        progress: the answerer's.
+        others: as in `TellProgress`.
+    """
 
     progress: Progress
     others: Annotated[list[Standing], msgspec.Meta(max_length=4096)] = []
 
 
 class TellProgress(Request[ProgressTold], frozen=True):
-    """My progress, and that of others as in `ProgressTold`; what is yours?"""
+    """A peer tells another of its progress when something changed, as a call or in a `Note`, which gets no answer.
+
+    Attributes:
+        run_id: the run.
+        progress: the caller's.
+        others: the other peers at the caller's state, if together they have the samples of the next step, or if the
+            caller tells another keeper.
+    """
 
     run_id: str
     progress: Progress
@@ -679,13 +897,21 @@ class TellProgress(Request[ProgressTold], frozen=True):
 
 
 class Trainers(Message, frozen=True):
-    """Some of the peers of the run that I know, drawn at random."""
+    """Some peers of the run that the answerer knows.
+
+    Attributes:
+        contacts: at most 16, drawn at random from the peers that can be dialed.
+    """
 
     contacts: Annotated[list[Contact], msgspec.Meta(max_length=64)]
 
 
 class WhoTrains(Request[Trainers], frozen=True):
-    """Which peers of the run do you know? The DHT hides you from me, and perhaps them."""
+    """A peer asks which peers of the run the other one knows: the DHT hides that one, and perhaps these.
+
+    Attributes:
+        run_id: the run.
+    """
 
     run_id: str
 
@@ -701,9 +927,15 @@ class WhoTrains(Request[Trainers], frozen=True):
 class ManifestReply(Message, frozen=True):
     """The offer of a donor: one consistent snapshot.
 
-    `tensors` is (shape, dtype name, codec name, encoded bytes) for each tensor; the state is their encodings one after
-    another, cut to chunks of `chunk_bytes`; `hashes` are the chunks' BLAKE3. `metadata` is MessagePack. `infinite` are
-    the positions of the tensors that hold infinities.
+    Attributes:
+        snapshot: names the snapshot at this donor.
+        epoch: the state's.
+        metadata: plain values, in MessagePack.
+        tensors: (shape, dtype, codec, encoded bytes) of each. The state is their encodings one after another. A tensor
+            is encoded in slices of 1,048,576 elements; the last one is shorter.
+        chunk_bytes: the size of every chunk but the last: 1 KiB to 16 MiB.
+        hashes: BLAKE3 of each chunk.
+        infinite: the positions of tensors that hold infinities, ascending.
     """
 
     snapshot: RoundID
@@ -716,18 +948,23 @@ class ManifestReply(Message, frozen=True):
 
 
 class ManifestPending(Message, frozen=True):
-    """Not yet: ask again.
+    """The donor has no snapshot for the asker yet: ask again.
 
-    `busy`: others take the state, too many or an older one, or too many copies were made; else it is being made.
+    Attributes:
+        busy: others take the state, too many of them or an older one, or too many copies were made. Otherwise the
+            snapshot is being made, for more than 2 s already.
     """
 
     busy: bool
 
 
 class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
-    """Snapshot your state under this prefix and describe it (refused if you share none).
+    """A receiver asks a donor to snapshot its state and describe it. A donor that shares none refuses.
 
-    A state of an epoch before `epoch` is not wanted: a donor that others keep from making a new snapshot says `busy`.
+    Attributes:
+        prefix: names the state.
+        epoch: a state of an earlier epoch is of no use. A donor that others keep from making a new snapshot says
+            `busy`.
     """
 
     prefix: str
@@ -740,9 +977,13 @@ class GetManifest(Request[ManifestReply | ManifestPending], frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Payload follows: bytes of this chunk of the snapshot, beginning at `offset` within it.
+    """The donor sends a piece of a chunk, as the payload. Chunks come in the order in which they were asked for.
 
     A chunk may come in several pieces, in order: so a slow donor still shows that it lives.
+
+    Attributes:
+        index: the chunk's number.
+        offset: where in the chunk this piece begins.
     """
 
     index: int
@@ -750,13 +991,25 @@ class Chunk(Message, frozen=True):
 
 
 class MoreChunks(Message, frozen=True):
-    """Send these chunks too, after those asked for before."""
+    """The receiver asks for more chunks, after those asked for before, when half of these have come.
+
+    Attributes:
+        chunks: their numbers, none of them twice on one stream.
+    """
 
     chunks: list[int]
 
 
 class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
-    """Send these chunks of this snapshot, in this order, then those of `MoreChunks`. END when no more are wanted."""
+    """A receiver asks a donor for chunks: those that are missing, or are late from another donor.
+
+    The receiver says END when it wants no more.
+
+    Attributes:
+        prefix: names the state.
+        snapshot: the snapshot.
+        chunks: the chunks' numbers, in the order in which they are to come, none of them twice.
+    """
 
     bulk: ClassVar[bool] = True
 
@@ -774,7 +1027,13 @@ class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
 
 
 class StepsFrom(Message, frozen=True):
-    """I am at this state: epoch, digest, samples. You are told of every step that I take from here."""
+    """A member names its state first of all, once no step is about to be taken there. It tells every step from here on.
+
+    Attributes:
+        epoch: the member's.
+        digest: of the member's state.
+        samples: in the member's state.
+    """
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
     digest: Digest
@@ -782,12 +1041,21 @@ class StepsFrom(Message, frozen=True):
 
 
 class StepTaken(Message, frozen=True):
-    """A step from the state `epoch`, `digest`, `samples` to the next one: the data that name and make the next state.
+    """A round of the member was committed, or the member steps alone: all that names and makes the next state.
 
-    Of a round: its `commit`, and how its vector was cut to parts (`slices`, `part_bytes`). Of a step that a peer took
-    alone: no commit, but `alone` and how many samples went into it. `agreement` (MessagePack) says how a step is taken;
-    without one, states were averaged. `nbytes` is the size of the averages: the encoded parts one after another, or
-    with `raw` the values themselves.
+    Attributes:
+        epoch: of the state before.
+        digest: of the state before.
+        samples: in the state before.
+        agreement: MessagePack: the options of the step (None: each peer's own), the bits of the parameters that nobody
+            had a gradient of, and the contributors. Empty if states were averaged.
+        commit: the round's; None for a step alone.
+        slices: how many elements of the vector each member owned.
+        part_bytes: the upper bound of a part, as encoded.
+        alone: for a step alone: 16 random bytes and the peer's id.
+        alone_samples: for a step alone: the samples that went into it.
+        raw: the averages are sent as they are in memory. Otherwise they are the encoded parts, one after another.
+        nbytes: the size of the averages.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]
@@ -804,26 +1072,43 @@ class StepTaken(Message, frozen=True):
 
 
 class WantStep(Message, frozen=True):
-    """Send me the averages of the step from the state of this digest."""
+    """The peer that is behind asks for the averages of a step that it has from nobody else.
+
+    Attributes:
+        digest: of the state before the step.
+    """
 
     digest: Digest
 
 
 class StepBytes(Message, frozen=True):
-    """Payload follows: averages of the step from the state of this digest, from this byte on."""
+    """The member sends averages of a step that it keeps, as the payload.
+
+    Attributes:
+        digest: of the state before the step.
+        offset: where in the averages this piece begins.
+    """
 
     digest: Digest
     offset: int
 
 
 class StepGone(Message, frozen=True):
-    """I do not keep the step from the state of this digest any more."""
+    """The member does not keep the step any more.
+
+    Attributes:
+        digest: of the state before the step.
+    """
 
     digest: Digest
 
 
 class FollowSteps(Opening[WantStep, StepsFrom | StepTaken | StepBytes | StepGone], frozen=True):
-    """Tell me of every step of this run, and keep its averages a little longer than you need them yourself."""
+    """A peer that is behind asks two members to tell it of every step, and to keep the averages a little longer.
+
+    Attributes:
+        run_id: the run.
+    """
 
     bulk: ClassVar[bool] = True
 
@@ -843,10 +1128,13 @@ PlainValue = bool | int | float | ShortText | Annotated[list[ShortText], msgspec
 
 
 class TraceEntry(Message, frozen=True):
-    """One event of a flight recorder (`shoal.recorder`).
+    """One event of a flight recorder (`shoal.recorder`), inside `Trace`.
 
-    `number` counts all events of the peer from 0, `at_s` is seconds since its recorder began, `kind` the name of the
-    event's class; in `fields` peer ids stand in full, other bytes as hexadecimal digits.
+    Attributes:
+        number: counts all events of the peer, from 0.
+        at_s: seconds since the recorder began.
+        kind: the name of the event's class.
+        fields: what the event says: peer ids in full, other bytes as hexadecimal digits.
     """
 
     number: int
@@ -856,7 +1144,15 @@ class TraceEntry(Message, frozen=True):
 
 
 class Trace(Message, frozen=True):
-    """The content of a flight recorder, oldest first. `began` is wall clock, seconds, `now_s` seconds since then."""
+    """The content of the answerer's flight recorder.
+
+    Attributes:
+        peer: the answerer.
+        pid: its process; 0 if the asker is on another machine.
+        began: when the recorder began: wall clock, seconds.
+        now_s: seconds since then.
+        entries: the last events, oldest first: as many as fit into 512 KiB.
+    """
 
     peer: PeerID
     pid: int
@@ -866,6 +1162,10 @@ class Trace(Message, frozen=True):
 
 
 class GetTrace(Request[Trace], frozen=True):
-    """Send me your latest events, at most `last` of them."""
+    """A user runs `shoal debug dump`. Within a second of another such call the answer is `busy`.
+
+    Attributes:
+        last: at most so many of the latest events.
+    """
 
     last: Annotated[int, msgspec.Meta(ge=0)] = 1000

@@ -28,9 +28,9 @@ PREFIX = "abuse"
 NUMEL = 60_000
 PART_BYTES = 65_536
 SETTINGS = AveragerSettings(
-    averaging_expiration_s=4.0,
+    window_s=4.0,
     request_timeout_s=2.0,
-    sender_timeout_s=2.0,
+    silence_s=2.0,
     part_size_bytes=PART_BYTES,
     allreduce_timeout_s=20.0,
 )

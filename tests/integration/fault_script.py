@@ -22,7 +22,7 @@ from shoal.allreduce.commit import CommitRules, MemberRules
 from shoal.allreduce.member import Contributions
 from shoal.averager import AveragerSettings
 from shoal.events import Event, GroupFormed, RoundFinished
-from shoal.matchmaking.search import Search
+from shoal.matchmaking import Matchmaker
 from shoal.rpc import Stream
 from shoal.runtime import dht as dht_module
 from shoal.transport.base import Acceptor, Buffer, Connection
@@ -35,7 +35,7 @@ from tests.integration.scripts import digest, hear, joined, say, tensors_of
 MOMENTS = ("searching", "group formed", "sending", "reducing", "before commit", "after commit")
 ROLES = ("sender", "reducer", "coordinator")
 MEMBERS = 4
-SETTINGS = AveragerSettings(sender_timeout_s=2.0, part_size_bytes=1 << 16)
+SETTINGS = AveragerSettings(silence_s=2.0, part_size_bytes=1 << 16)
 SLOW_BYTES_S = 30_000.0
 """Of each connection of a slow member, each way. In the test's rounds 1 MB goes on each: half a minute, in place of a
 third of a second."""
@@ -199,7 +199,7 @@ def _after(owner: type, name: str, moment: str, *, if_: Callable[[Any, Any], boo
 def hook() -> None:
     """Put all hooks in place."""
     dht_module.TcpTransport = _Transport  # type: ignore[attr-defined]
-    _before(Search, "run", "searching")
+    _before(Matchmaker, "form_group", "searching")
     _before(Stream, "send", "sending", if_=lambda _, message, *__: isinstance(message, PartData))
     _before(Contributions, "contributed", "reducing")
     # A member holds all and has not reported the last part yet; the coordinator has decided, and told nobody.
@@ -237,7 +237,7 @@ def fail(*, initial_peers: list[str], rank: int, shapes: list[list[int]]) -> Non
                 dht,
                 start=True,
                 prefix="faults",
-                sender_timeout=SETTINGS.sender_timeout_s,
+                sender_timeout=SETTINGS.silence_s,
                 part_size_bytes=SETTINGS.part_size_bytes,
                 bandwidth=0.0 if idle else None,
             )

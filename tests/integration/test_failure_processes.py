@@ -203,7 +203,7 @@ def judge(played: Played) -> None:
         [Case("coordinator", "before commit", "kill", 0)],
         [Case("reducer", "reducing", "kill", 5)],
         [Case("sender", "sending", "garbage", 3)],
-        [Case("reducer", "sending", "slow", 2)],
+        pytest.param([Case("reducer", "sending", "slow", 2)], marks=pytest.mark.long),
         [Case("reducer", "reducing", "kill", 5), Case("sender", "sending", "stop", 5)],
     ],
     ids=lambda cases: " and ".join(f"{case.role} {case.what}" for case in cases),

@@ -344,6 +344,7 @@ def test_a_flood_of_calls_whose_answers_nobody_reads(swarm: Swarm) -> None:
     attack(swarm, work)
 
 
+@pytest.mark.long
 def test_a_flood_of_records(swarm: Swarm) -> None:
     """One peer stores as much as it can: the DHT takes its share and no more."""
 

@@ -26,7 +26,7 @@ import shoal
 from shoal.compression import CompressionInfo, TensorRole
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerUnreachable, ShoalError
 from shoal.events import Event, GroupFormed, PeerConnected, PeerDropped, PeerLost, Warned
-from shoal.optim.collaboration import Phase
+from shoal.optim.phases import RunPhase
 from shoal.peer import PeerID
 from shoal.runtime.low_latency import SWITCH_INTERVAL_S
 from shoal.runtime.pool import DaemonPool
@@ -180,7 +180,7 @@ def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
             def interrupt() -> None:
                 in_a_row = count()
                 while next(in_a_row) < 30:  # longer than a round that goes well
-                    if swarm.collaboration.phase is not Phase.AVERAGING:
+                    if swarm.collaboration.phase is not RunPhase.AVERAGING:
                         in_a_row = count()
                     threading.Event().wait(0.01)
                 os.kill(os.getpid(), signal.SIGINT)
@@ -189,7 +189,7 @@ def test_ctrl_c_interrupts_a_training_step_that_waits() -> None:
             thread.start()
             with pytest.raises(KeyboardInterrupt):
                 train(lambda: False)
-            assert swarm.collaboration.phase is Phase.AVERAGING, "the step had ended by itself"
+            assert swarm.collaboration.phase is RunPhase.AVERAGING, "the step had ended by itself"
             thread.join(LONG_S)
             worker.signal(signal.SIGKILL)
             reached = swarm.local_epoch
@@ -760,7 +760,7 @@ def test_an_optimizer_that_nobody_holds_leaves_its_run() -> None:
         tasks = one.collaboration._tasks
         del one
         gc.collect()
-        until(lambda: not dht._started()._closers and all(task.done() for task in tasks))
+        until(lambda: not dht._started()._closers and not tasks)
         optimizer(dht, model).shutdown()
 
 

@@ -28,6 +28,7 @@ def train(paces: tuple[str, str], **variables: str) -> list[list[Any]]:
     return said
 
 
+@pytest.mark.long
 def test_peers_of_another_build_pass_the_check() -> None:
     """Without vector instructions a step rounds otherwise: bits drift within the bound, and nobody downloads for it."""
     said = train(("0.005", "0.005"), ATEN_CPU_CAPABILITY="default")

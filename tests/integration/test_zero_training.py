@@ -271,7 +271,7 @@ def test_a_rank_that_is_killed_is_named_by_all_others(pool: Ranks, stage: int) -
         assert "rank 1 gone" in outcomes[rank].message
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_frozen_rank_is_named_while_others_wait_for_it(pool: Ranks, stage: int) -> None:
     """By a warning, before the group's timeout; when it wakes, all goes on as before. How soon: test_zero_watch.py."""
     first, second, third = pool.outcomes(3, cases.frozen, stage, frozen=1)

@@ -99,7 +99,7 @@ def main() -> None:
             model, arguments, train_dataset=Examples(), optimizers=(optimizer, None), callbacks=[pace]
         )
         trainer.train()
-        epoch, own, state = optimizer.collaboration.mine().check or (0, b"", b"")
+        epoch, own, state = optimizer.collaboration.progress().check or (0, b"", b"")
         say("check", [epoch, own.hex(), state.hex()])
         schedule: Any = trainer.lr_scheduler
         say("schedule", [type(schedule).__name__, schedule.last_epoch])

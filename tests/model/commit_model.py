@@ -2,7 +2,7 @@
 
 This is the specification that `docs/decisions/0001-commit-and-fork-rules.md` puts in words; `shoal.allreduce.commit`
 follows it. A state is a tuple of small tuples, so that all reachable states can be held in a set. What is *not*
-modelled is over-approximated: contributions are not messages here, an owner may finish the average of its part at any
+modelled is over-approximated: contributions are not messages here, a reducer may finish the average of its part at any
 moment; a member may learn a commit from any living peer that knows it, at any moment. More can happen here than in
 the protocol.
 
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 PEERS = (0, 1, 2)
 PARTS = (0, 1)
-DECIDER = 0
+COORDINATOR = 0
 MIN_GROUP = 2
 NONE = -1
 
@@ -34,10 +34,10 @@ Pair = tuple[int, int]
 
 
 class Member(NamedTuple):
-    """What one peer knows: per part the attempt and owner it believes in, and the attempt that it holds."""
+    """What one peer knows: per part the attempt and reducer it believes in, and the attempt that it holds."""
 
     attempt: Pair
-    owner: Pair
+    reducer: Pair
     held: Pair = (NONE, NONE)
     commit: Pair | None = None
     succeeded: Pair | None = None
@@ -53,7 +53,7 @@ class State(NamedTuple):
     finished: tuple[tuple[int, ...], tuple[int, ...]]  # per part: attempts that somebody averaged, in that order
     suspects: frozenset[int]
     attempt: Pair  # the coordinator's assignment
-    owner: Pair
+    reducer: Pair
     reported: tuple[Pair, Pair, Pair]  # what the coordinator knows each member to hold
     commit: Pair | None
     aborted: bool
@@ -68,9 +68,11 @@ class Broken(AssertionError):
     """A reachable state breaks the rule."""
 
 
-def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False, doubts: bool = False) -> State:
+def start(
+    reducer: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool = False, doubts: bool = False
+) -> State:
     """The group has begun; nothing was averaged."""
-    member = Member(attempt=(0, 0), owner=owner)
+    member = Member(attempt=(0, 0), reducer=reducer)
     return State(
         contributes=(0 not in auxiliary, 1 not in auxiliary, 2 not in auxiliary),
         aside=False if aside else None,
@@ -79,7 +81,7 @@ def start(owner: Pair, auxiliary: frozenset[int] = frozenset(), *, aside: bool =
         finished=((), ()),
         suspects=frozenset(),
         attempt=(0, 0),
-        owner=owner,
+        reducer=reducer,
         reported=((NONE, NONE),) * 3,
         commit=None,
         aborted=False,
@@ -107,7 +109,7 @@ def _with_member(state: State, peer: int, member: Member) -> State:
             member = member._replace(succeeded=member.held)
     state = state._replace(members=_put(state.members, peer, member))
     if member.held != before.held:
-        if peer == DECIDER:
+        if peer == COORDINATOR:
             state = state._replace(reported=_put(state.reported, peer, member.held))
         else:
             state = state._replace(reports=_put(state.reports, peer, (*state.reports[peer], member.held)))
@@ -133,21 +135,21 @@ def _send(state: State, peers: Iterator[int] | frozenset[int], message: object) 
     return state
 
 
-def _assigned(state: State, peer: int, part: int, attempt: int, owner: int) -> State:
+def _assigned(state: State, peer: int, part: int, attempt: int, reducer: int) -> State:
     """A member processes Assign."""
     member = state.members[peer]
     if member.commit is not None or attempt < member.attempt[part]:
         return state
     held = member.held if member.held[part] >= attempt else _put(member.held, part, NONE)
     member = member._replace(
-        attempt=_put(member.attempt, part, attempt), owner=_put(member.owner, part, owner), held=held
+        attempt=_put(member.attempt, part, attempt), reducer=_put(member.reducer, part, reducer), held=held
     )
     # The member's loss of an old average needs no report: the coordinator raised the attempt itself.
     state = state._replace(members=_put(state.members, peer, member))
-    asks = state.contributes[peer] and held[part] == NONE and owner != peer
-    if asks and state.alive[owner] and state.members[owner].held[part] >= attempt:
-        theirs = state.members[owner].held[part]
-        state = state._replace(averages=state.averages | {(part, theirs, owner, peer)})
+    asks = state.contributes[peer] and held[part] == NONE and reducer != peer
+    if asks and state.alive[reducer] and state.members[reducer].held[part] >= attempt:
+        theirs = state.members[reducer].held[part]
+        state = state._replace(averages=state.averages | {(part, theirs, reducer, peer)})
     return state
 
 
@@ -157,26 +159,26 @@ def _need(state: State, live: list[int]) -> list[int]:
 
 
 def _suspect(state: State, lost: int) -> State:
-    """The coordinator leaves `lost` out: its parts get another owner, who holds them already or averages them again."""
+    """The coordinator leaves `lost` out: another reducer holds its parts already, or averages them again."""
     state = state._replace(suspects=state.suspects | {lost})
     live = [peer for peer in PEERS if peer not in state.suspects]
     need = _need(state, live)
     if len(live) < MIN_GROUP or not need:
         return state._replace(aborted=True)
     for part in PARTS:
-        if state.owner[part] != lost:
+        if state.reducer[part] != lost:
             continue
         holders = [peer for peer in live if state.reported[peer][part] == state.attempt[part]]
         if set(need) <= set(holders):
             continue
         attempt = state.attempt[part] if holders else state.attempt[part] + 1
-        owner = (holders or live)[0]
-        state = state._replace(attempt=_put(state.attempt, part, attempt), owner=_put(state.owner, part, owner))
+        reducer = (holders or live)[0]
+        state = state._replace(attempt=_put(state.attempt, part, attempt), reducer=_put(state.reducer, part, reducer))
         for peer in live:
-            if peer == DECIDER:
-                state = _assigned(state, peer, part, attempt, owner)
+            if peer == COORDINATOR:
+                state = _assigned(state, peer, part, attempt, reducer)
             else:
-                state = _send(state, frozenset({peer}), ("assign", part, attempt, owner))
+                state = _send(state, frozenset({peer}), ("assign", part, attempt, reducer))
     return state
 
 
@@ -187,7 +189,7 @@ def _forget(state: State) -> State:
         if not state.alive[peer]:
             members = _put(members, peer, Member((0, 0), (0, 0), succeeded=member.succeeded))
         elif member.commit is not None:
-            members = _put(members, peer, member._replace(attempt=member.commit, owner=(NONE, NONE)))
+            members = _put(members, peer, member._replace(attempt=member.commit, reducer=(NONE, NONE)))
     useful = {
         (part, attempt, sender, receiver)
         for part, attempt, sender, receiver in state.averages
@@ -198,12 +200,12 @@ def _forget(state: State) -> State:
     }
     state = state._replace(members=members, averages=frozenset(useful))
     control = tuple(queue if state.alive[peer] else () for peer, queue in enumerate(state.control))
-    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+    if not state.alive[COORDINATOR] or state.commit is not None or state.aborted:
         state = state._replace(
             reported=((NONE, NONE),) * 3,
             reports=((), (), ()),
             attempt=(0, 0),
-            owner=(0, 0),
+            reducer=(0, 0),
             suspects=frozenset(),
         )
     else:
@@ -231,7 +233,7 @@ def _member_steps(state: State) -> Iterator[tuple[str, bool, State]]:
             continue
         for part in PARTS:
             attempt = member.attempt[part]
-            if member.owner[part] == peer and member.held[part] < attempt and member.commit is None:
+            if member.reducer[part] == peer and member.held[part] < attempt and member.commit is None:
                 if attempt in state.finished[part]:
                     raise Broken(f"part {part} attempt {attempt} was averaged twice")
                 after = _hold(state, peer, part, attempt)
@@ -279,32 +281,32 @@ def _delivery_steps(state: State) -> Iterator[tuple[str, bool, State]]:
                     _learn(left, peer, message[1]) if message[0] == "commit" else _assigned(left, peer, *message[1:])
                 )
                 yield f"{peer} receives {message}", True, after
-            if not state.alive[DECIDER]:
+            if not state.alive[COORDINATOR]:
                 yield f"control to {peer} is lost", False, state._replace(control=_put(state.control, peer, ()))
-        if state.reports[peer] and state.alive[DECIDER]:
+        if state.reports[peer] and state.alive[COORDINATOR]:
             held, later = state.reports[peer][0], state.reports[peer][1:]
             left = state._replace(reports=_put(state.reports, peer, later), reported=_put(state.reported, peer, held))
             yield f"coordinator hears that {peer} holds {held}", True, left
 
 
 def _coordinator_steps(state: State) -> Iterator[tuple[str, bool, State]]:
-    if not state.alive[DECIDER] or state.commit is not None or state.aborted:
+    if not state.alive[COORDINATOR] or state.commit is not None or state.aborted:
         return
     live = [peer for peer in PEERS if peer not in state.suspects]
     if all(state.reported[peer] == state.attempt for peer in _need(state, live)):
         after = state._replace(commit=state.attempt)
-        after = _learn(after, DECIDER, state.attempt)
-        yield "coordinator commits", True, _send(after, frozenset(PEERS) - {DECIDER}, ("commit", state.attempt))
+        after = _learn(after, COORDINATOR, state.attempt)
+        yield "coordinator commits", True, _send(after, frozenset(PEERS) - {COORDINATOR}, ("commit", state.attempt))
     for peer in PEERS:
-        if peer != DECIDER and peer not in state.suspects:
+        if peer != COORDINATOR and peer not in state.suspects:
             yield f"coordinator suspects {peer}", not state.alive[peer], _suspect(state, peer)
     if state.aside is False and len(live) > MIN_GROUP:
-        yield "coordinator steps aside", False, _suspect(state, DECIDER)._replace(aside=True)
+        yield "coordinator steps aside", False, _suspect(state, COORDINATOR)._replace(aside=True)
 
 
 def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
     for peer in PEERS if state.doubts is not None else ():
-        if peer == DECIDER or not state.alive[peer] or state.members[peer].commit is not None:
+        if peer == COORDINATOR or not state.alive[peer] or state.members[peer].commit is not None:
             continue
         assert state.doubts is not None
         if peer not in state.doubts:
@@ -317,7 +319,7 @@ def _doubt_steps(state: State) -> Iterator[tuple[str, bool, State]]:
 def _may_give_up(state: State, peer: int) -> bool:
     """Whether none of the others may still learn the verdict: each doubts the coordinator too, and has no verdict."""
     assert state.doubts is not None
-    others = [other for other in PEERS if other not in (peer, DECIDER) and state.alive[other]]
+    others = [other for other in PEERS if other not in (peer, COORDINATOR) and state.alive[other]]
     return all(other in state.doubts and state.members[other].commit is None for other in others)
 
 
@@ -334,12 +336,12 @@ def check_end(state: State) -> None:
     One exception: a coordinator that is auxiliary, or stepped aside, may hold nothing. A member that was left out
     then needs another contributing member to get the average from, and fails if all of them died after the commit.
     """
-    if not state.alive[DECIDER] or state.aborted:
+    if not state.alive[COORDINATOR] or state.aborted:
         return
     if state.commit is None:
         raise Broken("the coordinator lives, enough members live, and there is no verdict")
     for peer in state.gave_up:
-        if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != DECIDER):
+        if any(state.alive[other] and other not in (state.doubts or ()) for other in PEERS if other != COORDINATOR):
             raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
     for peer in PEERS:
         if state.alive[peer] and state.members[peer].succeeded is None and not _orphaned(state, peer):
@@ -349,12 +351,12 @@ def check_end(state: State) -> None:
 def _orphaned(state: State, peer: int) -> bool:
     """Whether the commit was made without the coordinator's averages, and everybody else who has them is dead."""
     others = [other for other in PEERS if other != peer and state.contributes[other]]
-    without = state.aside is True or not state.contributes[DECIDER]
+    without = state.aside is True or not state.contributes[COORDINATOR]
     return without and bool(others) and not any(state.alive[other] for other in others)
 
 
 def explore(
-    owner: Pair,
+    reducer: Pair,
     crashes: int,
     auxiliary: frozenset[int] = frozenset(),
     *,
@@ -362,7 +364,7 @@ def explore(
     doubts: bool = False,
 ) -> int:
     """Visit every reachable state; returns how many there are. Raises `Broken` with the way there."""
-    first = start(owner, auxiliary, aside=aside, doubts=doubts)
+    first = start(reducer, auxiliary, aside=aside, doubts=doubts)
     came_from: dict[State, tuple[State, str] | None] = {first: None}
     frontier = [first]
     while frontier:

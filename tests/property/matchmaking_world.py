@@ -12,17 +12,15 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
-from shoal.matchmaking.machine import GroupMachine, Phase
-from shoal.matchmaking.signals import (
-    Accept,
+from shoal.matchmaking import MatchmakingConfig
+from shoal.matchmaking.declarations import Memory
+from shoal.matchmaking.events import (
     Action,
-    Ask,
-    AskAccepted,
-    AskLost,
-    AskRedirected,
-    AskRefused,
-    BeginReceived,
+    Answer,
+    Answered,
+    AskToLead,
     Cancel,
     Declaration,
     Declare,
@@ -30,28 +28,32 @@ from shoal.matchmaking.signals import (
     DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
+    Enter,
     Event,
     Fail,
-    JoinAsked,
-    JoinGone,
-    Memory,
+    JoinEnded,
+    JoinRequested,
+    LeaderLost,
+    LeaveLeader,
     Nudge,
     Nudged,
-    PeerGone,
+    PeerLost,
     ReadDirectory,
-    Redirect,
-    Refuse,
-    Rules,
+    SearchPhase,
     Start,
-    StopAsking,
     Tick,
     Withdraw,
 )
+from shoal.matchmaking.machine import GroupMachine
 from shoal.peer import Address, PeerID
-from shoal.wire import Contact
+from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
+
+Message = JoinAccepted | JoinRefused | JoinRedirected | Begin
 
 WALL_S = 1_000_000.0
 REQUEST_TIMEOUT_S = 3.0
+BEGIN = Begin(bytes(16), [], 0, [], 1)
+"""The machine takes each `Begin` as it is: the shell has checked it."""
 
 
 def peer_id(number: int) -> PeerID:
@@ -63,6 +65,32 @@ def contact_of(number: int) -> Contact:
     """A peer that can be dialed."""
     peer = peer_id(number)
     return Contact(peer, (Address("10.0.0.1", 1000 + number, peer),))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """How one peer forms groups."""
+
+    target_group_size: int | None = None
+    min_group_size: int = 2
+    window_s: float = 5.0
+    request_timeout_s: float = REQUEST_TIMEOUT_S
+    deadline_s: float | None = None
+    reduces: bool = True
+    contributes: bool = True
+    leads: bool = True
+
+    def machine(self, number: int, memory: Memory, **options: Any) -> GroupMachine:
+        """The machine of the peer of this number."""
+        contact = contact_of(number) if self.leads else Contact(peer_id(number))
+        config = MatchmakingConfig(
+            target_group_size=self.target_group_size,
+            min_group_size=self.min_group_size,
+            window_s=self.window_s,
+            request_timeout_s=self.request_timeout_s,
+        )
+        member = Member(contact, self.reduces, None, b"", self.contributes)
+        return GroupMachine(member, config, memory, deadline_s=self.deadline_s, **options)
 
 
 @dataclass(kw_only=True)
@@ -96,7 +124,7 @@ class Node:
 
     number: int
     contact: Contact
-    rules: Rules
+    setup: Setup
     skew_s: float = 0.0
     memory: Memory = field(default_factory=Memory)
     machine: GroupMachine | None = None
@@ -120,7 +148,7 @@ class Node:
 
     @property
     def searching(self) -> bool:
-        return self.machine is not None and self.machine.phase is not Phase.OVER
+        return self.machine is not None and self.machine.phase is not SearchPhase.OVER
 
 
 @dataclass(eq=False)
@@ -148,12 +176,12 @@ class World:
 
     # ---------------------------------------------------------------------------------------------------- set-up
 
-    def add(self, number: int, rules: Rules, *, skew_s: float = 0.0) -> Node:
+    def add(self, number: int, setup: Setup, *, skew_s: float = 0.0) -> Node:
         """Add a peer that does not search yet."""
         contact = contact_of(number)
-        if not rules.leads:
+        if not setup.leads:
             contact = Contact(contact.peer)
-        node = Node(number, contact, rules, skew_s)
+        node = Node(number, contact, setup, skew_s)
         self.nodes[node.peer] = node
         return node
 
@@ -162,9 +190,8 @@ class World:
 
         def begin() -> None:
             if node.alive:
-                node.machine = GroupMachine(
-                    node.peer,
-                    node.rules,
+                node.machine = node.setup.machine(
+                    node.number,
                     node.memory,
                     now=self.now,
                     wall_offset_s=WALL_S + node.skew_s,
@@ -209,8 +236,8 @@ class World:
     def gone(self, node: Node, lost: Node) -> None:
         """`node` learns that its link to `lost` is closed."""
         if node.alive:
-            node.memory.lose(lost.peer, self.now + WALL_S + node.skew_s + node.rules.window_s)
-            self.feed(node, PeerGone(lost.peer))
+            node.memory.lose(lost.peer, self.now + WALL_S + node.skew_s + node.setup.window_s)
+            self.feed(node, PeerLost(lost.peer))
 
     # ------------------------------------------------------------------------------------------------------ time
 
@@ -248,7 +275,7 @@ class World:
         assert node.machine is not None
         for action in actions:
             self.do(node, action)
-        if node.machine.phase is Phase.OVER and node.ended_at is None:
+        if node.machine.phase is SearchPhase.OVER and node.ended_at is None:
             node.ended_at = self.now
         node.tick += 1
         deadline, tick = node.machine.deadline(), node.tick
@@ -264,10 +291,10 @@ class World:
                 self.write(node, None)
             case ReadDirectory():
                 self.read(node)
-            case Ask(contact, expiration):
+            case AskToLead(contact, expiration):
                 assert node.asking is None, "asks two at a time"
                 node.asking = self.join(node, contact, expiration, nudge=False)
-            case StopAsking():
+            case LeaveLeader():
                 assert node.asking is not None
                 self.leave(node.asking)
                 node.asking = None
@@ -275,24 +302,22 @@ class World:
                 self.join(node, contact, expiration, nudge=True)
             case Fail():
                 node.failure = action
+            case Enter():
+                assert node.group is not None
             case _:
                 self.tell(node, action)
 
-    def tell(self, node: Node, action: Accept | Refuse | Redirect | Start) -> None:
+    def tell(self, node: Node, action: Answer | Start) -> None:
         """Tell those that asked what a machine says."""
         match action:
-            case Accept(peer):
-                self.down(node, peer, AskAccepted(node.peer))
-            case Refuse(peer, code, text):
-                self.down(node, peer, AskRefused(node.peer, code, text), last=True)
-            case Redirect(peer, leader):
-                self.down(node, peer, AskRedirected(node.peer, leader), last=True)
+            case Answer(peer, answer):
+                self.down(node, peer, answer)
             case Start(followers):
                 group = Group(node, (node.peer, *followers), self.now)
                 self.groups.append(group)
                 node.group = group
                 for peer in followers:
-                    self.down(node, peer, BeginReceived(node.peer), group=group)
+                    self.down(node, peer, BEGIN, group)
 
     # ------------------------------------------------------------------------------------------------- directory
 
@@ -363,17 +388,17 @@ class World:
             node.met.add(leader.number)
             leader.met.add(node.number)
             if leader.machine is None:
-                self.answer(pipe, AskRefused(leader.peer, "not-looking", ""))
+                self.answer(pipe, JoinRefused("not-looking", ""))
                 return
             if (old := leader.inbound.get(node.peer)) is not None:
                 if expiration < old.expiration:
-                    self.answer(pipe, AskRefused(leader.peer, "later", ""))
+                    self.answer(pipe, JoinRefused("later", ""))
                     return
                 del leader.inbound[node.peer]
-                self.answer(old, AskRefused(leader.peer, "replaced", ""))
-                self.feed(leader, JoinGone(node.peer))
+                self.answer(old, JoinRefused("replaced", ""))
+                self.feed(leader, JoinEnded(node.peer))
             leader.inbound[node.peer] = pipe
-            self.feed(leader, JoinAsked(node.contact, expiration, node.rules.reduces, node.rules.contributes))
+            self.feed(leader, JoinRequested(node.contact, expiration, node.setup.reduces, node.setup.contributes))
 
         def timeout() -> None:
             if not pipe.answered and node.machine is search:
@@ -390,7 +415,7 @@ class World:
         def arrive() -> None:
             if pipe.leader.inbound.get(pipe.asker.peer) is pipe:
                 del pipe.leader.inbound[pipe.asker.peer]
-                self.feed(pipe.leader, JoinGone(pipe.asker.peer))
+                self.feed(pipe.leader, JoinEnded(pipe.asker.peer))
 
         self.send(pipe, "up", arrive)
 
@@ -399,23 +424,23 @@ class World:
         node, leader = pipe.asker, pipe.leader
         if leader.inbound.get(node.peer) is pipe:
             del leader.inbound[node.peer]
-            self.feed(leader, JoinGone(node.peer))
+            self.feed(leader, JoinEnded(node.peer))
         was_open, pipe.open, pipe.answered = pipe.open, False, True
         if was_open and pipe.nudge:
-            self.feed(node, Nudged(leader.peer, "lost"))
+            self.feed(node, Nudged(leader.peer, None))
         elif was_open and node.asking is pipe:
             node.asking = None
-            self.feed(node, AskLost(leader.peer, "lost"))
+            self.feed(node, LeaderLost(leader.peer, "lost"))
 
-    def down(self, node: Node, peer: PeerID, event: Event, *, last: bool = False, group: Group | None = None) -> None:
+    def down(self, node: Node, peer: PeerID, message: Message, group: Group | None = None) -> None:
         """A leader's message to one that asked it."""
         pipe = node.inbound.get(peer)
-        assert pipe is not None, f"answers {type(event).__name__} to one that has not asked"
-        if last:
+        assert pipe is not None, f"answers {type(message).__name__} to one that has not asked"
+        if isinstance(message, JoinRefused | JoinRedirected):
             del node.inbound[peer]
-        self.answer(pipe, event, group)
+        self.answer(pipe, message, group)
 
-    def answer(self, pipe: Pipe, event: Event, group: Group | None = None) -> None:
+    def answer(self, pipe: Pipe, message: Message, group: Group | None = None) -> None:
         """Send an answer down."""
         node, leader = pipe.asker, pipe.leader
 
@@ -425,22 +450,19 @@ class World:
             pipe.answered = True
             if pipe.nudge:
                 pipe.open = False
-                assert not isinstance(event, AskAccepted), "a nudge is never accepted"
-                if isinstance(event, AskRefused):
-                    self.feed(node, Nudged(leader.peer, event.code))
-                elif isinstance(event, AskRedirected):
-                    self.feed(node, Nudged(leader.peer, "redirected", leader=event.leader))
+                assert isinstance(message, JoinRefused | JoinRedirected), "a nudge is never accepted"
+                self.feed(node, Nudged(leader.peer, message))
                 return
             assert node.asking is pipe
-            if isinstance(event, AskRefused | AskRedirected):
+            if isinstance(message, JoinRefused | JoinRedirected):
                 pipe.open = False
                 node.asking = None
             if group is not None:
                 assert node.machine is not None
-                assert node.machine.phase is Phase.FOLLOWING
+                assert node.machine.phase is SearchPhase.FOLLOWING
                 assert node.group is None, "in two groups"
                 node.group = group
-            self.feed(node, event)
+            self.feed(node, Answered(leader.peer, message))
 
         self.send(pipe, "down", arrive)
 
@@ -450,14 +472,14 @@ class World:
         """What holds after every event."""
         for node in self.nodes.values():
             machine = node.machine
-            if machine is None or not node.alive or machine.phase is Phase.OVER:
+            if machine is None or not node.alive or machine.phase is SearchPhase.OVER:
                 continue
-            if machine.phase is Phase.FOLLOWING:
+            if machine.phase is SearchPhase.FOLLOWING:
                 assert not machine.followers, "follows and leads"
             for peer in machine.followers:
                 follower = self.nodes[peer]
                 counted = follower.asking is not None and follower.asking.leader is node and follower.machine
-                if counted and follower.rules.leads and follower.alive:
+                if counted and follower.setup.leads and follower.alive:
                     assert counted.key > machine.key, "a follower that is earlier than its leader"
 
     def check_groups(self) -> None:
@@ -472,7 +494,7 @@ class World:
                 assert node.peer not in taken
                 taken[node.peer] = node.group
             if node.machine is not None and node.alive:
-                assert node.machine.phase is Phase.OVER, f"{node.number} searches for ever"
+                assert node.machine.phase is SearchPhase.OVER, f"{node.number} searches for ever"
                 assert (node.group is not None) + (node.failure is not None) + node.cancelled >= 1
         for group in self.groups:
             for peer in group.members:

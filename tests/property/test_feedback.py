@@ -62,7 +62,7 @@ class Played:
 
     def residual(self, member: int) -> torch.Tensor:
         """What this member keeps."""
-        residual = self.vectors[member]._runs[0].residual
+        residual = self.vectors[member]._segments[0].residual
         assert residual is not None
         return residual.kept
 
@@ -73,25 +73,25 @@ class Played:
             assert vector.copy_in(weight=weight) is None
         return parts_of(self.vectors[0])
 
-    def average(self, part: Part, owner: int, taking: list[int], weights: list[float]) -> None:
-        """One part is averaged by `owner` from the values of `taking`, and committed."""
+    def average(self, part: Part, reducer: int, taking: list[int], weights: list[float]) -> None:
+        """One part is averaged by `reducer` from the values of `taking`, and committed."""
         total = sum(weights[member] for member in taking)
-        where, made = slice(part.start, part.stop), self.vectors[owner]
+        where, made = slice(part.start, part.stop), self.vectors[reducer]
         before = [self.residual(member)[where].to(torch.float64, copy=True) for member in range(len(self.vectors))]
-        made.begin_sum(part, weights[owner] if owner in taking else 0.0)
+        made.begin_sum(part, weights[reducer] if reducer in taking else 0.0)
         for member in taking:
             self.counted[where] += weights[member] * self.vectors[member].tensors[0][where].double()
-            if member != owner:
+            if member != reducer:
                 data = memoryview(self.vectors[member].contribution(part))
                 made.add(part, made.decoded(part, data, weights[member]), weights[member])
         summed = made._sums[part.number].to(torch.float64, copy=True)
         made.finish(part, total, DIGESTS)
-        average = made._runs[0].result[where]
+        average = made._segments[0].result[where]
         self.averaged[where] += total * average.double()
         for member, vector in enumerate(self.vectors):
-            if member == owner:
+            if member == reducer:
                 vector.settle(part, averaged_here=True)
-                self._expect(member, where, (summed + before[owner]) / total, total)
+                self._expect(member, where, (summed + before[reducer]) / total, total)
             elif member in taking:
                 vector.settle(part, averaged_here=False)
                 sent = vector.tensors[0][where].double() + before[member] / weights[member]
@@ -111,7 +111,7 @@ class Played:
 def test_all_that_was_contributed_is_counted_but_for_one_rounds_error(
     codec: CompressionBase, dtype: torch.dtype, members: int, seed: int, data: st.DataObject
 ) -> None:
-    """Other weights, owners and contributors in every round and part; some rounds fail."""
+    """Other weights, reducers and contributors in every round and part; some rounds fail."""
     played = Played.of(codec, dtype, members)
     generator = torch.Generator().manual_seed(seed)
     everyone = list(range(members))
@@ -124,9 +124,9 @@ def test_all_that_was_contributed_is_counted_but_for_one_rounds_error(
                 played.vectors[-1].contribution(part)
             continue
         for part in parts:
-            owner = data.draw(st.sampled_from(everyone))
+            reducer = data.draw(st.sampled_from(everyone))
             taking = data.draw(st.lists(st.sampled_from(everyone), min_size=1, unique=True))
-            played.average(part, owner, taking, weights)
+            played.average(part, reducer, taking, weights)
     missing = sum((played.residual(member).double() for member in everyone), torch.zeros(()))
     size = max(float(played.counted.abs().max()), 1.0)
     torch.testing.assert_close(played.averaged + missing, played.counted, rtol=0.0, atol=1e-5 * size)
@@ -170,7 +170,7 @@ def test_a_round_that_fails_leaves_the_residual_as_it_was() -> None:
 
 
 def test_a_contribution_that_is_sent_again_has_the_same_bytes() -> None:
-    """To another owner, under a new attempt."""
+    """To another reducer, under a new attempt."""
     played = Played.of(BlockwiseQuantization(bits=4), torch.float32, 1)
     for _ in range(2):
         [part, *_] = played.begin([torch.randn(NUMEL)], [2.0])

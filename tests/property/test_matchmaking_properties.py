@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.matchmaking.signals import Rules
 from shoal.peer import PeerID
-from tests.property.matchmaking_world import Node, Weather, World
+from tests.property.matchmaking_world import Node, Setup, Weather, World
 
 times = st.floats(0.0, 6.0, allow_nan=False).map(lambda value: round(value, 3))
 soon = st.floats(0.0, 0.3, allow_nan=False).map(lambda value: round(value, 4))
@@ -67,15 +66,15 @@ def play(
     world = World(seed, weather)
     nodes = []
     for number, plan in enumerate(plans):
-        rules = Rules(
-            target_size=target,
-            min_size=least,
+        setup = Setup(
+            target_group_size=target,
+            min_group_size=least,
             deadline_s=deadline_s,
             reduces=plan.reduces and plan.leads,
             contributes=not (plan.auxiliary and plan.reduces and plan.leads),
             leads=plan.leads,
         )
-        node = world.add(number, rules, skew_s=plan.skew_s)
+        node = world.add(number, setup, skew_s=plan.skew_s)
         nodes.append(node)
     everybody = frozenset(node.peer for node in nodes)
     for node, plan in zip(nodes, plans, strict=True):
@@ -107,8 +106,8 @@ def test_groups_are_sound_whatever_happens(
     world, nodes = play(seed, weather, plans, target=target, least=least, deadline_s=deadline_s)
     for group in world.groups:
         assert least <= len(group.members) <= (target or 256)
-        assert any(world.nodes[peer].rules.reduces for peer in group.members)
-        assert group.leader.rules.leads
+        assert any(world.nodes[peer].setup.reduces for peer in group.members)
+        assert group.leader.setup.leads
     for node in nodes:
         if node.ended_at is not None:
             # The deadline; or a window, an answer that comes late, and a leader that does not begin.
@@ -162,7 +161,7 @@ def test_rate_of_full_groups(target: int | None, sizes: list[int]) -> None:
     for seed in range(100):
         world = World(seed)
         for number in range(16):
-            world.call(world.add(number, Rules(target_size=target)), world.rng.uniform(0.0, 0.2))
+            world.call(world.add(number, Setup(target_group_size=target)), world.rng.uniform(0.0, 0.2))
         world.run()
         world.check_groups()
         full += sorted(len(group.members) for group in world.groups) == sizes

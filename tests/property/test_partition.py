@@ -47,7 +47,7 @@ def slicings(draw: st.DrawFn, numel: int) -> list[int]:
 
 @given(st.data(), specs, st.sampled_from([1024, 1025, 1031, 4096, 65536, 8 << 20]))
 def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[TensorSpec], part_bytes: int) -> None:
-    """In order, numbered, within one run and one slice, none empty, none too large, all of a piece nearly equal."""
+    """In order, numbered, within one segment and one slice, none empty, none too large, all of a piece nearly equal."""
     layout = make(found)
     slices = data.draw(slicings(layout.numel))
     parts = layout.parts(slices, part_bytes)
@@ -56,10 +56,10 @@ def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[Te
     assert parts[-1].stop == layout.numel
     borders = [sum(slices[:i]) for i in range(len(slices) + 1)]
     for part in parts:
-        run = layout.runs[part.run]
-        assert 0 < encoded_bytes(run.dtype, run.codec, part.numel) <= part_bytes
-        assert run.start <= part.start < part.stop <= run.stop
-        assert borders[part.owner] <= part.start < part.stop <= borders[part.owner + 1]
+        segment = layout.segments[part.segment]
+        assert 0 < encoded_bytes(segment.dtype, segment.codec, part.numel) <= part_bytes
+        assert segment.start <= part.start < part.stop <= segment.stop
+        assert borders[part.reducer] <= part.start < part.stop <= borders[part.reducer + 1]
         assert min(part.sizes) > 0
         assert sum(part.sizes) == part.numel
         inside = set(accumulate(part.sizes, initial=part.start))
@@ -67,26 +67,26 @@ def test_parts_cover_the_vector_exactly_once(data: st.DataObject, found: list[Te
         assert inside <= {part.start, part.stop, *layout.offsets}
     for before, after in pairwise(parts):
         assert before.stop == after.start
-        if (before.owner, before.run) == (after.owner, after.run):
+        if (before.reducer, before.segment) == (after.reducer, after.segment):
             assert abs(before.numel - after.numel) <= 1
-    owned = [sum(part.numel for part in parts if part.owner == owner) for owner in range(len(slices))]
+    owned = [sum(part.numel for part in parts if part.reducer == reducer) for reducer in range(len(slices))]
     assert owned == slices
 
 
 @given(specs)
 def test_runs_cover_the_vector_and_never_join(found: list[TensorSpec]) -> None:
-    """There is one run of each kind; every tensor lies in that of its own, in order, and nowhere else."""
+    """There is one segment of each kind; every tensor lies in that of its own, in order, and nowhere else."""
     layout = make(found)
     assert layout.numel == sum(spec.numel for spec in found)
-    assert [run.start for run in layout.runs] == [0, *(run.stop for run in layout.runs[:-1])]
-    assert layout.runs[-1].stop == layout.numel
-    assert len({(run.dtype, run.codec) for run in layout.runs}) == len(layout.runs)
-    stops = {(run.dtype, run.codec): run.start for run in layout.runs}
+    assert [segment.start for segment in layout.segments] == [0, *(segment.stop for segment in layout.segments[:-1])]
+    assert layout.segments[-1].stop == layout.numel
+    assert len({(segment.dtype, segment.codec) for segment in layout.segments}) == len(layout.segments)
+    stops = {(segment.dtype, segment.codec): segment.start for segment in layout.segments}
     for spec, start in zip(found, layout.offsets, strict=True):
         if spec.numel:
             assert start == stops[spec.dtype, spec.codec]
             stops[spec.dtype, spec.codec] += spec.numel
-    assert set(stops.values()) == {run.stop for run in layout.runs}
+    assert set(stops.values()) == {segment.stop for segment in layout.segments}
 
 
 @given(specs, specs)

@@ -35,21 +35,21 @@ def members(codec: CompressionBase, dtype: torch.dtype, seed: int) -> list[Vecto
     return made
 
 
-def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, owners: list[int]) -> None:
+def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, reducers: list[int]) -> None:
     """One round that succeeds; all members have its averages as their tensors."""
     for vector, weight in zip(vectors, weights, strict=True):
         assert vector.copy_in(weight=weight) is None
         vector.agree(on_reference=on_reference)
     parts = vectors[0].parts([500, 600, 400], 1024)
     for part in parts:
-        owner = owners[part.owner]
-        digest = average_part(vectors, weights, part, owner, DIGESTS)
+        reducer = reducers[part.reducer]
+        digest = average_part(vectors, weights, part, reducer, DIGESTS)
         for peer, vector in enumerate(vectors):
-            if peer != owner:
+            if peer != reducer:
                 given_on = vector.average_bytes(part, digest, DIGESTS)
                 assert given_on is not None, "who holds an average can give it"
                 assert DIGESTS.of(part.number, given_on) == digest
-            vector.settle(part, averaged_here=peer == owner)
+            vector.settle(part, averaged_here=peer == reducer)
     for vector in vectors:
         vector.name_reference(b"round")
         vector.overwrite()
@@ -64,12 +64,12 @@ def play(vectors: list[Vector], weights: list[float], *, on_reference: bool, own
     st.permutations([0, 1, 2]),
 )
 def test_all_have_the_same_bits_and_the_error_is_that_of_the_update(
-    codec: CompressionBase, dtype: torch.dtype, seed: int, coded: list[bool], owners: list[int]
+    codec: CompressionBase, dtype: torch.dtype, seed: int, coded: list[bool], reducers: list[int]
 ) -> None:
     """However large the parameters are: twice the codec's bound for what changed, and rounding to the dtype."""
     vectors = members(codec, dtype, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    play(vectors, [1.0, 1.0, 1.0], on_reference=False, owners=owners)
+    play(vectors, [1.0, 1.0, 1.0], on_reference=False, reducers=reducers)
     eps = torch.finfo(dtype).eps
     for on_reference in coded:
         before = vectors[0].tensors[0].double()
@@ -78,7 +78,7 @@ def test_all_have_the_same_bits_and_the_error_is_that_of_the_update(
             vector.tensors[0].add_(torch.randn(NUMEL, generator=generator).to(dtype), alpha=size)
         wanted = torch.stack([vector.tensors[0].double() for vector in vectors]).mean(0)
         largest = max(float((vector.tensors[0].double() - before).abs().max()) for vector in vectors)
-        play(vectors, [1.0, 1.0, 1.0], on_reference=on_reference, owners=owners)
+        play(vectors, [1.0, 1.0, 1.0], on_reference=on_reference, reducers=reducers)
         assert all(torch.equal(vectors[0].tensors[0], vector.tensors[0]) for vector in vectors)
         if codec in PLAIN:
             # No bound of these codecs is more than 0.14 of the largest value that is encoded.
@@ -97,7 +97,7 @@ def test_updates_add_up_with_feedback(codec: CompressionBase, seed: int, rounds:
     """What was sent as differences, and what is kept, is all that the peers changed; lossless rounds send all of it."""
     vectors = members(codec, torch.float32, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    play(vectors, [1.0, 1.0, 1.0], on_reference=False, owners=[0, 1, 2])
+    play(vectors, [1.0, 1.0, 1.0], on_reference=False, reducers=[0, 1, 2])
     counted, averaged = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
     for number, (on_reference, weight) in enumerate(rounds):
         before = vectors[0].tensors[0].double()
@@ -106,9 +106,14 @@ def test_updates_add_up_with_feedback(codec: CompressionBase, seed: int, rounds:
         weights = [1.0, weight, 2.0]
         for vector, each in zip(vectors, weights, strict=True):
             counted += each * (vector.tensors[0].double() - before)
-        play(vectors, weights, on_reference=on_reference, owners=[number % 3, (number + 1) % 3, (number + 2) % 3])
+        play(vectors, weights, on_reference=on_reference, reducers=[number % 3, (number + 1) % 3, (number + 2) % 3])
         averaged += sum(weights) * (vectors[0].tensors[0].double() - before)
-    kept = [run.residual.kept.double() for vector in vectors for run in vector._runs if run.residual is not None]
+    kept = [
+        segment.residual.kept.double()
+        for vector in vectors
+        for segment in vector._segments
+        if segment.residual is not None
+    ]
     missing = torch.stack(kept).sum(0)
     torch.testing.assert_close(averaged + missing, counted, rtol=0.0, atol=2e-4)
     if not rounds[-1][0]:

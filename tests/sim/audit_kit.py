@@ -20,7 +20,7 @@ import torch
 
 from shoal.allreduce.interface import has_member
 from shoal.allreduce.partition import Part
-from shoal.allreduce.run_buffers import RunBuffers, sum_dtype
+from shoal.allreduce.segments import SegmentBuffers, sum_dtype
 from shoal.averager import Averager, StepResult
 from shoal.compression import BFloat16Compression, CompressionBase, TopKCompression
 from shoal.compression.wrapped import WrappedCompression
@@ -64,13 +64,21 @@ class Audit:
 
     def bring(self, round_id: bytes, averager: Averager, weight: float) -> None:
         """The group of this member is formed; its tensors hold what it will average."""
-        runs = averager.vector._runs
+        segments = averager.vector._segments
         self._brought[round_id][averager.core.peer_id] = Brought(
             weight=0.0 if averager.settings.auxiliary else weight,
             values=_flat(averager.tensors),
-            owed=_flat([run.residual.kept if run.residual else torch.zeros(run.local.numel()) for run in runs]),
+            owed=_flat(
+                [
+                    segment.residual.kept if segment.residual else torch.zeros(segment.local.numel())
+                    for segment in segments
+                ]
+            ),
             reference=_flat(
-                [run.reference.values if run.reference else torch.zeros(run.local.numel()) for run in runs]
+                [
+                    segment.reference.values if segment.reference else torch.zeros(segment.local.numel())
+                    for segment in segments
+                ]
             ),
         )
 
@@ -96,7 +104,7 @@ class Audit:
         brought = [all_brought.get(member.contact.peer) for member in outcome.members]
         for part, held in zip(round_.parts, outcome.commit.parts, strict=True):
             try:
-                _check_part(averager.vector._runs[part.run], part, held, brought, average)
+                _check_part(averager.vector._segments[part.segment], part, held, brought, average)
             except AssertionError as error:
                 error.add_note(f"in round {result.round_id.hex()}: {part}, {held}")
                 raise
@@ -105,7 +113,7 @@ class Audit:
 
 
 def _check_part(
-    run: RunBuffers, part: Part, held: Held, brought: Sequence[Brought | None], average: torch.Tensor
+    segment: SegmentBuffers, part: Part, held: Held, brought: Sequence[Brought | None], average: torch.Tensor
 ) -> None:
     """One part of one average."""
     counted, others = _sorted(held, brought)
@@ -114,18 +122,18 @@ def _check_part(
     total = float(weights.sum())
     assert abs(held.weight - total) <= 1e-9 * total, f"the weights are {held.weight} in all, counted are {total}"
     base = torch.zeros(part.numel, dtype=torch.float64)
-    if run.against is not None:
+    if segment.against is not None:
         base = counted[0].reference[place]
         assert all(torch.equal(each.reference[place], base) for each in counted), "not all have the reference"
     # What the codec saw of each, if it was sent: who averages a part does not send it, and loses nothing.
     seen = torch.stack([each.values[place] - base + each.owed[place] / each.weight for each in counted])
     mean, got = (weights * seen).sum(0) / total, average[place] - base
-    lost = (weights * torch.stack([run.codec.error_bound(row.to(run.dtype)) for row in seen])).sum(0) / total
+    lost = (weights * torch.stack([segment.codec.error_bound(row.to(segment.dtype)) for row in seen])).sum(0) / total
     size = (weights * seen.abs()).sum(0) / total + base.abs()
-    lost += (len(counted) + 8) * torch.finfo(sum_dtype(run.dtype)).eps * size
+    lost += (len(counted) + 8) * torch.finfo(sum_dtype(segment.dtype)).eps * size
     # The peer that averaged it also paid its own debt, though it may not be counted.
     means = [mean, *(mean + each.owed[place] / total for each in others if each.owed[place].any())]
-    wrong = min((_beyond(run.codec, each, got, lost) for each in means), key=torch.max)
+    wrong = min((_beyond(segment.codec, each, got, lost) for each in means), key=torch.max)
     at = int(wrong.argmax())
     assert wrong[at] <= 0, (
         f"the average is {average[place][at]:.9g} at {part.start + at}, the mean of the {len(counted)} counted is "

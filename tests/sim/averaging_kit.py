@@ -18,9 +18,7 @@ from shoal.events import Event, Warned
 from shoal.sim import SimHost, SimNetwork, Swarm
 from shoal.transport.base import Transport
 
-SETTINGS = AveragerSettings(
-    averaging_expiration_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, sender_timeout_s=2.0
-)
+SETTINGS = AveragerSettings(window_s=5.0, request_timeout_s=1.0, part_size_bytes=4096, silence_s=2.0)
 
 
 async def start_core(

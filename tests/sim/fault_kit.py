@@ -50,8 +50,8 @@ class TimeLimits:
         """From the last sign of a silent or slow member until nobody waits for it any more."""
         options = RoundOptions()
         silent_link_s = self.network.silence_s + 2 * self.network.beat_s
-        sender_s = self.settings.sender_timeout_s
-        reducer_s = (self.settings.reducer_timeout_s or 2 * sender_s) + 2 * options.report_s
+        sender_s = self.settings.silence_s
+        reducer_s = (self.settings.reducer_silence_s or 2 * sender_s) + 2 * options.report_s
         return max(silent_link_s, sender_s, reducer_s) + options.report_s
 
     def after_kill_s(self, normal_s: float) -> float:
@@ -65,10 +65,10 @@ class TimeLimits:
     def after_slowing_s(self, normal_s: float) -> float:
         """The same for a member that is slow.
 
-        First the owners leave it out as a sender, when it would need more than twice as long as the others; then the
+        First the reducers leave it out as a sender, when it would need more than twice as long as the others; then the
         coordinator gives it twice the time that these needed with that, and half of the stall limit.
         """
-        others_s = 2 * normal_s + self.settings.sender_timeout_s + RoundOptions().report_s
+        others_s = 2 * normal_s + self.settings.silence_s + RoundOptions().report_s
         return 2 * others_s + self.stall_s / 2 + self.after_kill_s(normal_s)
 
     def words_s(self, bytes_s: float) -> float:

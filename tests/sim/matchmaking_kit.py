@@ -6,14 +6,17 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+from msgspec.structs import replace
 
 from shoal.averager.directory import DhtDirectory
 from shoal.clock import Env
 from shoal.dht import DhtNode
 from shoal.errors import PeerTimeout, RoundFailed
 from shoal.events import Event
-from shoal.matchmaking import Group, GroupDirectory, Matchmaker
+from shoal.matchmaking import Group, GroupDirectory, JoinTerms, Matchmaker, MatchmakingConfig
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork, Swarm, sleep
@@ -128,8 +131,10 @@ class Mate:
         """Its id."""
         return self.endpoint.peer_id
 
-    async def form(self, **kwargs: Any) -> Group:
-        """Form a group under the usual key."""
+    async def form(self, *, window_s: float | None = None, bandwidth: float | None = None, **kwargs: Any) -> Group:
+        """Form a group under the usual key; `window_s` and `bandwidth` are set from now on, if given."""
+        given = {name: value for name, value in (("window_s", window_s), ("bandwidth", bandwidth)) if value is not None}
+        self.matchmaker._config = replace(self.matchmaker._config, **given)
         return await self.matchmaker.form_group(**{"group_key": KEY, "gathered": self.name.encode()} | kwargs)
 
 
@@ -158,7 +163,16 @@ class Fleet:
         network = SimNetwork(loop_seed, latency_s=latency_s, jitter_s=jitter_s)
         return cls(Swarm(loop_seed, network=network, **kwargs), directory, dht)
 
-    async def add(self, *names: str, client_mode: bool = False, **options: Any) -> list[Mate]:
+    async def add(
+        self,
+        *names: str,
+        client_mode: bool = False,
+        schema: bytes = b"schema",
+        settings: Mapping[str, str] = MappingProxyType({}),
+        compare_schema: Callable[[bytes, PeerID], str | None] = compare_schema,
+        plan: Callable[[Sequence[Member]], tuple[list[int], int]] = plan,
+        **config: Any,
+    ) -> list[Mate]:
         """Start peers with these options of the matchmaker."""
 
         async def start(host: SimHost) -> Mate:
@@ -166,16 +180,15 @@ class Fleet:
             await endpoint.start(listen=not client_mode)
             events: list[Event] = []
             host.env.events.subscribe(events.append)
-            settings: dict[str, Any] = {
-                "prefix": PREFIX,
-                "schema": b"schema",
-                "settings": {},
-                "compare_schema": compare_schema,
-                "plan": plan,
-                "client_mode": client_mode,
-            }
-            directory = await self._view(host, endpoint)
-            matchmaker = Matchmaker(endpoint, host.env, directory, **(settings | options))
+            matchmaker = Matchmaker(
+                endpoint,
+                host.env,
+                await self._view(host, endpoint),
+                MatchmakingConfig(**({"window_s": 5.0, "client_mode": client_mode} | config)),
+                prefix=PREFIX,
+                terms=JoinTerms(schema, settings, compare_schema),
+                plan=plan,
+            )
             return Mate(host.name, host.env, endpoint, matchmaker, events)
 
         added = []

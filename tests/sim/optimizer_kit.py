@@ -1,4 +1,4 @@
-"""Whole trainers on simulated hosts: a tiny regression, the collaboration, and the trainer's loop as a coroutine."""
+"""Whole trainers on simulated hosts: a tiny regression, the participant, and the trainer's loop as a coroutine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from shoal.averager import TensorLock
 from shoal.compression import CompressionBase
 from shoal.errors import StateUnavailable
 from shoal.events import EpochAdvanced, Event
-from shoal.optim import Collaboration, CollaborationSettings, TrainingState
-from shoal.optim.collaboration import Phase
+from shoal.optim import Participant, RunSettings, TrainingState
+from shoal.optim.phases import RunPhase
 from shoal.sim import SimHost, SimNetwork, Swarm
 from tests.sim.averaging_kit import SETTINGS, note_internal_error, start_core
 
@@ -80,54 +80,54 @@ def make_optimizer(parameters: list[torch.Tensor], lr: float = 0.05) -> tuple[to
 
 
 class Trainer:
-    """One peer that trains: `collaboration`, parameters and how it went."""
+    """One peer that trains: `participant`, parameters and how it went."""
 
-    def __init__(self, index: int, parameters: list[torch.Tensor], collaboration: Collaboration) -> None:
-        self.index, self.parameters, self.collaboration = index, parameters, collaboration
+    def __init__(self, index: int, parameters: list[torch.Tensor], participant: Participant) -> None:
+        self.index, self.parameters, self.participant = index, parameters, participant
         self.epochs: list[tuple[float, int, int, bytes]] = []
         self.alone = 0
-        self.patience_s = collaboration.settings.state_patience_s
+        self.patience_s = participant.settings.state_patience_s
         self.batches_done = 0
         self.downloads = 0
         self.failed_downloads: list[str] = []
 
     async def take_batch(self, size: int, *, number: int | None = None, duration_s: float = 0.0) -> None:
-        """One batch: compute (takes `duration_s`), accumulate, and whatever the collaboration asks for."""
-        collaboration, training = self.collaboration, self.collaboration.training
+        """One batch: compute (takes `duration_s`), accumulate, and whatever the participant asks for."""
+        participant, training = self.participant, self.participant.training
         backward(self.parameters, self.index, self.batches_done if number is None else number, size)
         if duration_s:
             await sim.sleep(duration_s)
-        if collaboration.finished:
+        if participant.finished:
             return
-        if not collaboration.at_end:
+        if not participant.at_end:
             training.accumulate(size)
-            collaboration.speed.count(size)
+            participant.speed.count(size)
             self.batches_done += 1
-        collaboration.accumulated()
+        participant.accumulated()
         await self.take_turn()
 
     async def take_turn(self) -> None:
-        """Do what the collaboration asks for now."""
-        collaboration = self.collaboration
-        phase = await collaboration.decide(60.0)
-        if phase is Phase.STEPPING:
-            collaboration.step()
-            await collaboration.stepped()
-        elif phase is Phase.BEHIND:
+        """Do what the participant asks for now."""
+        participant = self.participant
+        phase = await participant.decide(60.0)
+        if phase is RunPhase.STEPPING:
+            participant.step()
+            await participant.stepped()
+        elif phase is RunPhase.BEHIND:
             try:
-                self.downloads += await collaboration.download(self.patience_s, patient=False)
+                self.downloads += await participant.download(self.patience_s, patient=False)
             except StateUnavailable as error:
                 self.failed_downloads.append(str(error))
 
     async def finish_epoch(self, epoch: int) -> None:
         """Take no more batches until the swarm has made this epoch."""
-        while self.collaboration.epoch < epoch:
+        while self.participant.epoch < epoch:
             await sim.sleep(0.01)
             await self.take_turn()
 
     async def train(self, size: int, *, duration_s: float, until: Callable[[], bool]) -> None:
         """Batches of `duration_s` each, until `until()`."""
-        while not until() and not self.collaboration.finished:
+        while not until() and not self.participant.finished:
             await self.take_batch(size, duration_s=duration_s)
 
 
@@ -153,7 +153,7 @@ class Run:
         seed = asyncio.get_running_loop().seed  # type: ignore[attr-defined]
         self.swarm: Swarm[Trainer] = Swarm(network=network or SimNetwork(seed))
         self.dtype, self.width = dtype, width
-        self.settings = CollaborationSettings(
+        self.settings = RunSettings(
             run_id="run", target_batch_size=target, averager=averager, average_state_every=average_state_every
         )
         self.warnings: list[str] = []
@@ -192,7 +192,7 @@ class Run:
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
             training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
-            collaboration = Collaboration(
+            participant = Participant(
                 core,
                 training,
                 settings,
@@ -200,9 +200,9 @@ class Run:
                 compression=self.compression,
                 state_compression=self.state_compression,
             )
-            trainer = Trainer(index, parameters, collaboration)
+            trainer = Trainer(index, parameters, participant)
             host.env.events.subscribe(lambda event: self._note(name, trainer, event))
-            await collaboration.start()
+            await participant.start()
             self.trainers[name] = trainer
             return trainer
 
@@ -217,19 +217,19 @@ class Run:
     def announce_end(self, epoch: int) -> None:
         """All who are there say that the run ends at this epoch."""
         for trainer in self.swarm.peers.values():
-            trainer.collaboration.announce_end(epoch)
+            trainer.participant.announce_end(epoch)
 
     async def close(self) -> None:
         """Shut all trainers down."""
         for name, trainer in self.swarm.peers.items():
-            await self.swarm.run_on(name, trainer.collaboration.close)
-            await self.swarm.run_on(name, trainer.collaboration.core.close)
+            await self.swarm.run_on(name, trainer.participant.close)
+            await self.swarm.run_on(name, trainer.participant.core.close)
 
     def agree(self, names: list[str]) -> bool:
         """Whether these trainers hold the same parameters, bit by bit, under the same name."""
         first = self.swarm.peer(names[0])
         return all(
-            self.swarm.peer(name).collaboration.state == first.collaboration.state
+            self.swarm.peer(name).participant.state == first.participant.state
             and all(torch.equal(a, b) for a, b in zip(self.swarm.peer(name).parameters, first.parameters, strict=True))
             for name in names
         )

@@ -30,7 +30,7 @@ def notes(trainer: Trainer) -> tuple[list[int], list[str]]:
         elif isinstance(event, Warned) and "training alone" in event.message:
             warned.append(event.message)
 
-    trainer.collaboration.core.env.events.subscribe(note)
+    trainer.participant.core.env.events.subscribe(note)
     return alone, warned
 
 
@@ -59,7 +59,7 @@ def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking()
         again = await run.swarm.restart("entry")
         back = run.swarm.spawn("entry", again.train(4, duration_s=1.0, until=until(90.0)))
         await asyncio.wait([training, back])
-        assert again.collaboration.epoch > alone[-1] + 5
+        assert again.participant.epoch > alone[-1] + 5
         assert len(warned) == 1
         await run.close()
 
@@ -82,7 +82,7 @@ def test_a_peer_that_wakes_looks_for_the_others_before_it_steps() -> None:
         await asyncio.wait(tasks)
         assert not alone
         assert not warned
-        assert sleeper.collaboration.epoch > 20
+        assert sleeper.participant.epoch > 20
         await run.close()
 
     sim.run(main, seed=32)
@@ -102,7 +102,7 @@ def test_a_peer_that_lost_its_links_looks_for_the_others_before_it_steps() -> No
         await run.swarm.run_on("p2", back.train, 4, duration_s=1.0, until=until(10.0))
         run.swarm.partition([["p0", "p1"], ["p2"]])
         await sim.sleep(60.0)
-        assert len(back.collaboration.view().peers) == 1
+        assert len(back.participant.view().peers) == 1
         run.swarm.heal()
         await run.swarm.run_on("p2", back.take_batch, 24)
         assert not alone
@@ -110,7 +110,7 @@ def test_a_peer_that_lost_its_links_looks_for_the_others_before_it_steps() -> No
         await run.swarm.run_on("p2", back.train, 4, duration_s=1.0, until=until(90.0))
         await asyncio.wait(tasks)
         assert not alone
-        assert back.collaboration.epoch >= run.swarm.peer("p0").collaboration.epoch - 1
+        assert back.participant.epoch >= run.swarm.peer("p0").participant.epoch - 1
         await run.close()
 
     sim.run(main, seed=33)
@@ -182,7 +182,7 @@ def test_two_clients_with_only_an_entry_between_say_so() -> None:
             (text,) = warned
             assert "(it only dials)" in text
             assert "open a port at one of them" in text
-        assert all(run.swarm.peer(name).collaboration.mine().alone for name in notices)
+        assert all(run.swarm.peer(name).participant.progress().alone for name in notices)
 
     sim.run(main, seed=35)
 
@@ -194,7 +194,7 @@ def test_a_run_of_another_name_than_the_invites_is_told() -> None:
         run = Run(target=400)
         await entered(run)
         trainer = await run.add("a")
-        trainer.collaboration.core.invited_to = frozenset({"theirs"})
+        trainer.participant.core.invited_to = frozenset({"theirs"})
         _, warned = notes(trainer)
         run.swarm.spawn("a", trainer.train(4, duration_s=1.0, until=until(60.0)))
         await sim.sleep(30.0)
@@ -311,7 +311,7 @@ def test_what_a_run_that_is_over_left_delays_a_new_one_by_two_seconds_at_most(en
                 trainer = await run.add(name, client_mode="clients" in ends)
                 run.swarm.spawn(name, trainer.train(8, duration_s=1.0, until=until(1e9)))
             await sim.sleep(5.0)
-            assert "clients" in ends or run.swarm.peer("a").collaboration.epoch > 1
+            assert "clients" in ends or run.swarm.peer("a").participant.epoch > 1
             for name in ("a", "b"):
                 (run.swarm.vanish if "vanished" in ends else run.swarm.crash)(name)
             await sim.sleep(before_s)

@@ -41,7 +41,7 @@ def adds_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def owns_twice(patch: pytest.MonkeyPatch) -> None:
-    """The owner of a part adds its own values twice."""
+    """The reducer of a part adds its own values twice."""
     patch.setattr(Vector, "begin_sum", lambda self, part, weight: begin_sum(self, part, 2 * weight))
 
 

@@ -210,7 +210,7 @@ def test_the_average_is_of_those_who_contribute(word: str, codec: CompressionBas
 
 @pytest.mark.parametrize("word", ["tta", "att", "tttaa", "acc", "tcca"])
 def test_no_byte_is_sent_in_vain(word: str) -> None:
-    """Contributors send each owner its parts, owners send averages to contributors; nobody sends any other values."""
+    """Contributors send each reducer its parts, reducers send averages to contributors; nothing else is sent."""
 
     async def scenario(net: SimNet) -> None:
         numel = 100_000
@@ -281,7 +281,7 @@ def test_a_group_of_auxiliary_members_does_not_average(word: str) -> None:
 
 
 def test_all_contributors_with_weight_zero() -> None:
-    """With nothing to average the round fails, by name; the auxiliary owner and coordinator fail with it."""
+    """With nothing to average the round fails, by name; the auxiliary reducer and coordinator fail with it."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "att")
@@ -403,8 +403,8 @@ MOMENTS_S = (0.0, 0.03, 0.3, 0.8, 1.2, 1.6, 1.8, 1.85, 1.9, 1.95, 2.1, 3.0)
 
 @pytest.mark.parametrize("way", ["crash", "vanish", "stall"])
 @pytest.mark.parametrize("after_s", MOMENTS_S)
-def test_an_auxiliary_owner_dies(after_s: float, way: str) -> None:
-    """At any moment: its parts get another owner, and the contributors get the mean of all of them."""
+def test_an_auxiliary_reducer_dies(after_s: float, way: str) -> None:
+    """At any moment: its parts get another reducer, and the contributors get the mean of all of them."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, "tta")
@@ -421,7 +421,7 @@ def test_an_auxiliary_owner_dies(after_s: float, way: str) -> None:
         assert trial.contributors(commit) == {0, 1}
         assert all(result.outcome is not None for result in trial.results[:2])
         again = [
-            held.attempt for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True) if part.owner == 2
+            held.attempt for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True) if part.reducer == 2
         ]
         assert all(again) or after_s > 0.1
         assert any(again) or after_s > 1.0
@@ -529,12 +529,12 @@ def test_an_auxiliary_member_takes_over_the_parts_of_the_dead() -> None:
         assert commit is not None
         assert trial.contributors(commit) == {0, 2}
         assert any(held.attempt == 1 for held in commit.parts)
-        assert 3 in trial.rounds[0].machine.rules.owner
+        assert 3 in trial.rounds[0].machine.rules.reducer
 
     on_sim(scenario, bandwidth_bytes_s=SLOW_BYTES_S)
 
 
-def test_an_owner_that_no_values_reach_hands_its_parts_over() -> None:
+def test_a_reducer_that_no_values_reach_hands_its_parts_over() -> None:
     """It lives and is told nothing: rather than report an average of nobody, which would end the round, it gives up."""
 
     async def scenario(net: SimNet) -> None:
@@ -595,7 +595,7 @@ def test_weights_of_zero_are_told_apart_from_being_cut_off() -> None:
         trial.check()
 
 
-def test_an_owner_that_only_weights_of_zero_reach_hands_its_parts_over() -> None:
+def test_a_reducer_that_only_weights_of_zero_reach_hands_its_parts_over() -> None:
     """The members with values cannot reach it: another one averages its parts, and the round succeeds."""
 
     async def scenario(net: SimNet) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import StepPlan, TensorLock
+from shoal.averager import StepRequest, TensorLock
 from shoal.errors import RoundFailed
 from shoal.events import Event, GroupFormed, RoundAborted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits, seize
@@ -115,7 +115,7 @@ def test_who_has_a_group_and_no_values_keeps_it_waiting_no_longer_than_a_silent_
             steps[peer] = asyncio.ensure_future(trial.step(f"p{peer}", timeout_s=60.0))
             await sim.sleep(0.001)
         await asyncio.gather(steps[1], steps[2])
-        assert _now() < formed[0] + SETTINGS.sender_timeout_s + 1.0
+        assert _now() < formed[0] + SETTINGS.silence_s + 1.0
         assert values[1][0].tolist() == values[2][0].tolist() == [4.5] * 3
         await sim.sleep(formed[0] + 10.0 - _now())
         await asyncio.gather(steps[0], *(trial.step(f"p{peer}") for peer in (1, 2)))
@@ -160,10 +160,10 @@ def test_an_average_is_applied_before_the_timeout_or_not_at_all(held_s: float) -
     async def main() -> None:
         trial = Trial(bandwidth_bytes_s=200_000)
         values = await _three(trial, numel=30_000)
-        lock, plan, began = trial.swarm.peer("p0").lock, StepPlan(), _now()
-        steps = [asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=10.0))]
+        lock, request, began = trial.swarm.peer("p0").lock, StepRequest(), _now()
+        steps = [asyncio.ensure_future(trial.step("p0", request=request, timeout_s=10.0))]
         steps += [asyncio.ensure_future(trial.step(f"p{peer}", timeout_s=10.0)) for peer in (1, 2)]
-        while not plan.began:
+        while not request.began:
             await sim.sleep(0.01)
         asyncio.get_running_loop().call_later(held_s, seize(lock, HOLDER))
         await asyncio.gather(*steps[1:])
@@ -192,13 +192,13 @@ def test_a_step_that_waits_for_its_tensors_can_be_given_up(stage: str) -> None:
     async def main() -> None:
         trial = Trial(bandwidth_bytes_s=200_000)
         values = await _three(trial, numel=30_000)
-        averager, plan = trial.swarm.peer("p0"), StepPlan()
+        averager, request = trial.swarm.peer("p0"), StepRequest()
         if stage == "values":
             release = seize(averager.lock, HOLDER)
-        step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=60.0))
+        step = trial.swarm.spawn("p0", averager.step(request, timeout_s=60.0))
         others = asyncio.gather(*(trial.step(f"p{peer}") for peer in (1, 2)))
         if stage == "average":
-            while not plan.began:
+            while not request.began:
                 await sim.sleep(0.01)
             release = seize(averager.lock, HOLDER)
         await others

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.averager import AveragingStage, DhtDirectory, StepPlan
+from shoal.averager import AveragingStage, DhtDirectory, StepRequest
 from shoal.errors import ClosedError, LocalError, RoundFailed
 from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished
 from shoal.wire import Join, JoinAccepted
@@ -39,14 +39,14 @@ def test_a_scheduled_step_waits_for_its_time() -> None:
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        plans = [StepPlan(scheduled_time=_wall(trial, f"p{peer}") + 30.0) for peer in range(2)]
+        requests = [StepRequest(scheduled_time=_wall(trial, f"p{peer}") + 30.0) for peer in range(2)]
         began = _now()
-        steps = [asyncio.ensure_future(trial.step(f"p{peer}", plan=plans[peer])) for peer in range(2)]
+        steps = [asyncio.ensure_future(trial.step(f"p{peer}", request=requests[peer])) for peer in range(2)]
         await sim.sleep(29.0)
-        assert [plan.stage for plan in plans] == [AveragingStage.IDLE] * 2
+        assert [request.stage for request in requests] == [AveragingStage.IDLE] * 2
         await asyncio.gather(*steps)
         assert 30.0 <= _now() - began < 31.0
-        assert [plan.stage for plan in plans] == [AveragingStage.FINISHED] * 2
+        assert [request.stage for request in requests] == [AveragingStage.FINISHED] * 2
         assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
         await trial.close()
 
@@ -59,13 +59,13 @@ def test_a_schedule_can_be_moved() -> None:
     async def main() -> None:
         trial = Trial()
         await _pair(trial)
-        plans = [StepPlan(scheduled_time=_wall(trial, f"p{peer}") + 200.0) for peer in range(2)]
+        requests = [StepRequest(scheduled_time=_wall(trial, f"p{peer}") + 200.0) for peer in range(2)]
         began = _now()
-        steps = [asyncio.ensure_future(trial.step(f"p{peer}", plan=plans[peer])) for peer in range(2)]
+        steps = [asyncio.ensure_future(trial.step(f"p{peer}", request=requests[peer])) for peer in range(2)]
         await sim.sleep(1.0)
-        for peer, plan in enumerate(plans):
-            plan.scheduled_time = _wall(trial, f"p{peer}") + 5.0
-            plan.changed()
+        for peer, request in enumerate(requests):
+            request.scheduled_time = _wall(trial, f"p{peer}") + 5.0
+            request.changed()
         await asyncio.gather(*steps)
         assert 6.0 <= _now() - began < 7.0
         await trial.close()
@@ -80,16 +80,16 @@ def test_a_schedule_is_set_while_something_else_is_waited_for(stage: AveragingSt
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        plan = StepPlan(triggered=stage is not AveragingStage.AWAITING_TRIGGER)
-        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=100.0)), _now()
+        request = StepRequest(triggered=stage is not AveragingStage.AWAITING_TRIGGER)
+        step, began = asyncio.ensure_future(trial.step("p0", request=request, timeout_s=100.0)), _now()
         await sim.sleep(1.0)
-        assert plan.stage is stage
-        plan.scheduled_time = _wall(trial, "p0") + 30.0
-        plan.changed()
-        plan.allow_allreduce()
+        assert request.stage is stage
+        request.scheduled_time = _wall(trial, "p0") + 30.0
+        request.changed()
+        request.allow_allreduce()
         other = asyncio.ensure_future(trial.step("p1", timeout_s=100.0))
         await sim.sleep(29.0)
-        assert plan.stage is AveragingStage.IDLE
+        assert request.stage is AveragingStage.IDLE
         await asyncio.gather(step, other)
         assert 31.0 <= _now() - began < 32.5
         assert values[0][0].tolist() == values[1][0].tolist() == [2.0] * 3
@@ -105,16 +105,16 @@ def test_a_schedule_that_does_not_postpone_leaves_the_search_alone() -> None:
     async def main() -> None:
         trial = Trial()
         await _pair(trial)
-        plan = StepPlan()
+        request = StepRequest()
         waited: list[float] = []
         trial.swarm.host("p0").env.events.subscribe(
             lambda event: waited.append(event.waited_s) if isinstance(event, GroupFormed) else None
         )
-        step = asyncio.ensure_future(trial.step("p0", plan=plan))
+        step = asyncio.ensure_future(trial.step("p0", request=request))
         for scheduled_time in (None, _wall(trial, "p0")):
             await sim.sleep(1.0)
-            plan.scheduled_time = scheduled_time
-            plan.changed()
+            request.scheduled_time = scheduled_time
+            request.changed()
         await asyncio.gather(step, trial.step("p1"))
         assert waited[0] > 2.0
         await trial.close()
@@ -128,28 +128,28 @@ def test_what_is_set_counts_or_is_refused() -> None:
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        plan, late = StepPlan(), list[StepPlan]()
+        request, late = StepRequest(), list[StepRequest]()
 
         def hear(event: Event) -> None:
             if isinstance(event, GroupFormed) and not late:
-                late.append(plan)  # there is a group, and the step does not know it yet
-                plan.scheduled_time = _wall(trial, "p0") + 10.0
-                asyncio.get_running_loop().call_soon(plan.changed)
+                late.append(request)  # there is a group, and the step does not know it yet
+                request.scheduled_time = _wall(trial, "p0") + 10.0
+                asyncio.get_running_loop().call_soon(request.changed)
 
         trial.swarm.host("p0").env.events.subscribe(hear)
         first = asyncio.ensure_future(trial.step("p1", timeout_s=60.0))
-        step, began = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=60.0)), _now()
-        while not plan.grouped:
+        step, began = asyncio.ensure_future(trial.step("p0", request=request, timeout_s=60.0)), _now()
+        while not request.grouped:
             await sim.sleep(0.001)
         assert _now() - began > 10.0
-        if not plan.began:
-            plan.weight = 3.0
+        if not request.began:
+            request.weight = 3.0
         with pytest.raises(LocalError, match="scheduled_time cannot be changed any more: this step has a group"):
-            plan.scheduled_time = None
-        while not plan.began:
+            request.scheduled_time = None
+        while not request.began:
             await sim.sleep(0.001)
         with pytest.raises(LocalError, match="weight cannot be changed any more: the values of this step were taken"):
-            plan.weight = 2.0
+            request.weight = 2.0
         await asyncio.gather(step, first)
         assert values[0][0].tolist() == values[1][0].tolist()
         await trial.close()
@@ -163,9 +163,9 @@ def test_a_schedule_after_the_timeout_fails_with_the_reason() -> None:
     async def main() -> None:
         trial = Trial()
         await _pair(trial)
-        plan = StepPlan(scheduled_time=_wall(trial, "p0") + 200.0)
+        request = StepRequest(scheduled_time=_wall(trial, "p0") + 200.0)
         with pytest.raises(RoundFailed, match="scheduled_time lies after its timeout"):
-            await trial.step("p0", plan=plan, timeout_s=10.0)
+            await trial.step("p0", request=request, timeout_s=10.0)
         await trial.close()
 
     sim.run(main, seed=3)
@@ -177,19 +177,19 @@ def test_a_step_waits_for_its_trigger() -> None:
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        plan = StepPlan(triggered=False)
+        request = StepRequest(triggered=False)
         steps = [
-            asyncio.ensure_future(trial.step("p0", plan=plan)),
+            asyncio.ensure_future(trial.step("p0", request=request)),
             asyncio.ensure_future(trial.step("p1", weight=1.0)),
         ]
-        while plan.stage is not AveragingStage.AWAITING_TRIGGER:
+        while request.stage is not AveragingStage.AWAITING_TRIGGER:
             await sim.sleep(0.1)
-        assert not plan.began
+        assert not request.began
         values[0][0].fill_(8.0)
-        plan.weight = 3.0
-        plan.allow_allreduce()
+        request.weight = 3.0
+        request.allow_allreduce()
         results = await asyncio.gather(*steps)
-        assert plan.began
+        assert request.began
         assert results[0].outcome.weight == 4.0
         assert values[0][0].tolist() == values[1][0].tolist() == [7.0] * 3
         await trial.close()
@@ -205,13 +205,13 @@ def test_a_trigger_that_comes_late_holds_nobody_up() -> None:
         values = [[torch.full((3,), float(peer))] for peer in range(3)]
         for peer in range(3):
             await trial.add(f"p{peer}", values[peer])
-        plan = StepPlan(triggered=False)
-        late = asyncio.ensure_future(trial.step("p0", plan=plan, timeout_s=100.0))
+        request = StepRequest(triggered=False)
+        late = asyncio.ensure_future(trial.step("p0", request=request, timeout_s=100.0))
         began = _now()
         await asyncio.gather(trial.step("p1"), trial.step("p2"))
         assert _now() - began < 1.0
         assert values[1][0].tolist() == values[2][0].tolist() == [1.5] * 3
-        plan.allow_allreduce()
+        request.allow_allreduce()
         await asyncio.gather(late, trial.step("p1"), trial.step("p2"))
         assert same_bits(values)
         assert values[0][0].tolist() == [1.0] * 3
@@ -228,7 +228,7 @@ def test_a_trigger_that_never_comes_fails_at_the_timeout() -> None:
         values = await _pair(trial)
         other = asyncio.ensure_future(trial.step("p1", timeout_s=20.0))
         with pytest.raises(RoundFailed, match=r"allow_allreduce\(\) was not called"):
-            await trial.step("p0", plan=StepPlan(triggered=False), timeout_s=20.0)
+            await trial.step("p0", request=StepRequest(triggered=False), timeout_s=20.0)
         assert values[0][0].tolist() == [0.0] * 3
         await asyncio.gather(other, return_exceptions=True)
         await trial.close()
@@ -247,15 +247,15 @@ def test_a_step_can_be_given_up_in_every_stage(stage: AveragingStage) -> None:
         values = await _pair(trial)
         averager = trial.swarm.peer("p0")
         scheduled = _wall(trial, "p0") + 100.0 if stage is AveragingStage.IDLE else None
-        plan = StepPlan(scheduled_time=scheduled, triggered=stage is not AveragingStage.AWAITING_TRIGGER)
-        step = trial.swarm.spawn("p0", averager.step(plan))
+        request = StepRequest(scheduled_time=scheduled, triggered=stage is not AveragingStage.AWAITING_TRIGGER)
+        step = trial.swarm.spawn("p0", averager.step(request))
         waiting = [asyncio.ensure_future(trial.step("p1"))] if stage is AveragingStage.AWAITING_TRIGGER else []
         await sim.sleep(0.01)
-        while plan.stage is not stage:
+        while request.stage is not stage:
             await sim.sleep(0.01)
         step.cancel()
         await asyncio.wait([step])
-        assert plan.stage is AveragingStage.FINISHED
+        assert request.stage is AveragingStage.FINISHED
         assert values[0][0].tolist() == [0.0] * 3
         waiting = waiting or [asyncio.ensure_future(trial.step("p1"))]
         await asyncio.gather(trial.step("p0"), *waiting)
@@ -272,10 +272,10 @@ def test_a_step_waits_for_the_end_of_one_that_was_given_up() -> None:
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        averager, plan = trial.swarm.peer("p0"), StepPlan()
-        step = trial.swarm.spawn("p0", averager.step(plan))
+        averager, request = trial.swarm.peer("p0"), StepRequest()
+        step = trial.swarm.spawn("p0", averager.step(request))
         other = asyncio.ensure_future(trial.step("p1"))
-        while plan.stage is not AveragingStage.RUNNING_ALLREDUCE:
+        while request.stage is not AveragingStage.RUNNING_ALLREDUCE:
             await sim.sleep(0.001)
         with pytest.raises(LocalError, match="running already"):
             await trial.step("p0")
@@ -295,9 +295,9 @@ def test_what_a_peer_gathers_and_nobody_can_read_costs_its_value_only(bad: bytes
     async def main() -> None:
         trial = Trial()
         values = await _pair(trial)
-        plan = StepPlan()
-        plan.gathered = bad
-        steps = (trial.step("p0", plan=plan), trial.step("p1", gather=[7]))
+        request = StepRequest()
+        request.gathered = bad
+        steps = (trial.step("p0", request=request), trial.step("p1", gather=[7]))
         dropped: list[PeerDropped] = []
         trial.swarm.host("p1").env.events.subscribe(
             lambda event: dropped.append(event) if isinstance(event, PeerDropped) else None
@@ -317,7 +317,7 @@ def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> N
     """The peer that it asks says nothing at all, or promises a group that never begins: the step's timeout ends it."""
 
     async def main() -> None:
-        settings = msgspec.structs.replace(SETTINGS, averaging_expiration_s=15.0, request_timeout_s=12.0)
+        settings = msgspec.structs.replace(SETTINGS, window_s=15.0, request_timeout_s=12.0)
         trial = Trial(settings=settings)
         await _pair(trial)
         bad = await trial.add("bad", [torch.zeros(3)])
@@ -354,11 +354,11 @@ def test_whatever_its_patience_a_close_ends_the_round(timeout_s: float) -> None:
         trial = Trial(bandwidth_bytes_s=200_000)
         for peer in range(2):
             await trial.add(f"p{peer}", [torch.full((30_000,), float(peer))], target_group_size=2)
-        averager, plan = trial.swarm.peer("p0"), StepPlan()
+        averager, request = trial.swarm.peer("p0"), StepRequest()
         rounds, callbacks = averager.core.rounds(), averager.core.endpoint._lost_callbacks
-        step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=60.0))
+        step = trial.swarm.spawn("p0", averager.step(request, timeout_s=60.0))
         other = trial.swarm.spawn("p1", trial.swarm.peer("p1").step(timeout_s=5.0))
-        while not plan.began:
+        while not request.began:
             await sim.sleep(0.01)
         assert rounds._rounds
         began = asyncio.get_running_loop().time()
@@ -394,13 +394,13 @@ def test_a_step_that_is_given_up_while_the_last_round_ends_leaves_it_alone() -> 
         first = [asyncio.ensure_future(trial.step(f"p{peer}")) for peer in range(2)]
         await first[0]
         other = asyncio.ensure_future(trial.step("p2", timeout_s=30.0, allow_retries=False))
-        plan = StepPlan()
-        step = trial.swarm.spawn("p0", averager.step(plan, timeout_s=30.0))
+        request = StepRequest()
+        step = trial.swarm.spawn("p0", averager.step(request, timeout_s=30.0))
         while not averager.looking:
             await sim.sleep(0.001)
         while averager.looking:
             await sim.sleep(0.001)
-        assert not plan.began, "the end of the last round was not waited for"
+        assert not request.began, "the end of the last round was not waited for"
         step.cancel()
         await asyncio.wait([step])
         await asyncio.gather(other, *first, return_exceptions=True)
@@ -431,7 +431,7 @@ def test_peers_that_are_left_under_different_bits_meet(timeout_s: float) -> None
                     return tries
             return 10
 
-        window_s = min(timeout_s, SETTINGS.averaging_expiration_s)
+        window_s = min(timeout_s, SETTINGS.window_s)
         for _ in range(3):  # each round sends them to different keys again
             began = _now()
             tries = await asyncio.gather(average(0), average(1))
@@ -469,9 +469,9 @@ def test_group_bits_that_are_set_during_a_round_count() -> None:
         for peer in range(2):
             tensors = [torch.full((30_000,), float(peer))]
             await trial.add(f"p{peer}", tensors, target_group_size=2, group_bits="0000")
-        plan = StepPlan()
-        steps = asyncio.gather(trial.step("p0", plan=plan), trial.step("p1"))
-        while not plan.began:
+        request = StepRequest()
+        steps = asyncio.gather(trial.step("p0", request=request), trial.step("p1"))
+        while not request.began:
             await sim.sleep(0.01)
         trial.swarm.peer("p0").group_bits = "1111"
         await steps

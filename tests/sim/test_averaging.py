@@ -418,13 +418,13 @@ def test_the_members_that_own_something_are_the_same_in_every_round() -> None:
         names = [f"p{number}" for number in range(6)]
         for number, name in enumerate(names):
             await trial.add(name, [torch.full((3,), float(number))], target_group_size=len(names))
-        owners: set[frozenset[PeerID]] = set()
+        reducers: set[frozenset[PeerID]] = set()
         for _ in range(4):
             results = await asyncio.gather(*(trial.step(name, timeout_s=30.0) for name in names))
             peers = [member.contact.peer for member in results[0].outcome.members]
             assert len(peers) == len(names)
-            owners.add(frozenset(peer for peer, size in zip(peers, results[0].slices, strict=True) if size))
-        assert [len(each) for each in owners] == [3]
+            reducers.add(frozenset(peer for peer, size in zip(peers, results[0].slices, strict=True) if size))
+        assert [len(each) for each in reducers] == [3]
         await trial.close()
 
     sim.run(main, seed=5)

@@ -17,7 +17,7 @@ from tests.sim.optimizer_kit import Run, Trainer
 def warnings_of(trainer: Trainer) -> list[str]:
     """Filled with what the user of this peer is warned of."""
     warned: list[str] = []
-    trainer.collaboration.core.env.events.subscribe(
+    trainer.participant.core.env.events.subscribe(
         lambda event: warned.append(event.message) if isinstance(event, Warned) and event.where == "optimizer" else None
     )
     return warned
@@ -30,10 +30,10 @@ async def run_beside_a_donor_that_dies(run: Run, **changes: Any) -> tuple[Traine
     await sim.sleep(10.0)
     late = await run.add("late", seed=99, **changes)
     warned = warnings_of(late)
-    while not late.collaboration.view().behind:
+    while not late.participant.view().behind:
         await sim.sleep(0.1)
     run.swarm.crash("donor")
-    assert donor.collaboration.epoch > 5
+    assert donor.participant.epoch > 5
     return late, warned
 
 
@@ -51,10 +51,10 @@ def test_a_newcomer_whose_only_donor_dies_does_not_begin_at_epoch_0_at_once() ->
         run = Run(target=8)
         late, warned = await run_beside_a_donor_that_dies(run, state_patience_s=60.0)
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(50.0))
-        assert late.collaboration.epoch == 0
+        assert late.participant.epoch == 0
         assert [message for message in warned if "this peer waits for it, up to 60 s" in message], warned
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
-        assert late.collaboration.epoch > 5
+        assert late.participant.epoch > 5
         told = [message for message in warned if "training begins at epoch 0" in message and "require_state" in message]
         assert len(told) == 1, warned
         await run.close()
@@ -69,7 +69,7 @@ def test_a_donor_that_comes_back_in_time_is_joined() -> None:
         run = Run(target=8)
         late, _ = await run_beside_a_donor_that_dies(run, state_patience_s=600.0)
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
-        assert late.collaboration.epoch == 0
+        assert late.participant.epoch == 0
         other = await run.add("other")
         for number in range(20):
             await run.swarm.run_on("other", other.take_batch, 8, number=number)
@@ -93,7 +93,7 @@ def test_with_require_state_a_newcomer_raises_rather_than_begin(anybody: bool) -
         await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(15.0))
         with pytest.raises(StateUnavailable, match=r"within 20 s \(load_state_timeout\).*require_state=True"):
             await run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=until(30.0))
-        assert late.collaboration.epoch == 0
+        assert late.participant.epoch == 0
         await run.close()
 
     sim.run(main, seed=3)
@@ -109,7 +109,7 @@ def test_peers_that_begin_together_may_all_require_a_state() -> None:
             await run.add(name, require_state=True)
         trains = (run.swarm.peer(name).train(4, duration_s=0.5, until=until(20.0)) for name in names)
         await asyncio.gather(*(run.swarm.spawn(name, train) for name, train in zip(names, trains, strict=True)))
-        assert run.swarm.peer("p0").collaboration.epoch > 5
+        assert run.swarm.peer("p0").participant.epoch > 5
         await run.close()
 
     sim.run(main, seed=4)
@@ -125,11 +125,11 @@ def test_who_goes_on_beside_a_state_that_it_cannot_have_is_told_so_once() -> Non
             await run.swarm.run_on("first", first.take_batch, 4, number=number)
         further = await run.add("further")
         await run.swarm.run_on("further", further.train, 4, duration_s=0.1, until=until(3.0))
-        further.collaboration._states.sharing.disable()
+        further.participant._states.sharing.disable()
         run.swarm.spawn("further", further.train(4, duration_s=0.2, until=until(60.0)))
         # Further by itself: it is at another state than ours, of a later epoch.
-        later = further.collaboration.state._replace(epoch=further.collaboration.epoch + 10, digest=bytes(32))
-        further.collaboration.state = later
+        later = further.participant.state._replace(epoch=further.participant.epoch + 10, digest=bytes(32))
+        further.participant.state = later
         warned = warnings_of(first)
         await run.swarm.run_on("first", first.train, 4, duration_s=0.5, until=until(40.0))
         told = [message for message in warned if "did not give it: training goes on from epoch" in message]
@@ -154,14 +154,14 @@ def test_a_slow_peer_whose_batches_count_for_nothing_is_told_so(epochs: float) -
         for name in names:
             run.swarm.spawn(name, run.swarm.peer(name).train(2, duration_s=0.25, until=until(60.0)))
         await run.swarm.run_on("slow", slow.train, 2, duration_s=1.25 * epochs, until=until(60.0))
-        contribution = slow.collaboration.contribution
+        contribution = slow.participant.contribution
         (told,) = (message for message in warned if "samples that this peer computed" in message)
         assert "over before the batch is done. Give this peer smaller batches" in told
-        fast_epochs = run.swarm.peer("p0").collaboration.epoch
+        fast_epochs = run.swarm.peer("p0").participant.epoch
         assert 57.0 / fast_epochs == pytest.approx(1.25, rel=0.1)  # so the batches were as long as that
-        total = contribution.contributed + contribution.dropped + slow.collaboration.training.samples
-        assert total >= slow.collaboration.speed.processed - 4
-        fast = run.swarm.peer("p0").collaboration.contribution
+        total = contribution.contributed + contribution.dropped + slow.participant.training.samples
+        assert total >= slow.participant.speed.processed - 4
+        fast = run.swarm.peer("p0").participant.contribution
         assert fast.contributed > 10 * contribution.contributed
         await run.close()
 

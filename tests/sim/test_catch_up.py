@@ -80,7 +80,7 @@ class Scene:
 
     async def end(self, epochs: int) -> list[str]:
         """Announce the end of the run so many epochs from now, and wait for it; who is alive then."""
-        first = next(iter(self.run.swarm.peers.values())).collaboration
+        first = next(iter(self.run.swarm.peers.values())).participant
         self.run.announce_end(first.epoch + epochs)
         names = [name for name in self.tasks if self.run.swarm.is_alive(name)]
         await asyncio.wait([self.tasks[name] for name in names])
@@ -105,8 +105,8 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_takes_part(epochs:
         late = await scene.newcomer()
         first = await scene.first_epoch(late, 2 * EPOCH_S * epochs + 20)
         names = await scene.end(3)
-        assert len(late.collaboration.downloads) == 1
-        assert scene.run.agree(names), {name: scene.run.swarm.peer(name).collaboration.state for name in names}
+        assert len(late.participant.downloads) == 1
+        assert scene.run.agree(names), {name: scene.run.swarm.peer(name).participant.state for name in names}
         member = scene.run.swarm.peer("p0")
         missed = sum(came < time < first for time, *_ in member.epochs)
         assert epochs <= missed <= 1.5 * epochs + 4, missed
@@ -124,8 +124,8 @@ async def held(scene: Scene, late: Trainer, within_s: float, epochs: int = 3) ->
     """The newcomer takes part after one download, and ends with the bits of all who are alive."""
     await scene.first_epoch(late, within_s)
     names = await scene.end(epochs)
-    assert len(late.collaboration.downloads) == 1, late.failed_downloads
-    assert scene.run.agree(names), {name: scene.run.swarm.peer(name).collaboration.state for name in names}
+    assert len(late.participant.downloads) == 1, late.failed_downloads
+    assert scene.run.agree(names), {name: scene.run.swarm.peer(name).participant.state for name in names}
     assert not scene.run.warnings, scene.run.warnings
     await scene.run.close()
 
@@ -141,10 +141,10 @@ def test_a_donor_that_dies_in_the_middle_costs_the_newcomer_nothing(dies: str) -
         await sim.sleep(10.0)
         late = await scene.newcomer()
         await sim.sleep(5.0)
-        followed = [name for name in members if scene.run.swarm.peer(name).collaboration._steps._followers]
+        followed = [name for name in members if scene.run.swarm.peer(name).participant._steps._followers]
         assert len(followed) == 2
         others = [name for name in members if name not in followed]
-        last = scene.run.swarm.peer(members[0]).collaboration.last_round
+        last = scene.run.swarm.peer(members[0]).participant.last_round
         assert last is not None
         victim = {"a donor": others[0], "who is followed": followed[0], "the coordinator": members[0]}[dies]
         scene.run.swarm.crash(victim)
@@ -201,12 +201,12 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
         await scene.begin()
         await sim.sleep(10.0)
         late = await scene.run.add("late", seed=99, extra_tensors=ballast(99, scene.state_bytes))
-        collaboration, names = late.collaboration, dict[bytes, list[torch.Tensor]]()
+        participant, names = late.participant, dict[bytes, list[torch.Tensor]]()
         await sim.sleep(3.0)
         member = scene.run.swarm.peer("p0")
-        member.collaboration.core.env.events.subscribe(lambda event: note(member, names))
-        download = scene.run.swarm.spawn("late", collaboration.download(60.0))
-        taken, take = 0, collaboration.step
+        member.participant.core.env.events.subscribe(lambda event: note(member, names))
+        download = scene.run.swarm.spawn("late", participant.download(60.0))
+        taken, take = 0, participant.step
 
         def step() -> None:
             nonlocal taken
@@ -215,12 +215,12 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
             if taken == 2:
                 download.cancel()
 
-        collaboration.step = step  # type: ignore[method-assign]
+        participant.step = step  # type: ignore[method-assign]
         await asyncio.wait([download])
         assert download.cancelled()
         assert taken == 2
-        assert collaboration.state.digest in names, "a state that nobody else ever had"
-        pairs = zip(names[collaboration.state.digest], late.parameters, strict=True)
+        assert participant.state.digest in names, "a state that nobody else ever had"
+        pairs = zip(names[participant.state.digest], late.parameters, strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
         scene.train("late")
         await scene.first_epoch(late, 30.0)
@@ -233,7 +233,7 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
 def note(member: Trainer, names: dict[bytes, list[torch.Tensor]]) -> None:
     """Remember the parameters of the state that this member is at."""
     parameters = [parameter.detach().clone() for parameter in member.parameters]
-    names.setdefault(member.collaboration.state.digest, parameters)
+    names.setdefault(member.participant.state.digest, parameters)
 
 
 @pytest.mark.parametrize("why", ["its line is too slow", "it may not keep so much"])
@@ -247,7 +247,7 @@ def test_a_newcomer_that_cannot_get_in_is_told_so_with_numbers(why: str) -> None
         await scene.begin()
         await sim.sleep(10.0)
         late = await scene.newcomer(catch_up_bytes=1 << 30 if slow else 2000)
-        late.collaboration.core.env.events.subscribe(
+        late.participant.core.env.events.subscribe(
             lambda event: warned.append(event.message) if isinstance(event, Warned) else None
         )
         scene.until = scene.loop.time() + 60.0
@@ -326,7 +326,7 @@ def test_a_follower_waits_in_vain_for_a_step_that_its_member_is_about_to_take() 
         await sim.sleep(0.1)
         for _ in range(2):
             await run.swarm.run_on("p1", fast.take_batch, 4)
-        assert (fast.collaboration.epoch, slow.collaboration.epoch) == (2, 1)
+        assert (fast.participant.epoch, slow.participant.epoch) == (2, 1)
         late = await run.add("late", seed=1)
         catching_up = loop.create_task(run.swarm.run_on("late", late.finish_epoch, 2))
         await batch

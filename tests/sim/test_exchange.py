@@ -56,7 +56,7 @@ def values(member: RoundPeer) -> torch.Tensor:
 
 
 async def speak(member: RoundPeer, to: RoundPeer, round_id: bytes = ROUND) -> UpStream:
-    """A member's data stream to an owner, for the test to use in its place."""
+    """A member's data stream to a reducer, for the test to use in its place."""
     return await member.peer.endpoint.open(to.peer.contact, Reduce(round_id), timeout_s=5.0)
 
 
@@ -133,7 +133,7 @@ async def _run_in_background(
 
 
 def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
-    """What still comes for an owner's old attempt is not added to the average that it received meanwhile.
+    """What still comes for a reducer's old attempt is not added to the average that it received meanwhile.
 
     It was (wrongly) left out, and its part averaged elsewhere; both lie in the same memory.
     """
@@ -148,7 +148,7 @@ def test_a_late_contribution_does_not_touch_a_newer_attempt() -> None:
         await others[0].send(PartData(0, 0, 1.0), encoded(2.0, 200))
         await sleep(0.5)
         newer = Held(0, 1, b"\x06", 2.0, b"n" * 16)
-        round_.machine.rules.expect(0, 1)  # as `Parts.land` does when it receives another owner's average
+        round_.machine.rules.expect(0, 1)  # as `Parts.land` does when it receives another reducer's average
         landing = a.vector.landing(round_.parts[0])
         assert landing is not None
         landing[:] = encoded(2.5, 200)
@@ -184,7 +184,7 @@ def test_an_old_round_does_not_touch_the_next_one() -> None:
             member.release()
         await gather_group([a, b, c])
         rounds = [each.round([a, b, c], [200, 0, 0], round_id=b"the next round!!") for each in (a, b, c)]
-        works = [asyncio.create_task(rounds[0].run())]  # the owner has begun its sum; the others are a little later
+        works = [asyncio.create_task(rounds[0].run())]  # the reducer has begun its sum; the others are a little later
         await sleep(0.1)
         await together(stale.send(PartData(0, 0, 1.0), encoded(1e6, 200)))
         await sleep(0.1)
@@ -384,8 +384,8 @@ def test_asking_a_million_times_is_remembered_once() -> None:
         (PartData(0, 0, 1.0), encoded(1.0, 200)),
     ],
 )
-def test_absurd_averages_cost_their_owner_its_place(message: Message, payload: bytes) -> None:
-    """An owner that gives nonsense is replaced, and the round goes on with the others: no internal error."""
+def test_absurd_averages_cost_their_reducer_its_place(message: Message, payload: bytes) -> None:
+    """A reducer that gives nonsense is replaced, and the round goes on with the others: no internal error."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
@@ -555,7 +555,7 @@ def test_what_is_read_on_a_stream_is_what_was_sent() -> None:
 
 
 def test_frames_of_a_round_by_hand() -> None:
-    """What an owner answers, byte for byte: an average with its payload."""
+    """What a reducer answers, byte for byte: an average with its payload."""
 
     async def scenario(net: SimNet) -> None:
         a, b, c = await three(net, 200)
@@ -638,7 +638,7 @@ def test_after_the_commit_only_who_was_asked_can_leave_a_member_without() -> Non
 
 
 def test_reports_that_say_nothing_new_do_not_pile_up() -> None:
-    """However often an owner says that it has nothing, while the coordinator's line is slow. What is held is told."""
+    """However often a reducer says that it has nothing, while the coordinator's line is slow. What is held is told."""
     members = [Member(Contact(PeerID(bytes([index]) * 32)), True, None, b"", True) for index in range(3)]
     machine = MemberMachine(ROUND, 2, 0, members, [1, 1], silence_s=5.0, now=0.0)
     machine.rules.averaged(HELD)

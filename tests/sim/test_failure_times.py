@@ -215,7 +215,7 @@ def test_a_member_that_wakes_asks_a_silent_one_for_averages_until_a_dial_to_it_f
 def test_a_connection_that_died_since_the_last_round_keeps_the_others_for_five_seconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It does not: its member makes another one. After a cut of 10 s its owner waited for the values in vain."""
+    """It does not: its member makes another one. After a cut of 10 s its reducer waited for the values in vain."""
     usual_s, opened, broken = normal_s(4), Endpoint.open, list[object]()
 
     async def open_(self: Endpoint, to: Any, opening: Any, *, timeout_s: float) -> Stream[Any, Any]:

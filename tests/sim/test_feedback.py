@@ -25,7 +25,7 @@ CODECS = [ErrorFeedback(TopKCompression(0.1)), ErrorFeedback(BlockwiseQuantizati
 
 def kept(member: RoundPeer) -> torch.Tensor:
     """What a member has yet to send."""
-    residual = member.vector._runs[0].residual
+    residual = member.vector._segments[0].residual
     assert residual is not None
     return residual.kept.to(torch.float64, copy=True)
 
@@ -42,7 +42,7 @@ def counted(trial: Trial, commit: Commit) -> torch.Tensor:
 
 def averaged(trial: Trial, commit: Commit, member: RoundPeer) -> torch.Tensor:
     """The averages of a round, times their weights."""
-    weighted = member.vector._runs[0].result.double()
+    weighted = member.vector._segments[0].result.double()
     for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True):
         weighted[part.start : part.stop] *= held.weight
     return weighted
@@ -51,7 +51,7 @@ def averaged(trial: Trial, commit: Commit, member: RoundPeer) -> torch.Tensor:
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
 @pytest.mark.parametrize("word", ["tt", "tta", "atca", "acc", "tcttc"])
 def test_rounds_with_all_kinds_of_members_lose_nothing(word: str, codec: CompressionBase) -> None:
-    """Trainers, clients, auxiliary members, other owners each time: averages and residuals are what was contributed."""
+    """Trainers, clients, auxiliary members, other reducers each time: averages plus residuals are the contributions."""
 
     async def scenario(net: SimNet) -> None:
         trial = await Trial.make(net, word, numel=NUMEL, codec=codec)
@@ -85,7 +85,7 @@ def test_rounds_with_all_kinds_of_members_lose_nothing(word: str, codec: Compres
 
 
 def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> None:
-    """It is left out of some parts, or replaced as their owner; when it learns the verdict, nothing is missing."""
+    """It is left out of some parts, or replaced as their reducer; when it learns the verdict, nothing is missing."""
     replaced = partly = late = 0
 
     async def scenario(net: SimNet, seed: int) -> None:
@@ -93,7 +93,7 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
         rng = random.Random(seed)
         trial = await Trial.make(net, "tttt", seed=seed, numel=NUMEL, codec=CODECS[seed % 2])
         for member in trial.members:  # as after earlier rounds
-            kept_before = member.vector._runs[0].residual
+            kept_before = member.vector._segments[0].residual
             assert kept_before is not None
             kept_before.kept.normal_(generator=torch.Generator().manual_seed(seed))
         before = sum((kept(member) for member in trial.members), torch.zeros(()))
@@ -107,7 +107,7 @@ def test_a_member_that_stands_still_for_a_while_keeps_what_was_not_counted() -> 
         commit = results[0].commit
         if isinstance(results[still], RoundFailed):  # it cannot learn the verdict: as if it had
             for part, held in zip(trial.rounds[0].parts, commit.parts, strict=True):
-                here = part.owner == still and held.attempt == 0
+                here = part.reducer == still and held.attempt == 0
                 if here or has_member(held.contributors, still):
                     trial.members[still].vector.settle(part, averaged_here=here)
         else:

@@ -14,8 +14,8 @@ from shoal.averager.directory import DhtDirectory
 from shoal.core import PeerCore
 from shoal.dht.routing import id_of_key, key_of, node_id
 from shoal.matchmaking.machine import GroupMachine
-from shoal.optim.collaboration import Collaboration
 from shoal.optim.gossip import ProgressGossip
+from shoal.optim.participant import Participant
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
 from shoal.sim import SimHost, SimNetwork
@@ -46,9 +46,9 @@ class Liar:
     def __init__(self, core: PeerCore, run: Run) -> None:
         self.core, self.run = core, run
 
-    async def say(self, to: Collaboration, **changes: Any) -> None:
+    async def say(self, to: Participant, **changes: Any) -> None:
         """Tell one of the good ones where we stand: as that one says of itself, but for `changes`."""
-        truth = to.mine()
+        truth = to.progress()
         words: dict[str, Any] = {name: getattr(truth, name) for name in truth.__struct_fields__}
         words |= {"contact": self.core.endpoint.contact, "time": self.core.env.clock.time(), "end_epoch": None}
         progress = Progress(**(words | changes))
@@ -77,7 +77,7 @@ async def lied_to(
     await sim.sleep(3.0)
     end = asyncio.Event()
     tasks = [run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.5, until=end.is_set)) for name in names]
-    first = run.swarm.peer("p0").collaboration
+    first = run.swarm.peer("p0").participant
     await sim.sleep(5.0)
     before = first.epoch
     await sim.sleep(12.0)
@@ -106,7 +106,7 @@ def test_free_keys_reset_the_patience() -> None:
             stranger = await liar(run, f"liar{next(keys)}")
             for _ in range(12):
                 for name in NAMES:
-                    await stranger.say(run.swarm.peer(name).collaboration, samples=10**12)
+                    await stranger.say(run.swarm.peer(name).participant, samples=10**12)
                 await sim.sleep(2.0)
 
         calm, lied = await lied_to(run, lie, 80.0)
@@ -123,7 +123,7 @@ async def claims_and_takes_back(run: Run, name: str, names: Sequence[str]) -> No
     for _ in range(5):
         for claims in ({"samples": 10**12}, {"left": True}):
             for other in names:
-                await stranger.say(run.swarm.peer(other).collaboration, **claims)
+                await stranger.say(run.swarm.peer(other).participant, **claims)
             await sim.sleep(1.6 if "samples" in claims else 0.4)
 
 
@@ -176,7 +176,7 @@ async def claims_and_is_busy(run: Run, name: str, epochs: int = 1000) -> None:
     stranger.core.endpoint.serve(GetManifest, lambda peer, request: ManifestPending(busy=True), scope="run_state")
     for other in list(run.swarm.peers):
         if not other.startswith("liar"):
-            trainer = run.swarm.peer(other).collaboration
+            trainer = run.swarm.peer(other).participant
             await stranger.say(trainer, epoch=trainer.epoch + epochs, digest=hashlib.sha256(name.encode()).digest())
 
 
@@ -234,7 +234,7 @@ def test_one_message_ends_the_run() -> None:
         async def lie() -> None:
             stranger = await liar(run, f"liar{next(keys)}")
             for name in NAMES:
-                trainer = run.swarm.peer(name).collaboration
+                trainer = run.swarm.peer(name).participant
                 await stranger.say(trainer, epoch=0, digest=bytes(32), end_epoch=trainer.epoch + 1)
             await sim.sleep(5.0)
 
@@ -258,7 +258,7 @@ async def hide(run: Run, count: int) -> None:
         await endpoint.start()
         evil.append(endpoint.contact)
         for name in NAMES:
-            victim = run.swarm.peer(name).collaboration.core.endpoint.contact
+            victim = run.swarm.peer(name).participant.core.endpoint.contact
             await endpoint.call(victim, DhtPing(), timeout_s=5.0)
         return endpoint
 
@@ -290,10 +290,10 @@ def test_twenty_keys_in_the_dht_hide_a_run_from_a_newcomer() -> None:
     async def main() -> None:
         run = Run(target=24)
         await _joined_hidden(run, ["new"], 10.0)
-        first, new = run.swarm.peer("p0").collaboration.epoch, run.swarm.peer("new")
+        first, new = run.swarm.peer("p0").participant.epoch, run.swarm.peer("new")
         assert first > 10
         assert new.alone == 0
-        assert first - 1 <= new.collaboration.epoch <= first + 1
+        assert first - 1 <= new.participant.epoch <= first + 1
 
     sim.run(main, seed=5)
 
@@ -326,7 +326,7 @@ def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: py
         run, newcomers = Run(target=24), ["new", "too"]
         hide_searches(monkeypatch, lambda: {run.swarm.identity(name).peer_id for name in newcomers})
         await _joined_hidden(run, newcomers, 20.0)
-        committed = run.swarm.peer("p0").collaboration._committed.samples
+        committed = run.swarm.peer("p0").participant._committed.samples
         peers = [run.swarm.identity(name).peer_id for name in (*NAMES, *newcomers)]
         counted = [committed.get(peer, 0) for peer in peers]
         assert min(counted) > 0.5 * max(counted), counted
@@ -338,14 +338,14 @@ def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: py
 def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """No message more, where nothing is hidden: three train, and two others come."""
     asked: list[object] = []
-    unseen, introduce = GroupMachine._unseen, ProgressGossip._introduce
+    choose_hidden, introduce = GroupMachine._choose_hidden, ProgressGossip._introduce
 
-    def noted_unseen(*args: Any) -> Contact | None:
-        if (found := unseen(*args)) is not None:
+    def noted_hidden(*args: Any) -> Contact | None:
+        if (found := choose_hidden(*args)) is not None:
             asked.append(found)
         return found
 
-    monkeypatch.setattr(GroupMachine, "_unseen", noted_unseen)
+    monkeypatch.setattr(GroupMachine, "_choose_hidden", noted_hidden)
 
     def noted_introduce(*args: Any) -> Trainers:
         asked.append(args)
@@ -356,7 +356,7 @@ def test_nobody_is_asked_beside_the_directory_where_that_shows_all(monkeypatch: 
     async def main() -> None:
         run = Run(target=24)
         await _joined_hidden(run, ["new", "too"], 10.0, keys=0)
-        assert run.swarm.peer("new").collaboration.epoch > 5
+        assert run.swarm.peer("new").participant.epoch > 5
 
     sim.run(main, seed=5)
     assert not asked

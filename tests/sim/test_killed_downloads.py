@@ -22,7 +22,7 @@ LINGER_S = ShareLimits().linger_s
 
 def donors(scene: Scene) -> list[StateDonor]:
     """Those of the members."""
-    found = [scene.run.swarm.peer(name).collaboration._states.sharing._donor for name in MEMBERS]
+    found = [scene.run.swarm.peer(name).participant._states.sharing._donor for name in MEMBERS]
     return [donor for donor in found if donor is not None]
 
 

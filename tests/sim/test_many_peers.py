@@ -83,25 +83,25 @@ def measure(monkeypatch: pytest.MonkeyPatch, peers: int, latency_s: float) -> Me
         loop, names = asyncio.get_running_loop(), [f"p{peer:03}" for peer in range(peers)]
         last, stepped = dict[int, float](), dict[int, list[float]]()
         for name in names:
-            (await run.add(name)).collaboration.core.env.events.subscribe(note)
+            (await run.add(name)).participant.core.env.events.subscribe(note)
         await sim.sleep(6.0)
 
         async def train(name: str) -> None:
             trainer = run.swarm.peer(name)
-            collaboration = trainer.collaboration
+            participant = trainer.participant
             for epoch in range(EPOCHS):
                 for number in range(BATCHES):
                     await sim.sleep(BATCH_S)
                     backward(trainer.parameters, trainer.index, number, 4)
-                    collaboration.training.accumulate(4)
+                    participant.training.accumulate(4)
                     last[epoch] = loop.time()
-                    collaboration.accumulated()
-                while collaboration.epoch <= epoch:
+                    participant.accumulated()
+                while participant.epoch <= epoch:
                     await trainer.take_turn()
-                    if collaboration.epoch <= epoch:
+                    if participant.epoch <= epoch:
                         with suppress(TimeoutError):
                             async with asyncio.timeout(0.5):
-                                await collaboration._moved.wait()
+                                await participant._moves.next()
                 stepped.setdefault(epoch, []).append(loop.time())
 
         began, told[0], words[0] = loop.time(), 0, 0
@@ -167,21 +167,21 @@ def steps_of_a_word(peers: int) -> int:
 
     async def main() -> int:
         run = Run(target=100 * peers)
-        collaboration = (await run.add("p")).collaboration
-        collaboration.state = collaboration.state.after_step_alone(bytes(16), bytes(32), 4)
-        mine = collaboration.mine()
+        participant = (await run.add("p")).participant
+        participant.state = participant.state.after_step_alone(bytes(16), bytes(32), 4)
+        mine = participant.progress()
         others = [PeerID(number.to_bytes(4, "big") * 8) for number in range(peers)]
         contributors = [Contributor(peer, 4, 100 + number) for number, peer in enumerate(others)]
-        collaboration._committed = Committed([contributors])
-        collaboration._companions.share(others, collaboration.state.key, 0.1)
+        participant._committed = Committed([contributors])
+        participant._companions.share(others, participant.state.key, 0.1)
 
         def say(peer: PeerID, samples: int) -> None:
             contact = Contact(peer, (Address("10.9.9.9", 1, peer),))
             word = replace(mine, contact=contact, samples=samples, time=mine.time + samples)
-            assert collaboration._known.heard(word, collaboration._now())
+            assert participant._known.heard(word, participant._now())
 
         def look() -> None:
-            collaboration._judge(collaboration._look())
+            participant._judge(participant._look_and_tell())
 
         for peer in others:
             say(peer, 1)
@@ -219,7 +219,7 @@ def missed_after_a_start(seed: int) -> dict[str, list[int]]:
                 trainer.train,
                 16,
                 duration_s=0.2,
-                until=lambda: max(t.collaboration.epoch for t in others.values()) >= epochs,
+                until=lambda: max(t.participant.epoch for t in others.values()) >= epochs,
             )
 
         first = asyncio.ensure_future(begin(names[0], 0.0))

@@ -13,7 +13,7 @@ import pytest
 
 from shoal.errors import RoundFailed
 from shoal.matchmaking import Group
-from shoal.matchmaking.machine import Phase
+from shoal.matchmaking.events import SearchPhase
 from shoal.peer import PeerID
 from shoal.sim import run, sleep
 from shoal.wire import Contact
@@ -25,10 +25,10 @@ def names(count: int) -> list[str]:
     return [f"p{number}" for number in range(count)]
 
 
-def state_of(mate: Mate) -> tuple[Phase, int] | None:
+def state_of(mate: Mate) -> tuple[SearchPhase, int] | None:
     """Where a peer's search stands, and how many follow it; None if it does not search."""
     search = mate.matchmaker._search
-    return None if search is None else (search._machine.phase, len(search._machine.followers))
+    return None if search is None else (search.machine.phase, len(search.machine.followers))
 
 
 def leaders_of(fleet: Fleet) -> dict[str, int]:
@@ -239,7 +239,7 @@ def test_one_of_two_leaders_dies_while_it_asks_the_other(who: str) -> None:
         while sorted(leaders_of(fleet).values()) != [2, 2]:
             await sleep(0.001)
         directory.open = True
-        while not (asking := [n for n, mate in mates.items() if state_of(mate) == (Phase.ASKING, 2)]):
+        while not (asking := [n for n, mate in mates.items() if state_of(mate) == (SearchPhase.ASKING, 2)]):
             await sleep(0.0005)
         victim = asking[0] if who == "asker" else next(name for name in leaders_of(fleet) if name != asking[0])
         fleet.swarm.crash(victim)

@@ -53,7 +53,7 @@ async def leader_of(mates: Sequence[Mate], *, followers: int) -> Mate:
     while True:
         for mate in mates:
             search = mate.matchmaker._search
-            if search is not None and len(search._machine.followers) == followers:
+            if search is not None and len(search.machine.followers) == followers:
                 return mate
         await sleep(0.001)
 
@@ -246,7 +246,7 @@ def test_cancelled_search_leaves_nothing_behind(who: str) -> None:
         await sleep(0.5)
         for mate in mates:
             assert not mate.matchmaker._tasks
-            assert not mate.matchmaker._held
+            assert not mate.matchmaker._requests
             assert not [event for event in mate.events if isinstance(event, Warned)]
         await fleet.close()
 
@@ -450,7 +450,7 @@ def test_follower_out_of_turn_is_left_out(what: str) -> None:
             await again.send(Leave())
         await sleep(0.05)
         assert mates[0].matchmaker._search is not None
-        assert mates[0].matchmaker._search._machine.followers == ()
+        assert mates[0].matchmaker._search.machine.followers == ()
         ends = await outcomes(tasks | {mate.name: fleet.call(mate) for mate in mates[1:]})
         assert groups_of(ends) == [set(names(3))]
         assert not [event for mate in mates for event in mate.events if isinstance(event, Warned)]
@@ -473,7 +473,7 @@ def test_many_streams_of_one_peer_do_not_fill_the_group() -> None:
             stream = await evil.open(mates[0].endpoint.contact, honest(evil), timeout_s=1.0)
         await sleep(0.1)
         assert mates[0].matchmaker._search is not None
-        assert len(mates[0].matchmaker._search._machine.followers) <= 1
+        assert len(mates[0].matchmaker._search.machine.followers) <= 1
         stream.abort()
         tasks["p1"] = fleet.call(mates[1])
         ends = await outcomes(tasks)

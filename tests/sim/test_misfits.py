@@ -11,7 +11,7 @@ import torch
 from shoal import sim
 from shoal.errors import StateUnavailable
 from shoal.events import StateDownloaded
-from shoal.optim.misfits import Misfits
+from shoal.optim.shared_state import Misfits
 from tests.sim import optimizer_kit
 from tests.sim.optimizer_kit import Run
 
@@ -36,8 +36,8 @@ def test_a_misfit_costs_two_downloads_and_names_the_key(monkeypatch: pytest.Monk
         def misfit(values: Any, tensors: Any) -> Any:
             raise StateUnavailable("the state does not fit here: statistic 'exp_avg' is missing")
 
-        monkeypatch.setattr(late.collaboration.training, "prepare", misfit)
-        late.collaboration.core.env.events.subscribe(
+        monkeypatch.setattr(late.participant.training, "prepare", misfit)
+        late.participant.core.env.events.subscribe(
             lambda event: downloaded.append(event.bytes_received) if isinstance(event, StateDownloaded) else None
         )
         await asyncio.gather(*running, train("late"))
@@ -63,7 +63,7 @@ def test_an_option_that_does_not_fit_is_seen_before_anything_is_downloaded(monke
         for _ in range(6):
             await run.swarm.run_on("p0", first.take_batch, 4)
         monkeypatch.setattr(optimizer_kit, "make_optimizer", other)
-        late = (await run.add("late")).collaboration
+        late = (await run.add("late")).participant
         await sim.sleep(3.0)
         with pytest.raises(StateUnavailable, match="option 'amsgrad' is False there and True here"):
             await run.swarm.run_on("late", late.download, 5.0)

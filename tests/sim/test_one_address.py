@@ -56,7 +56,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, size: int, *, one_address: bool) ->
         await asyncio.gather(*(run.add(name, client_mode=True, seed=7) for name in late))
         tasks += [train(name) for name in late]
         await asyncio.wait(tasks)
-        first = run.swarm.peer("p0").collaboration.epoch
+        first = run.swarm.peer("p0").participant.epoch
         least = min(sum(at > 10.0 for at, *_ in run.swarm.peer(name).epochs) for name in lab)
         return Trained(first, least, max(run.swarm.peer(name).epochs[0][0] for name in late) - 12.0)
 

@@ -59,6 +59,36 @@ def test_a_run_equals_one_process_with_all_batches(peers: int, dtype: torch.dtyp
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE[dtype])
 
 
+def test_a_view_of_the_swarm_changes_nothing() -> None:
+    """It is a query: it ended waits for others, moved the phase, told the user things, and woke waiters."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        for name in ("p0", "p1", "p2"):
+            await run.add(name)
+        await sim.sleep(3.0)
+        backward(run.trainers["p0"].parameters, 0, 0, 24)
+        run.trainers["p0"].participant.training.accumulate(24)
+        participant = run.trainers["p0"].participant
+        parts: dict[str, Any] = vars(participant)
+        pure = ["_machine", "_companions", "_attendance", "_end", "_beginning", "_notices", "_news", "_moves", "speed"]
+
+        def marks() -> str:
+            plain = {name: value for name, value in parts.items() if isinstance(value, int | float | frozenset)}
+            return repr([plain, *(vars(parts[name]) for name in pure)])
+
+        before = marks()
+        assert participant.view().samples >= 24, "enough for a round"
+        assert participant.view() == participant.view()
+        assert participant.progress() == participant.progress()
+        assert marks() == before
+        participant._look()
+        assert participant.others_samples == participant.view().samples - participant.training.samples
+        await run.close()
+
+    sim.run(main)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_run_in_sixteen_bits_ends_with_equal_parameters(dtype: torch.dtype) -> None:
     """Gradients are summed in float32 and sent in 16 bits: all step from the same bits."""
@@ -101,7 +131,7 @@ def test_alone_it_is_plain_torch() -> None:
                 parameter.grad = total.mul_(1 / 8)
             optimizer.step()
             scheduler.step()
-        assert trainer.collaboration.epoch == 3
+        assert trainer.participant.epoch == 3
         assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, plain, strict=True))
         await run.close()
 
@@ -115,7 +145,7 @@ def test_creating_it_touches_no_state() -> None:
         run = Run(target=1000)
         trainer = await run.add("p0")
         assert all(torch.equal(a, b) for a, b in zip(trainer.parameters, model(), strict=True))
-        assert not trainer.collaboration.training.optimizer.state
+        assert not trainer.participant.training.optimizer.state
         await run.close()
 
     sim.run(main, seed=1)
@@ -137,18 +167,18 @@ def test_unequal_peers_train_and_a_late_one_downloads_the_state() -> None:
             for i, name in enumerate(names)
         }
         await sim.sleep(15)
-        before = run.swarm.peer("p0").collaboration.epoch
+        before = run.swarm.peer("p0").participant.epoch
         assert before >= 3
         late = await run.add("late", seed=99)
         tasks["late"] = run.swarm.spawn("late", late.train(4, duration_s=0.1, until=lambda: loop.time() > 40))
         await sim.sleep(5)
-        run.announce_end(run.swarm.peer("p0").collaboration.epoch + 6)
+        run.announce_end(run.swarm.peer("p0").participant.epoch + 6)
         await asyncio.wait(list(tasks.values()))
         names.append("late")
         assert late.downloads >= 1
-        assert all(run.swarm.peer(name).collaboration.finished for name in names)
-        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
-        rates = {run.swarm.peer(name).collaboration.training.optimizer.param_groups[0]["lr"] for name in names}
+        assert all(run.swarm.peer(name).participant.finished for name in names)
+        assert run.agree(names), {n: run.swarm.peer(n).participant.state for n in names}
+        rates = {run.swarm.peer(name).participant.training.optimizer.param_groups[0]["lr"] for name in names}
         assert len(rates) == 1
         assert not run.warnings, run.warnings
         await run.close()
@@ -206,9 +236,9 @@ def test_a_crash_costs_no_epoch_and_nobody_steps_alone() -> None:
         run.swarm.crash("p2")
         await sim.sleep(6)
         left = ["p1", "p3"]
-        run.announce_end(run.swarm.peer("p1").collaboration.epoch + 3)
+        run.announce_end(run.swarm.peer("p1").participant.epoch + 3)
         await asyncio.wait(tasks)
-        assert all(run.swarm.peer(name).collaboration.finished for name in left)
+        assert all(run.swarm.peer(name).participant.finished for name in left)
         assert run.agree(left)
         times = [at for at, _, _, _ in run.swarm.peer("p1").epochs]
         assert max(b - a for a, b in itertools.pairwise(times)) < 6.0
@@ -234,9 +264,9 @@ def test_different_beginnings_become_one_state(seed: int) -> None:
             for name in names
         ]
         await sim.sleep(20)
-        run.announce_end(run.swarm.peer("p2").collaboration.epoch + 4)
+        run.announce_end(run.swarm.peer("p2").participant.epoch + 4)
         await asyncio.wait(tasks)
-        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert run.agree(names), {n: run.swarm.peer(n).participant.state for n in names}
         assert not run.warnings, run.warnings
         await run.close()
 
@@ -259,14 +289,14 @@ def test_a_partition_forks_and_heals_to_the_better_branch() -> None:
         await sim.sleep(6)
         run.swarm.partition([["p0", "p1"], ["p2", "p3", "p4"]])
         await sim.sleep(30)
-        sides = [run.swarm.peer("p0").collaboration.state, run.swarm.peer("p2").collaboration.state]
+        sides = [run.swarm.peer("p0").participant.state, run.swarm.peer("p2").participant.state]
         assert sides[0].digest != sides[1].digest
         run.swarm.heal()
         await sim.sleep(30)
-        best = max(run.swarm.peer(name).collaboration.epoch for name in names)
+        best = max(run.swarm.peer(name).participant.epoch for name in names)
         run.announce_end(best + 4)
         await asyncio.wait(tasks)
-        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert run.agree(names), {n: run.swarm.peer(n).participant.state for n in names}
         assert not run.warnings, run.warnings
         await run.close()
 
@@ -280,20 +310,20 @@ def test_a_batch_that_is_not_finite_costs_that_batch_and_is_told() -> None:
         run = Run(target=12)
         trainer = await run.add("p0")
         events: list[object] = []
-        trainer.collaboration.core.env.events.subscribe(events.append)
+        trainer.participant.core.env.events.subscribe(events.append)
         await run.swarm.run_on("p0", trainer.take_batch, 4)
         for number in (1, 2):
             for parameter in trainer.parameters:
                 parameter.grad = torch.full_like(parameter, torch.nan)
-            assert not trainer.collaboration.training.accumulate(4)
+            assert not trainer.participant.training.accumulate(4)
             await sim.sleep(2.0)
             assert len([event for event in events if isinstance(event, LocalValuesRejected)]) == number
         assert [event.message for event in events if isinstance(event, Warned)] == [
             "1 batch was left out, because gradients are not finite, or too large to be summed"
         ]
-        assert trainer.collaboration.training.samples == 4
+        assert trainer.participant.training.samples == 4
         await run.swarm.run_on("p0", trainer.take_batch, 8)
-        assert trainer.collaboration.epoch == 1
+        assert trainer.participant.epoch == 1
         await run.close()
 
     sim.run(main, seed=24)
@@ -308,7 +338,7 @@ def test_a_state_that_nobody_gives_stops_nobody() -> None:
         names = ["p0", "p1"]
         for name in [*names, "ahead"]:
             await run.add(name)
-        ahead = run.swarm.peer("ahead").collaboration
+        ahead = run.swarm.peer("ahead").participant
         ahead.state = StateName(100, b"d" * 32, 1600)
         ahead._states.sharing.disable()
         await asyncio.gather(
@@ -319,7 +349,7 @@ def test_a_state_that_nobody_gives_stops_nobody() -> None:
         )
         for name in names:
             trainer = run.swarm.peer(name)
-            assert trainer.collaboration.epoch > 20
+            assert trainer.participant.epoch > 20
             assert len(trainer.failed_downloads) == 2
         assert run.agree(names)
         assert not run.warnings, run.warnings
@@ -352,7 +382,7 @@ def test_a_clock_that_is_wrong_stops_nobody(peers: int, skew_s: float) -> None:
             )
         )
         for name in names:
-            assert run.swarm.peer(name).collaboration.epoch > 20
+            assert run.swarm.peer(name).participant.epoch > 20
             assert run.swarm.peer(name).downloads == 0
         assert len(warned) == 1
         assert f"{abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} that of the network" in warned[0]
@@ -372,7 +402,7 @@ def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
         warned: list[str] = []
         for name in names:
             trainer = await run.add(name)
-            trainer.collaboration.core.env.events.subscribe(
+            trainer.participant.core.env.events.subscribe(
                 lambda event: warned.append(event.message) if isinstance(event, Warned) else None
             )
 
@@ -380,13 +410,13 @@ def test_who_never_finds_the_others_is_not_waited_for_again_and_again() -> None:
             await sim.sleep(5.0)
             raise RoundFailed("no group within 5.0 s: nobody else is looking for one")
 
-        run.swarm.peer("p2").collaboration._gradients.step = nobody  # type: ignore[assignment]
+        run.swarm.peer("p2").participant._gradients.step = nobody  # type: ignore[assignment]
         tasks = [
             run.swarm.spawn(name, run.swarm.peer(name).train(4, duration_s=0.2, until=lambda: loop.time() > 60))
             for name in names
         ]
         await asyncio.wait(tasks)
-        assert run.swarm.peer("p0").collaboration.epoch > 40
+        assert run.swarm.peer("p0").participant.epoch > 40
         assert any("says that it is at our state, but it does not come" in message for message in warned)
         assert not run.warnings, run.warnings
         await run.close()
@@ -409,7 +439,7 @@ def test_clients_train_too() -> None:
             for name in names
         ]
         await sim.sleep(10)
-        run.announce_end(run.swarm.peer("c2").collaboration.epoch + 3)
+        run.announce_end(run.swarm.peer("c2").participant.epoch + 3)
         await asyncio.wait(tasks)
         assert run.agree(names)
         assert run.swarm.peer("c2").downloads <= 1
@@ -436,14 +466,14 @@ def test_a_fast_client_does_not_run_away() -> None:
             for name, s in zip(names, durations, strict=True)
         ]
         await sim.sleep(15)
-        assert run.swarm.peer("c2").collaboration.epoch > run.swarm.peer("p0").collaboration.epoch
+        assert run.swarm.peer("c2").participant.epoch > run.swarm.peer("p0").participant.epoch
         run.swarm.heal()
         await sim.sleep(30)
-        run.announce_end(run.swarm.peer("p0").collaboration.epoch + 4)
+        run.announce_end(run.swarm.peer("p0").participant.epoch + 4)
         await asyncio.wait(tasks)
-        states = {n: run.swarm.peer(n).collaboration.state for n in names}
+        states = {n: run.swarm.peer(n).participant.state for n in names}
         assert run.agree(names), {n: (state.epoch, state.samples) for n, state in states.items()}
-        assert run.swarm.peer("p0").collaboration.finished
+        assert run.swarm.peer("p0").participant.finished
         assert not run.warnings, run.warnings
         await run.close()
 
@@ -458,7 +488,7 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
         names = ["p0", "p1"]
         for name in names:
             await run.add(name)
-        unlucky = run.swarm.peer("p1").collaboration
+        unlucky = run.swarm.peer("p1").participant
         step = unlucky._gradients.step
 
         async def lose_the_last(**options: Any) -> StepResult:
@@ -473,11 +503,11 @@ def test_who_is_first_at_the_end_waits_for_the_others() -> None:
         async def train(name: str) -> None:
             trainer = run.swarm.peer(name)
             await trainer.train(4, duration_s=0.2, until=lambda: False)
-            await trainer.collaboration.close()
-            await trainer.collaboration.core.close()
+            await trainer.participant.close()
+            await trainer.participant.core.close()
 
         await asyncio.gather(*(run.swarm.spawn(name, train(name)) for name in names))
-        assert run.agree(names), {n: run.swarm.peer(n).collaboration.state for n in names}
+        assert run.agree(names), {n: run.swarm.peer(n).participant.state for n in names}
         assert run.swarm.peer("p1").downloads == 1
         assert not run.warnings, run.warnings
 
@@ -492,7 +522,7 @@ def test_a_better_state_that_is_gone_is_no_better_state() -> None:
         first = await run.add("p0")
         for _ in range(6):
             await run.swarm.run_on("p0", first.take_batch, 4)
-        second = (await run.add("p1")).collaboration
+        second = (await run.add("p1")).participant
         await sim.sleep(3.0)
         download = run.swarm.spawn("p1", second.download(60.0))
         await sim.sleep(0.06)
@@ -512,8 +542,8 @@ def test_a_better_state_that_nobody_gives_is_an_error() -> None:
         first = await run.add("p0")
         for _ in range(6):
             await run.swarm.run_on("p0", first.take_batch, 4)
-        first.collaboration._states.sharing.disable()
-        second = (await run.add("p1")).collaboration
+        first.participant._states.sharing.disable()
+        second = (await run.add("p1")).participant
         await sim.sleep(3.0)
         with pytest.raises(StateUnavailable, match="no donor gave"):
             await run.swarm.spawn("p1", second.download(60.0))
@@ -543,7 +573,7 @@ def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is
         first = await run.add("p0")
         for _ in range(6):
             await run.swarm.run_on("p0", first.take_batch, 4)
-        second = (await run.add("p1")).collaboration
+        second = (await run.add("p1")).participant
         await sim.sleep(3.0)
         object.__setattr__(second.core.env, "executor", executor)
         download = run.swarm.spawn("p1", second.download(60.0))
@@ -555,7 +585,7 @@ def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is
         await asyncio.wait([download])
         assert download.cancelled()
         assert not second.lock.holder
-        assert second.state == first.collaboration.state
+        assert second.state == first.participant.state
         assert second.training.epoch == second.state.epoch == 3
         assert run.agree(["p0", "p1"])
         await run.close()
@@ -573,7 +603,7 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
         dropped: list[LocalValuesRejected] = []
         for name in names:
             trainer = await run.add(name)
-            trainer.collaboration.core.env.events.subscribe(
+            trainer.participant.core.env.events.subscribe(
                 lambda event: dropped.append(event) if isinstance(event, LocalValuesRejected) else None
             )
         await sim.sleep(3.0)
@@ -582,13 +612,13 @@ def test_gradients_that_are_not_finite_are_dropped_when_nobody_has_others(peers:
         async def train(name: str) -> None:
             trainer = run.swarm.peer(name)
             await trainer.take_batch(4)
-            for accumulator in trainer.collaboration.training.accumulators:
+            for accumulator in trainer.participant.training.accumulators:
                 accumulator[0, 0] = torch.nan
             await trainer.train(4, duration_s=0.2, until=lambda: loop.time() > 60)
 
         await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
         assert {event.prefix for event in dropped} >= {"run"}
-        assert min(run.swarm.peer(name).collaboration.epoch for name in names) > 10
+        assert min(run.swarm.peer(name).participant.epoch for name in names) > 10
         assert all(p.isfinite().all() for name in names for p in run.swarm.peer(name).parameters)
         assert not run.warnings, run.warnings
         await run.close()
@@ -615,7 +645,7 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         told.clear()
         await sim.sleep(20.0)
         assert 4 * 3 * 19 <= len(told) <= 4 * 3 * 21
-        first, second = run.swarm.peer("p0").collaboration, run.swarm.peer("p1").collaboration
+        first, second = run.swarm.peer("p0").participant, run.swarm.peer("p1").participant
         for samples in (4, 8):  # the second while the first is on its way
             first.training.samples = samples
             first.accumulated()
@@ -634,15 +664,15 @@ def test_who_leaves_the_run_and_stays_in_the_network_is_not_waited_for() -> None
         run = Run(target=16)
         first, second = await run.add("p0"), await run.add("p1")
         await sim.sleep(3.0)
-        assert len(first.collaboration.view().peers) == 2
-        await run.swarm.run_on("p1", second.collaboration.close)
+        assert len(first.participant.view().peers) == 2
+        await run.swarm.run_on("p1", second.participant.close)
         await sim.sleep(0.1)
-        assert len(first.collaboration.view().peers) == 1
+        assert len(first.participant.view().peers) == 1
         await sim.sleep(10.0)  # nor does its record in the DHT bring it back
-        assert len(first.collaboration.view().peers) == 1
+        assert len(first.participant.view().peers) == 1
         third = await run.add("p2")
         await sim.sleep(3.0)
-        assert len(third.collaboration.view().peers) == 2
+        assert len(third.participant.view().peers) == 2
         await run.close()
 
     sim.run(main, seed=19)
@@ -656,19 +686,19 @@ def test_a_run_of_the_same_name_is_another_run(end: str) -> None:
         run = Run(target=16)
         first = await run.add("p0", fingerprint={"target_batch_size": "32"})
         second = await run.add("p1", fingerprint={"target_batch_size": "32"})
-        second.collaboration.announce_end(5)
+        second.participant.announce_end(5)
         await sim.sleep(3.0)
-        await run.swarm.run_on("p0", first.collaboration.close)  # its DHT stays
+        await run.swarm.run_on("p0", first.participant.close)  # its DHT stays
         if end == "killed":
             run.swarm.crash("p1")
         else:
-            await run.swarm.run_on("p1", second.collaboration.close)
+            await run.swarm.run_on("p1", second.participant.close)
         other = await run.add("p2", fingerprint={"target_batch_size": "16"})
         await run.swarm.run_on("p2", other.take_batch, 4)
-        await run.swarm.run_on("p2", other.collaboration.close)
+        await run.swarm.run_on("p2", other.participant.close)
         again = await run.add("p3", fingerprint={"target_batch_size": "32"})
         await run.swarm.run_on("p3", again.take_batch, 4)
-        assert again.collaboration._end.epoch is None
+        assert again.participant._end.epoch is None
         await run.close()
 
     sim.run(main, seed=20)
@@ -687,7 +717,7 @@ def test_a_run_with_other_settings_is_refused_by_name() -> None:
         with pytest.raises(ConfigError, match="target_batch_size is 32 here and 16 at another peer"):
             await run.swarm.run_on("p1", other.take_batch, 4)
         await task
-        assert first.collaboration.epoch > 10
+        assert first.participant.epoch > 10
         await run.close()
 
     sim.run(main, seed=7)
@@ -713,9 +743,9 @@ def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every:
 
         async def loop(name: str, duration_s: float) -> None:
             trainer = run.swarm.peer(name)
-            while not trainer.collaboration.finished:
+            while not trainer.participant.finished:
                 await trainer.take_batch(4, duration_s=duration_s)
-                if not trainer.collaboration.at_end:
+                if not trainer.participant.at_end:
                     own[name].add_(0.25 * trainer.index)
                     counts[name].add_(1)
 

@@ -13,7 +13,7 @@ import torch
 from shoal import sim
 from shoal.compression import view_bytes
 from shoal.events import Warned
-from shoal.optim.collaboration import Phase
+from shoal.optim.phases import RunPhase
 from tests.sim.optimizer_kit import Run, Trainer
 
 BATCH = 4
@@ -24,11 +24,11 @@ async def two_at_their_first_step(run: Run) -> tuple[Trainer, Trainer]:
     trainers = (await run.add("p0"), await run.add("p1"))
     await sim.sleep(3.0)
     for trainer in trainers:
-        trainer.collaboration.training.accumulators[0].fill_(0.5)
-        trainer.collaboration.training.samples = BATCH
-        trainer.collaboration.accumulated()
+        trainer.participant.training.accumulators[0].fill_(0.5)
+        trainer.participant.training.samples = BATCH
+        trainer.participant.accumulated()
     await sim.sleep(1.0)
-    assert [trainer.collaboration.phase for trainer in trainers] == [Phase.STEPPING] * 2
+    assert [trainer.participant.phase for trainer in trainers] == [RunPhase.STEPPING] * 2
     return trainers
 
 
@@ -36,7 +36,7 @@ async def train_until(run: Run, epoch: int) -> None:
     """All trainers take batches until they have this epoch."""
 
     async def train(trainer: Trainer) -> None:
-        await trainer.train(BATCH, duration_s=0.1, until=lambda: trainer.collaboration.epoch >= epoch)
+        await trainer.train(BATCH, duration_s=0.1, until=lambda: trainer.participant.epoch >= epoch)
 
     await asyncio.gather(*(run.swarm.run_on(name, train, trainer) for name, trainer in run.swarm.peers.items()))
 
@@ -47,7 +47,7 @@ class Interrupted(BaseException):
 
 def interrupt_in_the_middle(trainer: Trainer) -> None:
     """Its next optimizer step changes the first parameter only."""
-    optimizer: Any = trainer.collaboration.training.optimizer
+    optimizer: Any = trainer.participant.training.optimizer
     whole = optimizer.step
 
     def half() -> None:
@@ -67,14 +67,14 @@ def test_a_trainer_interrupted_between_step_and_telling_goes_on() -> None:
     async def main() -> None:
         run = Run(target=2 * BATCH, average_state_every=1)
         for trainer in await two_at_their_first_step(run):
-            trainer.collaboration.step()
+            trainer.participant.step()
         for name in ("p0", "p1"):
             await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
         await asyncio.gather(*(run.swarm.run_on(n, run.swarm.peer(n).finish_epoch, 1) for n in ("p0", "p1")))
         await sim.sleep(3.0)
         for name in ("p0", "p1"):
             await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
-        assert [trainer.collaboration.training.epoch for trainer in run.swarm.peers.values()] == [1, 1]
+        assert [trainer.participant.training.epoch for trainer in run.swarm.peers.values()] == [1, 1]
         assert run.agree(["p0", "p1"])
         await train_until(run, epoch=3)
         assert not run.warnings, run.warnings
@@ -89,14 +89,14 @@ def test_one_interrupt_while_a_step_is_told_disables_a_peer_for_good() -> None:
     async def main() -> None:
         run = Run(target=2 * BATCH)
         first, second = await two_at_their_first_step(run)
-        collaboration = first.collaboration
+        participant = first.participant
         leaving = asyncio.Event()
 
         async def left_slowly() -> None:
             leaving.set()
             await sim.sleep(1.0)
 
-        collaboration._catch_up.joined = left_slowly  # type: ignore[method-assign]
+        participant._catch_up.joined = left_slowly  # type: ignore[method-assign]
         turn = run.swarm.spawn("p0", first.take_turn())
         await leaving.wait()
         turn.cancel()
@@ -117,18 +117,18 @@ def test_one_interrupt_after_a_download_disables_a_peer_for_good() -> None:
         first, second = await two_at_their_first_step(run)
         await run.swarm.run_on("p1", second.take_turn)
         await sim.sleep(1.0)
-        collaboration = first.collaboration
-        wait = collaboration._fetching.wait
+        participant = first.participant
+        wait = participant._fetching.wait
 
         async def interrupted(*args: Any, **options: Any) -> bool:
             await wait(*args, **options)
             raise asyncio.CancelledError
 
-        collaboration._fetching.wait = interrupted  # type: ignore[method-assign]
+        participant._fetching.wait = interrupted  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
-            await run.swarm.run_on("p0", collaboration.download, 30.0)
-        collaboration._fetching.wait = wait  # type: ignore[method-assign]
-        assert collaboration.epoch == 1
+            await run.swarm.run_on("p0", participant.download, 30.0)
+        participant._fetching.wait = wait  # type: ignore[method-assign]
+        assert participant.epoch == 1
         await train_until(run, epoch=3)
         assert run.agree(["p0", "p1"])
         await run.close()
@@ -152,12 +152,12 @@ def test_an_average_of_states_keeps_no_trainer_waiting() -> None:
         await sim.sleep(2.0)  # the other one is in the middle of a long batch
         await run.swarm.run_on("p1", second.take_turn)
         await sim.sleep(2.0)
-        states = [trainer.collaboration.state for trainer in (first, second)]
+        states = [trainer.participant.state for trainer in (first, second)]
         assert states[0] == states[1]
         for name in ("p0", "p1"):
             await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
         assert run.agree(["p0", "p1"])
-        assert first.collaboration.state.samples == states[0].samples + 1
+        assert first.participant.state.samples == states[0].samples + 1
         assert first.downloads == second.downloads == 0
         await run.close()
 
@@ -174,7 +174,7 @@ def test_a_step_that_was_interrupted_is_not_taken_again_and_the_others_state_is_
         await run.swarm.run_on("p0", first.take_turn)
         with pytest.raises(Interrupted):
             await run.swarm.run_on("p1", second.take_turn)
-        states = [trainer.collaboration.state for trainer in (first, second)]
+        states = [trainer.participant.state for trainer in (first, second)]
         assert states[0] != states[1]
         assert states[0].key > states[1].key
         moved = second.parameters[0].clone()
@@ -184,7 +184,7 @@ def test_a_step_that_was_interrupted_is_not_taken_again_and_the_others_state_is_
         await run.swarm.run_on("p1", second.take_turn)
         assert second.downloads == 1
         assert run.agree(["p0", "p1"])
-        assert second.collaboration.training.epoch == 1
+        assert second.participant.training.epoch == 1
         await run.close()
 
     sim.run(main, seed=3)
@@ -200,7 +200,7 @@ def test_alone_an_interrupted_step_counts_and_training_goes_on() -> None:
         with pytest.raises(Interrupted):
             await run.swarm.run_on("p0", trainer.take_batch, BATCH)
         for epoch in (1, 2, 3):
-            assert trainer.collaboration.epoch == trainer.collaboration.training.epoch == epoch
+            assert trainer.participant.epoch == trainer.participant.training.epoch == epoch
             await run.swarm.run_on("p0", trainer.take_batch, BATCH)
             await run.swarm.run_on("p0", trainer.finish_epoch, epoch + 1)
         await run.close()
@@ -215,20 +215,20 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         run = Run(target=BATCH)
         trainer = await run.add("p0")
         await sim.sleep(3.0)
-        collaboration = trainer.collaboration
-        async with collaboration.lock.held():
-            collaboration.training.accumulators[0].fill_(7.0)
-            collaboration.training.samples = BATCH
-            collaboration.accumulated()
+        participant = trainer.participant
+        async with participant.lock.held():
+            participant.training.accumulators[0].fill_(7.0)
+            participant.training.samples = BATCH
+            participant.accumulated()
             await sim.sleep(1.0)
-            before = collaboration.phase
-            collaboration.training.discard()
-            other = collaboration.state.after_step_alone(b"x" * 16, b"y" * 32, 3)
-            collaboration.state = other
+            before = participant.phase
+            participant.training.discard()
+            other = participant.state.after_step_alone(b"x" * 16, b"y" * 32, 3)
+            participant.state = other
         await sim.sleep(1.0)
-        assert (before, collaboration.phase) == (Phase.AVERAGING, Phase.COLLECTING)
-        assert collaboration.state == other
-        assert await collaboration.decide(1.0) is Phase.COLLECTING
+        assert (before, participant.phase) == (RunPhase.AVERAGING, RunPhase.COLLECTING)
+        assert participant.state == other
+        assert await participant.decide(1.0) is RunPhase.COLLECTING
         await run.close()
 
     sim.run(main, seed=5)
@@ -241,7 +241,7 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
         run = Run(target=2 * BATCH)
         first, second = await run.add("p0"), await run.add("p1")
         await sim.sleep(3.0)
-        late = second.collaboration
+        late = second.participant
         take = late._gradients.vector.copy_in
 
         def replaced(*args: Any) -> Any:
@@ -252,12 +252,12 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
 
         late._gradients.vector.copy_in = replaced  # type: ignore[assignment]
         for trainer in (first, second):
-            trainer.collaboration.training.samples = BATCH
-            trainer.collaboration.accumulated()
+            trainer.participant.training.samples = BATCH
+            trainer.participant.accumulated()
         await sim.sleep(3.0)
-        assert late.phase is Phase.BEHIND or late.phase is Phase.COLLECTING
+        assert late.phase is RunPhase.BEHIND or late.phase is RunPhase.COLLECTING
         assert late.training.samples == 0
-        assert first.collaboration.phase is Phase.STEPPING
+        assert first.participant.phase is RunPhase.STEPPING
         await run.close()
 
     sim.run(main, seed=6)
@@ -274,22 +274,22 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
             await run.add(name, extra_tensors=[tensor])
         found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
 
-        def look_before_each_release(name: str, collaboration: Any) -> None:
-            held, tensors = collaboration.lock.held, collaboration.training.describe()
+        def look_before_each_release(name: str, participant: Any) -> None:
+            held, tensors = participant.lock.held, participant.training.describe()
 
             @asynccontextmanager
             async def looked_at(timeout_s: float | None = None) -> AsyncIterator[bool]:
                 async with held(timeout_s) as has_come:
                     yield has_come
                     content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
-                    found[name].setdefault(collaboration.state.digest, set()).add(content)
+                    found[name].setdefault(participant.state.digest, set()).add(content)
 
-            collaboration.lock.held = looked_at
+            participant.lock.held = looked_at
 
         await sim.sleep(3.0)
         extra[1].fill_(1.0)  # as statistics of other batches
         for name in names:
-            look_before_each_release(name, run.swarm.peer(name).collaboration)
+            look_before_each_release(name, run.swarm.peer(name).participant)
         await train_until(run, epoch=4)
         assert all(len(contents) == 1 for of_one in found.values() for contents in of_one.values())
         assert len(found["p0"]) > 4
@@ -305,15 +305,15 @@ def test_a_schedule_that_has_an_end_does_not_end_the_run() -> None:
     async def main() -> None:
         run = Run(target=BATCH)
         trainer = await run.add("p0")
-        training = trainer.collaboration.training
+        training = trainer.participant.training
         training.scheduler = torch.optim.lr_scheduler.OneCycleLR(training.optimizer, max_lr=0.1, total_steps=3)
         warned: list[str] = []
-        trainer.collaboration.core.env.events.subscribe(
+        trainer.participant.core.env.events.subscribe(
             lambda event: warned.append(event.message) if isinstance(event, Warned) else None
         )
         for _ in range(6):
             await run.swarm.run_on("p0", trainer.take_batch, BATCH)
-        assert trainer.collaboration.epoch == training.epoch == 6
+        assert trainer.participant.epoch == training.epoch == 6
         assert [message for message in warned if "the schedule goes no further than 3 steps" in message] == warned
         assert len(warned) == 1
         await run.close()

@@ -32,7 +32,7 @@ def live_bytes() -> int:
 
 def at_epoch(trainer: Trainer, epoch: int) -> Callable[[], bool]:
     """Whether it has come so far."""
-    return lambda: trainer.collaboration.epoch >= epoch
+    return lambda: trainer.participant.epoch >= epoch
 
 
 @pytest.mark.parametrize("average_state_every", [0, 2])
@@ -50,7 +50,7 @@ def test_36_bytes_of_live_tensors_per_parameter(average_state_every: int) -> Non
                 for index, trainer in enumerate(trainers)
             )
         )
-        assert all(each.collaboration.training.steps_before() == 5 for each in trainers)
+        assert all(each.participant.training.steps_before() == 5 for each in trainers)
         per_parameter = (live_bytes() - before) / (2 * PARAMETERS)
         assert 27.9 < per_parameter < 28.1
         await run.close()
@@ -73,7 +73,7 @@ def test_a_newcomer_holds_no_more_once_it_takes_part() -> None:
         await sim.sleep(8.0)
         late = await run.add("late")
         await asyncio.gather(*tasks, run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=at_epoch(late, 30)))
-        assert late.collaboration.downloads
+        assert late.participant.downloads
         await sim.sleep(60.0)
         assert 27.9 < (live_bytes() - before) / (3 * PARAMETERS) < 28.1
         await run.close()

@@ -10,7 +10,7 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
-from shoal.optim import collaboration
+from shoal.optim import participant
 from shoal.optim.check import Check
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -31,13 +31,13 @@ async def train(
         trainer = await run.add(name, check_every=4)
         if prepare is not None:
             prepare(trainer)
-        trainer.collaboration.core.env.events.subscribe(note)
+        trainer.participant.core.env.events.subscribe(note)
     await sim.sleep(3.0)
     run.announce_end(epochs)
 
     async def loop(name: str) -> None:
         trainer = run.swarm.peer(name)
-        while not trainer.collaboration.finished:
+        while not trainer.participant.finished:
             await trainer.take_batch(4, duration_s=0.2)
             change(trainer)
 
@@ -55,7 +55,7 @@ def test_equal_parameters_pass_the_check() -> None:
 
     async def main() -> None:
         run, said = await train(NAMES, 13, nothing)
-        checks = {run.swarm.peer(name).collaboration.mine().check for name in NAMES}
+        checks = {run.swarm.peer(name).participant.progress().check for name in NAMES}
         assert not said
         assert len(checks) == 1
         (check,) = checks
@@ -75,7 +75,7 @@ def test_a_peer_alone_makes_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
         return Check(b"", bytes(16), b"")
 
     async def main() -> None:
-        monkeypatch.setattr(collaboration, "check_of", count)
+        monkeypatch.setattr(participant, "check_of", count)
         await train(NAMES[:1], 13, nothing)
         assert not made
 
@@ -130,7 +130,7 @@ def test_a_step_that_always_differs_is_not_mended_for_ever(names: list[str]) -> 
                     parameter.grad.mul_(0.5)
 
         if trainer.index == 1:
-            trainer.collaboration.training.optimizer.register_step_pre_hook(halve)
+            trainer.participant.training.optimizer.register_step_pre_hook(halve)
 
     async def main() -> None:
         run, said = await train(names, 41, nothing, hook)
@@ -145,7 +145,7 @@ def test_another_arithmetic_is_no_difference() -> None:
     """The same step computed in another order: last bits differ, and nobody downloads."""
 
     def way(trainer: Trainer) -> None:
-        for group in trainer.collaboration.training.optimizer.param_groups:
+        for group in trainer.participant.training.optimizer.param_groups:
             group["foreach"] = trainer.index == 1
             group["fused"] = trainer.index == 2
 
@@ -157,7 +157,7 @@ def test_another_arithmetic_is_no_difference() -> None:
         run, said = await train(NAMES, 12, shift, way)
         assert not said
         assert not any(run.swarm.peer(name).downloads for name in NAMES)
-        checks = [run.swarm.peer(name).collaboration.mine().check for name in NAMES]
+        checks = [run.swarm.peer(name).participant.progress().check for name in NAMES]
         assert len({check[1] for check in checks if check is not None}) > 1
         assert len({check[2] for check in checks if check is not None}) == 1
 
@@ -169,7 +169,7 @@ def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_o
     names = [*NAMES, "p3"]
 
     def way(trainer: Trainer) -> None:
-        for group in trainer.collaboration.training.optimizer.param_groups:
+        for group in trainer.participant.training.optimizer.param_groups:
             group["foreach"] = trainer.index >= 2
 
     def shift(trainer: Trainer) -> None:
@@ -183,7 +183,7 @@ def test_a_peer_that_differs_among_others_than_the_holders_takes_over_from_its_o
         assert [run.swarm.peer(name).downloads for name in names] == [0, 0, 0, 1]
         assert sum("compute as this peer does" in each for each in said) == 1
         assert len(said) == 4
-        checks = [run.swarm.peer(name).collaboration.mine().check for name in names]
+        checks = [run.swarm.peer(name).participant.progress().check for name in names]
         assert len({check[2] for check in checks if check is not None}) == 1
         assert run.agree(names[:2])
         assert run.agree(names[2:])

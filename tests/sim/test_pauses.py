@@ -20,7 +20,7 @@ LAST = 12
 
 async def train(trainer: Trainer, batch_s: float) -> None:
     """To the last epoch; a program at its defaults, that lets through whatever `step` raises."""
-    await trainer.train(4, duration_s=batch_s, until=lambda: trainer.collaboration.epoch >= LAST)
+    await trainer.train(4, duration_s=batch_s, until=lambda: trainer.participant.epoch >= LAST)
 
 
 async def stop_and_go(stopped: list[str], after_s: float, duration_s: float) -> list[str]:
@@ -109,7 +109,7 @@ def test_a_peer_that_was_stopped_while_it_leaves_has_left_when_it_wakes(duration
             await run.add(name)
         tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=0.5, until=lambda: False)) for n in NAMES]
         await sim.sleep(5.0)
-        leaving = run.swarm.spawn("p1", run.swarm.peer("p1").collaboration.close())
+        leaving = run.swarm.spawn("p1", run.swarm.peer("p1").participant.close())
         await sim.sleep(0.005)
         run.swarm.stall("p1", duration_s)
         await sim.sleep(duration_s + 10.0)

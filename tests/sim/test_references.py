@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal import sim
-from shoal.allreduce.run_buffers import common_reference
+from shoal.allreduce.segments import common_reference
 from shoal.averager import Averager
 from shoal.compression import (
     BFloat16Compression,
@@ -168,15 +168,17 @@ def test_a_round_that_fails_leaves_the_reference_as_it_was() -> None:
             await trial.add(f"p{peer}", values[peer])
         pair = ["p0", "p1"]
         [name, _], _ = await together(trial, pair)
-        kept = [run.reference.values.clone() for run in trial.swarm.peer("p0").vector._runs if run.reference]
+        kept = [
+            segment.reference.values.clone() for segment in trial.swarm.peer("p0").vector._segments if segment.reference
+        ]
         steps = [trial.step(each, weight=0.0, allow_retries=False) for each in pair]
         failures = await asyncio.gather(*steps, return_exceptions=True)
         assert all(isinstance(failure, RoundFailed) for failure in failures)
         averagers = [trial.swarm.peer(each) for each in pair]
         assert [averager.vector.reference_name for averager in averagers] == [name, name]
-        for run, before in zip(averagers[0].vector._runs, kept, strict=True):
-            assert run.reference is not None
-            assert torch.equal(run.reference.values, before)
+        for segment, before in zip(averagers[0].vector._segments, kept, strict=True):
+            assert segment.reference is not None
+            assert torch.equal(segment.reference.values, before)
         wanted = drift(values, generator, 1e-4)
         await together(trial, pair)
         assert same_bits(values)

@@ -18,7 +18,7 @@ async def train(run: Run, names: list[str], size: int = 4, *, to: int | None = N
     """Batches of 0.2 s until the run ends, or this epoch."""
 
     def over(trainer: Trainer) -> bool:
-        return to is not None and trainer.collaboration.epoch >= to
+        return to is not None and trainer.participant.epoch >= to
 
     async def work(name: str) -> None:
         trainer = run.swarm.peer(name)
@@ -49,12 +49,12 @@ def test_a_peer_that_downloads_waits_for_ever_at_the_end(further: Mapping[str, i
     async def main() -> None:
         run = Run(target=16)
         first = await run.add("p0")
-        await run.swarm.run_on("p0", first.train, 4, duration_s=0.2, until=lambda: first.collaboration.epoch >= 8)
+        await run.swarm.run_on("p0", first.train, 4, duration_s=0.2, until=lambda: first.participant.epoch >= 8)
         await run.add("p1", seed=1)
         both = asyncio.get_running_loop().create_task(train(run, NAMES))
         await sim.sleep(3.0)
         for name, epochs in further.items():
-            trainer = run.swarm.peer(name).collaboration
+            trainer = run.swarm.peer(name).participant
             trainer.announce_end(trainer.epoch + epochs)
         await both
         assert run.agree(NAMES)
@@ -70,7 +70,7 @@ def test_a_run_goes_on_after_its_end() -> None:
     async def main() -> None:
         run = await ended_at_three()
         assert run.agree(NAMES)
-        first, second = (run.swarm.peer(name).collaboration for name in NAMES)
+        first, second = (run.swarm.peer(name).participant for name in NAMES)
         assert first.epoch == second.epoch == 3
         first.announce_end(8)
         await train(run, ["p0"], to=5)
@@ -89,7 +89,7 @@ def test_a_peer_at_its_end_follows_nobody_beyond() -> None:
 
     async def main() -> None:
         run = await ended_at_three()
-        first, second = (run.swarm.peer(name).collaboration for name in NAMES)
+        first, second = (run.swarm.peer(name).participant for name in NAMES)
         first.announce_end(None)
         await train(run, ["p0"], to=6)
         assert second.finished
@@ -106,7 +106,7 @@ def test_a_run_that_goes_on_beyond_the_end_that_a_peer_announced_says_nothing() 
         run, said = Run(target=16), list[str]()
         for name in NAMES:
             await run.add(name)
-        second = run.swarm.peer("p1").collaboration
+        second = run.swarm.peer("p1").participant
         second.core.env.events.subscribe(
             lambda event: said.append(event.message) if isinstance(event, Warned) else None
         )

@@ -34,13 +34,13 @@ async def train(
 
     for name in names:
         trainer = await run.add(name)
-        trainer.collaboration.training.scheduler = None
-        trainer.collaboration.core.env.events.subscribe(partial(note, name))
+        trainer.participant.training.scheduler = None
+        trainer.participant.core.env.events.subscribe(partial(note, name))
     await sim.sleep(3.0)
 
     async def loop(name: str, duration_s: float) -> None:
         trainer = run.swarm.peer(name)
-        while trainer.collaboration.epoch < epochs:
+        while trainer.participant.epoch < epochs:
             await trainer.take_batch(4, duration_s=duration_s)
             change(trainer)
 
@@ -61,20 +61,20 @@ def equal(steps: list[dict[str, Any]], names: list[str]) -> bool:
 
 def by_local_steps(trainer: Trainer) -> None:
     """A schedule of the trainer's own, stepped after each batch, as HF's Trainer does it."""
-    for group in trainer.collaboration.training.optimizer.param_groups:
+    for group in trainer.participant.training.optimizer.param_groups:
         group["lr"] = 0.05 * min(1.0, trainer.batches_done / 40)
 
 
 def by_hand(trainer: Trainer) -> None:
     """One peer's rate set to something else, once."""
     if trainer.index == 0 and trainer.batches_done == 7:
-        trainer.collaboration.training.optimizer.param_groups[0]["lr"] = 0.2
+        trainer.participant.training.optimizer.param_groups[0]["lr"] = 0.2
 
 
 def other_lambdas(trainer: Trainer) -> None:
     """Schedules of epochs, with other functions."""
-    rate = (0.9 if trainer.index == 1 else 0.8) ** trainer.collaboration.epoch
-    trainer.collaboration.training.optimizer.param_groups[0]["lr"] = 0.05 * rate
+    rate = (0.9 if trainer.index == 1 else 0.8) ** trainer.participant.epoch
+    trainer.participant.training.optimizer.param_groups[0]["lr"] = 0.05 * rate
 
 
 @pytest.mark.parametrize("change", [by_local_steps, by_hand, other_lambdas])

@@ -51,7 +51,7 @@ class Storm:
         trainer = swarm.peer(name)
 
         def note(event: Event) -> None:
-            last = trainer.collaboration.last_round
+            last = trainer.participant.last_round
             if isinstance(event, EpochAdvanced) and last is not None:
                 names = {swarm.host(each).peer_id: each for each in self.names}
                 by = frozenset(names[peer] for peer in last.outcome.contributors)
@@ -87,7 +87,7 @@ def freeze(seed: int, role: str, phase_s: float) -> None:
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
         leaders = {
-            name: swarm.peer(name).collaboration._gradients._finder._matchmaker._memory.led for name in storm.names
+            name: swarm.peer(name).participant._gradients._finder._matchmaker._memory.led for name in storm.names
         }
         frozen = next(name for name, led in leaders.items() if led == (role == "leader"))
         calm = storm.gaps(4.0, loop.time())
@@ -158,9 +158,7 @@ def test_two_that_fall_silent_at_once_are_waited_for_one_after_the_other() -> No
 
     async def scenario(storm: Storm) -> None:
         loop, swarm = asyncio.get_running_loop(), storm.run.swarm
-        leads = {
-            name: swarm.peer(name).collaboration._gradients._finder._matchmaker._memory.led for name in storm.names
-        }
+        leads = {name: swarm.peer(name).participant._gradients._finder._matchmaker._memory.led for name in storm.names}
         leader = next(name for name, led in leads.items() if led)
         member = next(name for name, led in leads.items() if not led)
         calm = storm.gaps(4.0, loop.time())
@@ -185,7 +183,7 @@ def test_a_killed_peer_counts_again_by_what_it_wrote_to_the_dht_before() -> None
         await sim.sleep(0.1)
         for _ in range(50):
             await sim.sleep(0.1)
-            assert not [name for name in rest if killed in swarm.peer(name).collaboration._known.peers]
+            assert not [name for name in rest if killed in swarm.peer(name).participant._known.peers]
 
     play(4, scenario)
 
@@ -243,12 +241,12 @@ def test_a_peer_that_woke_does_not_know_who_came_meanwhile(why: str, monkeypatch
         assert max(b - a for a, b in pairwise(looks)) > 3.0
         while loop.time() < looks[-1] + 1.0:
             await sim.sleep(0.1)
-        gossip = swarm.peer("p2").collaboration._gossip
-        said = swarm.peer("p3").collaboration.mine()
+        gossip = swarm.peer("p2").participant._gossip
+        said = swarm.peer("p3").participant.progress()
 
         async def happens() -> None:
             if why == "another state":
-                gossip.renamed(swarm.peer("p2").collaboration.view(), expected=False)
+                gossip.announce_state(swarm.peer("p2").participant.view(), expected=False)
             else:
                 gossip._hear_directly(said, [Standing(swarm.identity("stranger").peer_id, 8, 1.0)])
 

@@ -145,3 +145,31 @@ def test_a_change_wakes_every_waiter_once() -> None:
         assert not await changes.next(timeout_s=1), "an old change woke a new waiter"
 
     run(main())
+
+
+def test_an_object_and_its_tasks_need_no_cycle_collector() -> None:
+    """The object holds its tasks; they hold its method only weakly."""
+
+    class Owner:
+        def __init__(self) -> None:
+            self.errors: list[BaseException] = []
+            self.tasks = Tasks(self.failed)
+
+        def failed(self, error: BaseException) -> None:
+            self.errors.append(error)
+
+    async def main() -> None:
+        owner = Owner()
+        owner.tasks.spawn(_fail())
+        await sim.sleep(1)
+        assert len(owner.errors) == 1
+        seen = weakref.ref(owner)
+        gc.disable()
+        try:
+            owner.errors.clear()
+            del owner
+            assert seen() is None
+        finally:
+            gc.enable()
+
+    run(main())

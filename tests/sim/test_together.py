@@ -13,7 +13,7 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
-from shoal.optim.collaboration import Phase
+from shoal.optim.phases import RunPhase
 from shoal.sim import SimNetwork
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -57,7 +57,7 @@ def train_together(
                     trainer.train,
                     4,
                     duration_s=batch_s,
-                    until=lambda: max(trainer.collaboration.epoch for trainer in trainers) >= EPOCHS,
+                    until=lambda: max(trainer.participant.epoch for trainer in trainers) >= EPOCHS,
                 )
                 for name, trainer, batch_s in zip(names, trainers, batches_s, strict=True)
             )
@@ -75,7 +75,9 @@ def assert_all_in(results: list[tuple[int, int]]) -> None:
     assert all(steps >= 0.95 * EPOCHS and not downloads for steps, downloads in results), results
 
 
-@pytest.mark.parametrize(("target", "average_state_every"), [(160, 4), (200, 1), (400, 4)])
+@pytest.mark.parametrize(
+    ("target", "average_state_every"), [(160, 4), (200, 1), pytest.param(400, 4, marks=pytest.mark.long)]
+)
 def test_averaging_states_does_not_expel_a_slow_trainer(target: int, average_state_every: int) -> None:
     """The first peer with the average saw itself as the whole swarm, and stepped without those still in a batch."""
     assert_all_in(train_together([0.02, 0.02, 0.5], target=target, average_state_every=average_state_every, seed=1))
@@ -101,17 +103,17 @@ def test_a_member_that_takes_long_to_take_the_step_is_not_left_alone(soak: Calla
             await run.add(name)
         await sim.sleep(3.0)
         trainers = [run.swarm.peer(name) for name in names]
-        decide = trainers[1].collaboration.decide
+        decide = trainers[1].participant.decide
 
-        async def decide_late(timeout_s: float) -> Phase:
-            if (phase := await decide(timeout_s)) is Phase.STEPPING:
+        async def decide_late(timeout_s: float) -> RunPhase:
+            if (phase := await decide(timeout_s)) is RunPhase.STEPPING:
                 await sim.sleep(0.8)
             return phase
 
-        trainers[1].collaboration.decide = decide_late  # type: ignore[method-assign]
+        trainers[1].participant.decide = decide_late  # type: ignore[method-assign]
 
         def over() -> bool:
-            return trainers[0].collaboration.epoch >= soak(6, 40)
+            return trainers[0].participant.epoch >= soak(6, 40)
 
         work = (run.swarm.run_on(name, run.swarm.peer(name).train, 4, duration_s=0.02, until=over) for name in names)
         await asyncio.gather(*work)
@@ -133,7 +135,7 @@ def test_a_peer_with_long_batches_slows_the_others_down_for_good() -> None:
         began, fast = asyncio.get_running_loop().time(), run.swarm.peer("p0")
 
         def over() -> bool:
-            return fast.collaboration.epoch >= 80
+            return fast.participant.epoch >= 80
 
         await asyncio.gather(
             *(
@@ -168,9 +170,9 @@ def pace(slow_s: float | None) -> tuple[int, list[bool]]:
 
         async def train_slowly(trainer: Trainer, batch_s: float) -> None:
             while loop.time() < end:
-                before = len(trainer.collaboration.downloads)
+                before = len(trainer.participant.downloads)
                 await trainer.take_batch(4, duration_s=batch_s)
-                downloaded.append(len(trainer.collaboration.downloads) > before)
+                downloaded.append(len(trainer.participant.downloads) > before)
 
         def train(name: str) -> Coroutine[Any, Any, None]:
             trainer = run.swarm.peer(name)
@@ -179,7 +181,7 @@ def pace(slow_s: float | None) -> tuple[int, list[bool]]:
             return trainer.train(4, duration_s=0.25, until=lambda: loop.time() > end)
 
         await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
-        epoch, downloads = run.swarm.peer("p0").collaboration.epoch, run.swarm.peer("p0").downloads
+        epoch, downloads = run.swarm.peer("p0").participant.epoch, run.swarm.peer("p0").downloads
         await run.close()
         assert not downloads
         return epoch, downloaded
@@ -254,7 +256,7 @@ def test_a_peer_with_a_twin_was_told_that_its_batches_are_short_enough_and_what_
                 for name, trainer in zip(names, trainers, strict=True)
             )
         )
-        assert any(trainer.collaboration.contribution.contributed == 0 for trainer in trainers)
+        assert any(trainer.participant.contribution.contributed == 0 for trainer in trainers)
         await run.close()
 
     sim.run(main, seed=5)

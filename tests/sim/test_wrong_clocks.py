@@ -49,7 +49,7 @@ class Swarm:
         """All train so far."""
 
         async def work(trainer: Trainer) -> None:
-            await trainer.train(4, duration_s=0.5, until=lambda: trainer.collaboration.epoch >= epochs)
+            await trainer.train(4, duration_s=0.5, until=lambda: trainer.participant.epoch >= epochs)
 
         swarm = self.run.swarm
         await asyncio.gather(*(swarm.spawn(name, work(trainer)) for name, trainer in swarm.peers.items()))

@@ -7,7 +7,7 @@ import heapq
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.optim.patience import Patience
+from shoal.optim.fetching import Patience
 from shoal.rpc.allowance import Allowance, call_cost
 from shoal.transport.tcp import TcpLimits
 
@@ -95,12 +95,12 @@ def test_a_withheld_state_costs_twenty_seconds() -> None:
     """In all, whoever withholds it. Ten of them are there again after five minutes, all when a state came."""
     patience = Patience()
     assert patience.left_s(0.0) == 20.0
-    patience.waited(12.0)
+    patience.waited(12.0, 0.0)
     assert patience.left_s(12.0) == pytest.approx(8.4)
-    patience.waited(8.4)
+    patience.waited(8.4, 12.0)
     assert patience.left_s(20.0) == 0.0
     assert patience.left_s(300.0) == 0.0
     assert patience.left_s(330.0) == pytest.approx(10.6)
-    patience.waited(99.0)
+    patience.waited(99.0, 330.0)
     patience.rewarded()
     assert patience.left_s(400.0) == 20.0

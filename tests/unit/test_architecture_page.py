@@ -39,5 +39,5 @@ def test_the_stories_are_counted() -> None:
     """Both, with their functions in order."""
     first, second = stories(TEXT).values()
     assert first[0] == Place("runtime/averager.py", "DecentralizedAverager.step")
-    assert second[-1] == Place("optim/collaboration.py", "Collaboration.stepped")
+    assert second[-1] == Place("optim/participant.py", "Participant.stepped")
     assert reading_path.docstring_lines("allreduce/round.py") > 10

@@ -13,7 +13,7 @@ def miss(attendance: Attendance, began: float) -> tuple[list[tuple[PeerID, int]]
     """A round to which one of three does not come: who is given up, and when the round began after all."""
     attendance.search()
     now = began
-    while ABSENT in attendance.awaited(ALL, now):
+    while ABSENT in attendance.wait_for(ALL, now):
         now += 0.5
     assert began < now <= began + 15.5
     return attendance.formed(PRESENT, now), now
@@ -29,7 +29,7 @@ def test_who_missed_two_rounds_is_waited_for_ever_more_rarely() -> None:
         given_up, now = miss(attendance, now)
         assert given_up == [(ABSENT, missed)]
         attendance.search()
-        assert attendance.awaited(ALL, now + pause_s - 0.1) == PRESENT
+        assert attendance.wait_for(ALL, now + pause_s - 0.1) == PRESENT
         assert attendance.formed(PRESENT, now + pause_s - 0.1) == []  # it was not asked for
         now += pause_s
 
@@ -41,7 +41,7 @@ def test_who_comes_again_is_waited_for_again() -> None:
     _, now = miss(attendance, 0.0)
     given_up, now = miss(attendance, now)
     assert given_up == [(ABSENT, 2)]
-    assert attendance.awaited(ALL, now) == PRESENT
+    assert attendance.wait_for(ALL, now) == PRESENT
     attendance.formed(ALL, now)
     assert miss(attendance, now)[0] == []
 
@@ -51,7 +51,7 @@ def test_who_came_to_the_run_after_the_group_had_formed_missed_nothing() -> None
     attendance = Attendance(ME, 15.0)
     attendance.formed(ALL, -30.0)
     for now in (0.0, 1.0, 2.0):
-        assert attendance.awaited(PRESENT, now) == PRESENT
+        assert attendance.wait_for(PRESENT, now) == PRESENT
         assert attendance.formed(PRESENT, now) == []
     assert miss(attendance, 3.0)[0] == []
 
@@ -62,7 +62,7 @@ def test_a_group_that_forms_at_once_without_somebody_does_not_expel_it() -> None
     attendance.formed(ALL, 0.0)
     for _ in range(10):
         attendance.search()
-        assert attendance.awaited(ALL, now) == ALL
+        assert attendance.wait_for(ALL, now) == ALL
         assert attendance.formed(PRESENT, now + 2.0) == []
         now += 10.0
 
@@ -76,7 +76,7 @@ def test_all_strangers_have_one_account() -> None:
     for number, stranger in enumerate(strangers):
         now = began = 100.0 + 20.0 * number
         attendance.search()
-        while stranger in attendance.awaited(PRESENT | {stranger}, now):
+        while stranger in attendance.wait_for(PRESENT | {stranger}, now):
             now += 0.1
         waited_s += now - began
         given_up += attendance.formed(PRESENT, now)
@@ -94,9 +94,9 @@ def test_claims_that_are_taken_back_are_paid_for() -> None:
     for number in range(10, 110):
         stranger, began = PeerID(bytes([number]) * 32), now
         attendance.search()
-        while stranger in attendance.awaited(PRESENT | {stranger}, now) and now < began + 2.0:
+        while stranger in attendance.wait_for(PRESENT | {stranger}, now) and now < began + 2.0:
             now += 0.1
-        assert attendance.awaited(PRESENT, now) == PRESENT
+        assert attendance.wait_for(PRESENT, now) == PRESENT
         attendance.formed(PRESENT, now)
         waited_s += now - began
         now += 1.0
@@ -111,7 +111,7 @@ def test_keys_that_have_worked_a_little_are_bounded_together() -> None:
     for number in range(300):
         key, began = keys[number % len(keys)], now
         attendance.search()
-        while key in attendance.awaited(PRESENT | {key}, now) and now < began + 7.0:
+        while key in attendance.wait_for(PRESENT | {key}, now) and now < began + 7.0:
             now += 0.1
         attendance.formed(PRESENT, now)
         waited_s += now - began
@@ -127,7 +127,7 @@ def test_a_peer_that_is_alone_waits_for_a_newcomer_on_a_slow_line() -> None:
     for _ in range(50):
         attendance.search()
         began = now
-        while ABSENT in attendance.awaited(others, now):
+        while ABSENT in attendance.wait_for(others, now):
             now += 0.5
         assert attendance.given_up(others, now) == others
         attendance.formed({ME}, now)

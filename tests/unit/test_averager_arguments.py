@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.averager import AveragerSettings, StepPlan, choose_timeouts
+from shoal.averager import AveragerSettings, StepRequest, choose_timeouts
 from shoal.averager.timeouts import TIMEOUTS
 from shoal.compression import CompressionInfo, Float16Compression, NoCompression, TensorDescriptor
 from shoal.errors import ConfigError
@@ -74,11 +74,11 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"request_timeout_s": 3.0, "averaging_expiration_s": 2.0}, "lower request_timeout or raise averaging_exp"),
+        ({"request_timeout_s": 3.0, "window_s": 2.0}, "lower request_timeout or raise averaging_exp"),
         ({"min_group_size": 5, "target_group_size": 4}, "min_group_size=5 must be at most target_group_size=4"),
-        ({"sender_timeout_s": 9.0, "reducer_timeout_s": 9.0}, "sender_timeout=9 must be less than reducer_timeout=9"),
-        ({"sender_timeout_s": 9.0, "allreduce_timeout_s": 8.0}, "less than allreduce_timeout=8: lower sender_timeout"),
-        ({"sender_timeout_s": 0.5}, "sender_timeout must be at least 1 second"),
+        ({"silence_s": 9.0, "reducer_silence_s": 9.0}, "sender_timeout=9 must be less than reducer_timeout=9"),
+        ({"silence_s": 9.0, "allreduce_timeout_s": 8.0}, "less than allreduce_timeout=8: lower sender_timeout"),
+        ({"silence_s": 0.5}, "sender_timeout must be at least 1 second"),
         ({"allreduce_timeout_s": 1.0}, "allreduce_timeout must be more than 1 second, got 1.0"),
         ({"averaging_alpha": 0.0}, "averaging_alpha must be above 0"),
         ({"averaging_alpha": 1.5}, "averaging_alpha must be above 0 and at most 1, got 1.5"),
@@ -95,7 +95,7 @@ def test_the_page_lists_the_methods_and_those_of_a_step() -> None:
         ({"min_group_size": True}, "min_group_size must be"),
         ({"target_group_size": 257}, "target_group_size must be None"),
         ({"target_group_size": 1, "min_group_size": 1}, "target_group_size must be None (no limit), or a whole number"),
-        ({"averaging_expiration_s": 1801.0}, "averaging_expiration must be at most 1800 seconds, got 1801.0"),
+        ({"window_s": 1801.0}, "averaging_expiration must be at most 1800 seconds, got 1801.0"),
         ({"allreduce_timeout_s": float("inf")}, "allreduce_timeout must be a number of seconds"),
         ({"declare_state_period_s": 0}, "declare_state_period must be"),
         ({"declare_state_period_s": 1801.0}, "declare_state_period must be at most 1800 seconds, got 1801.0"),
@@ -130,7 +130,7 @@ def test_timeouts_follow_from_those_that_were_given(limits: dict[str, float | No
         return
     msgspec.structs.replace(AveragerSettings(), **chosen).check()
     for name, value in limits.items():
-        assert value is None or chosen[f"{name}_s"] == value
+        assert value is None or chosen[TIMEOUTS[name]] == value
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_averaging_timeout_5_fails_with_an_error_that_names_sender_timeout(
 ) -> None:
     """Not any more: the others follow from what was given."""
     chosen = choose_timeouts(limits)
-    assert {name: chosen[f"{name}_s"] for name in follow} == follow
+    assert {name: chosen[TIMEOUTS[name]] for name in follow} == follow
 
 
 def test_tensor_infos_decide_the_codec() -> None:
@@ -186,29 +186,30 @@ def test_tensor_infos_of_other_tensors_are_refused(infos: list[Any], message: st
 
 def test_numpy_scalars_are_refused_in_gather() -> None:
     """Not any more: numbers of numpy and torch are sent as Python's own, and a weight may be one, too."""
-    plan = StepPlan(gather={"loss": np.float32(0.5), "steps": [np.int64(3), torch.tensor(2)]}, weight=np.float32(2))  # type: ignore[arg-type]
-    assert decode_plain(plan.gathered) == {"loss": 0.5, "steps": [3, 2]}
-    assert type(plan.weight) is float
+    gather, weight = {"loss": np.float32(0.5), "steps": [np.int64(3), torch.tensor(2)]}, np.float32(2)
+    request = StepRequest(gather=gather, weight=weight)  # type: ignore[arg-type]
+    assert decode_plain(request.gathered) == {"loss": 0.5, "steps": [3, 2]}
+    assert type(request.weight) is float
     with pytest.raises(ConfigError, match=r"gather cannot be sent: a ndarray is no plain value \(use numbers"):
-        StepPlan(gather=np.zeros(3))
+        StepRequest(gather=np.zeros(3))
 
 
 @pytest.mark.parametrize("weight", [-1.0, 1e-10, 1e13, float("nan"), float("inf"), "1", True, None])
 def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
     """At once, and also when it is changed later; the old one stays."""
     with pytest.raises(ConfigError, match="weight must be 0, or a number from 1e-09 to 1e\\+12, got"):
-        StepPlan(weight=weight)
-    plan = StepPlan(weight=2)
+        StepRequest(weight=weight)
+    request = StepRequest(weight=2)
     with pytest.raises(ConfigError, match="weight must be 0, or a number from 1e-09 to 1e\\+12, got"):
-        plan.weight = weight
-    assert plan.weight == 2.0
+        request.weight = weight
+    assert request.weight == 2.0
 
 
 @pytest.mark.parametrize("when", [float("nan"), "now", True])
 def test_a_time_that_is_none_is_refused(when: Any) -> None:
     """As above."""
     with pytest.raises(ConfigError, match="scheduled_time must be a time in seconds"):
-        StepPlan(scheduled_time=when)
+        StepRequest(scheduled_time=when)
 
 
 def test_a_peer_that_nobody_reaches_now_makes_averagers_that_are_clients_for_ever() -> None:

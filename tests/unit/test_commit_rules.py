@@ -9,10 +9,10 @@ from shoal.wire import Abort, Assign, Commit, Held, Report
 ROUND = b"r" * 16
 
 
-def coordinator(owners: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
+def coordinator(reducers: list[int], contributes: list[bool], *, min_group_size: int = 2) -> Coordinator:
     """Of a group in which everybody can reduce; the first decides."""
     reduces = [True] * len(contributes)
-    return Coordinator(ROUND, owners, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
+    return Coordinator(ROUND, reducers, reduces, contributes, 0, min_group_size=min_group_size, stall_s=5.0, now=0.0)
 
 
 def sends(actions: list[CoordinatorAction]) -> list[Send]:
@@ -26,7 +26,7 @@ def held(part: int, attempt: int = 0) -> Held:
 
 
 def test_the_commit_waits_for_those_who_contribute() -> None:
-    """An auxiliary owner's word is not enough, and nobody waits for it to hold the rest."""
+    """An auxiliary reducer's word is not enough, and nobody waits for it to hold the rest."""
     rules = coordinator([2, 1], [True, True, False])
     assert not rules.reported(2, Report([held(0)]), 1.0)
     assert not rules.reported(0, Report([held(0), held(1)]), 1.0)
@@ -53,13 +53,13 @@ def test_auxiliary_members_count_for_the_size_of_the_group() -> None:
     assert "too few" in last.message.reason
 
 
-def test_a_dead_auxiliary_owner_is_replaced_for_those_who_lack_its_parts() -> None:
-    """What all contributors hold needs no new owner; what one holds is asked from it; the rest is averaged again."""
+def test_a_dead_auxiliary_reducer_is_replaced_for_those_who_lack_its_parts() -> None:
+    """What all contributors hold needs no new reducer; what one holds is asked from it; the rest is averaged again."""
     rules = coordinator([3, 3, 3], [True, True, False, False])
     rules.reported(0, Report([held(0), held(1)]), 1.0)
     rules.reported(1, Report([held(0)]), 1.0)
     told = {
-        (send.member, tuple(send.message.parts), send.message.attempt, send.message.owner)
+        (send.member, tuple(send.message.parts), send.message.attempt, send.message.reducer)
         for send in sends(rules.leave_out(3, "lost", 2.0))
         if isinstance(send.message, Assign)
     }

@@ -32,7 +32,7 @@ def seen(samples: int, coming: Collection[PeerID]) -> SwarmView:
 def stepped(companions: Companions, now: float) -> None:
     """A round of both, and our step."""
     companions.share([ME, SLOW], BEFORE, 0.0)
-    companions.renamed(now, step=True)
+    companions.state_changed(now, step=True)
 
 
 def test_a_member_is_waited_for_as_long_as_the_epoch_took() -> None:
@@ -41,26 +41,26 @@ def test_a_member_is_waited_for_as_long_as_the_epoch_took() -> None:
     stepped(companions, 100.0)
     assert companions.awaited >= {SLOW}
     assert companions.before == BEFORE
-    assert not companions.look(seen(TARGET - 1, [SLOW]), TARGET, 107.9)
-    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
-    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 115.9)
+    assert not companions.observe(seen(TARGET - 1, [SLOW]), TARGET, 107.9)
+    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 115.9)
     assert SLOW in companions.awaited
-    assert companions.look(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 116.0)
     assert not companions.awaited
-    assert not companions.look(seen(TARGET, []), TARGET, 117.0)
+    assert not companions.observe(seen(TARGET, []), TARGET, 117.0)
 
 
 def test_an_average_of_states_is_waited_for_anew_and_makes_no_epoch_longer() -> None:
     """Each change of the state is one batch more of a slow trainer; the time of the samples stays what it was."""
     companions = Companions()
     stepped(companions, 100.0)
-    companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
+    companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
     companions.share([ME, SLOW], BEFORE, 0.0)
-    companions.renamed(114.0)
-    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 115.0)
+    companions.state_changed(114.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 115.0)
     assert companions.patience_s == 8.0
-    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 122.9)
-    assert companions.look(seen(TARGET, [SLOW]), TARGET, 123.0)
+    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 122.9)
+    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 123.0)
 
 
 def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
@@ -70,8 +70,8 @@ def test_who_is_late_again_and_again_is_waited_for_ever_more_rarely() -> None:
         stepped(companions, now)
         if SLOW in companions.awaited:
             waited.append(epoch)
-            companions.look(seen(TARGET, [SLOW]), TARGET, now + 1.0)
-            assert companions.look(seen(TARGET, [SLOW]), TARGET, now + 2.0)
+            companions.observe(seen(TARGET, [SLOW]), TARGET, now + 1.0)
+            assert companions.observe(seen(TARGET, [SLOW]), TARGET, now + 2.0)
         now += 3.0
     assert waited == [0, 1, 4, 9, 18, 35]
 
@@ -82,11 +82,11 @@ def waits_in_vain(turns: int, *, gives: bool) -> int:
     for _ in range(turns):
         for members, coming, gave in (([ME, SLOW], [SLOW], [ME]), ([ME], [], [ME]), ([ME, SLOW], [], [ME, SLOW])):
             companions.share(members, BEFORE, 0.0, gave=gave if gives else [ME])
-            companions.renamed(now, step=True)
+            companions.state_changed(now, step=True)
             if SLOW in companions.awaited:
                 waited += bool(coming)
-                companions.look(seen(TARGET, coming), TARGET, now + 1.0)
-                companions.look(seen(TARGET, coming), TARGET, now + 2.0)
+                companions.observe(seen(TARGET, coming), TARGET, now + 1.0)
+                companions.observe(seen(TARGET, coming), TARGET, now + 2.0)
             now += 3.0
     return waited
 
@@ -105,11 +105,11 @@ def test_it_is_known_when_the_wait_ends() -> None:
     """So that somebody looks then: nothing else may happen at that time."""
     companions = Companions()
     stepped(companions, 100.0)
-    companions.look(seen(TARGET - 1, [SLOW]), TARGET, 107.0)
+    companions.observe(seen(TARGET - 1, [SLOW]), TARGET, 107.0)
     assert companions.until is None
-    companions.look(seen(TARGET, [SLOW]), TARGET, 108.0)
+    companions.observe(seen(TARGET, [SLOW]), TARGET, 108.0)
     assert companions.until == 116.0
-    assert companions.look(seen(TARGET, [SLOW]), TARGET, 116.0)
+    assert companions.observe(seen(TARGET, [SLOW]), TARGET, 116.0)
     assert companions.until is None
 
 
@@ -119,7 +119,7 @@ def test_nobody_is_on_the_way_to_a_state_that_no_round_gave() -> None:
     assert companions.before is None
     stepped(companions, 1.0)
     companions.forget()
-    companions.renamed(2.0)
+    companions.state_changed(2.0)
     assert companions.before is None
     assert not companions.awaited
 
@@ -128,8 +128,8 @@ def test_a_member_is_waited_for_as_long_as_the_round_took_too() -> None:
     """Large states beside small epochs: their steps take long to take, as their rounds do."""
     companions = Companions()
     companions.share([ME, SLOW], BEFORE, 3.0)
-    companions.renamed(100.0, step=True)
-    assert not companions.look(seen(TARGET, [SLOW]), TARGET, 101.0)
+    companions.state_changed(100.0, step=True)
+    assert not companions.observe(seen(TARGET, [SLOW]), TARGET, 101.0)
     assert companions.patience_s == 4.0
 
 
@@ -145,17 +145,17 @@ def times_awaited(rounds: int, wait_s: float, *, gives: Collection[int] = (), st
     companions, now, awaited = Companions(), 0.0, list[int]()
     stepped(companions, now)
     for number in range(rounds):
-        companions.look(seen(TARGET, []), TARGET, now := now + 1.0)
+        companions.observe(seen(TARGET, []), TARGET, now := now + 1.0)
         if SLOW in companions.awaited:
             awaited.append(number)
-            assert not companions.look(seen(TARGET, [SLOW]), TARGET, now)
+            assert not companions.observe(seen(TARGET, [SLOW]), TARGET, now)
             now += wait_s
-            assert not companions.look(seen(TARGET, []), TARGET, now)
+            assert not companions.observe(seen(TARGET, []), TARGET, now)
         companions.share([ME, SLOW], BEFORE, 0.0, gave=[ME, SLOW] if number in gives else [ME])
-        companions.renamed(now, step=True)
+        companions.state_changed(now, step=True)
         if states:
             companions.share([ME, SLOW], BEFORE, 0.0)
-            companions.renamed(now)
+            companions.state_changed(now)
     return awaited
 
 

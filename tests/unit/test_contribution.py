@@ -10,7 +10,7 @@ def test_a_peer_whose_batches_take_longer_than_an_epoch_is_told_once_with_number
     contribution, told = Contribution(), []
     for epoch in range(1, 41):
         batches = int(epoch / 1.2)
-        why = contribution.look(epoch, processed=8 * batches, batches=batches, held=0, now=10.0 * epoch)
+        why = contribution.state_changed(epoch, processed=8 * batches, batches=batches, held=0, now=10.0 * epoch)
         told += [why] if why else []
     assert len(told) == 1
     assert "a batch takes it 10.0 s, and an epoch of the swarm 10.0 s" in told[0]  # batches are counted when done
@@ -24,7 +24,7 @@ def test_a_peer_of_whose_samples_few_count_is_told_once_with_numbers() -> None:
     for epoch in range(1, 101):
         if epoch % 5 == 0:
             contribution.counted(8)
-        why = contribution.look(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
+        why = contribution.state_changed(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
         told += [why] if why else []
     assert len(told) == 1
     assert "only 48 of the 240 samples that this peer computed in the last 30 epochs count" in told[0]
@@ -37,7 +37,7 @@ def test_a_peer_whose_samples_begin_to_be_lost_is_told() -> None:
     for epoch in range(1, 200):
         if epoch < 100 or epoch % 5 == 0:
             contribution.counted(8)
-        why = contribution.look(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
+        why = contribution.state_changed(epoch, processed=8 * epoch, batches=epoch, held=0, now=10.0 * epoch)
         told += [f"{epoch}: {why}"] if why else []
     assert len(told) == 1
     assert int(told[0].split(":")[0]) < 100 + 2 * 30
@@ -49,7 +49,7 @@ def test_a_peer_that_contributes_now_and_then_is_not_told() -> None:
     for epoch in range(1, 41):
         if epoch % 4 == 0:
             contribution.counted(8)
-        assert contribution.look(epoch, processed=8 * epoch, batches=epoch, held=8, now=10.0 * epoch) is None
+        assert contribution.state_changed(epoch, processed=8 * epoch, batches=epoch, held=8, now=10.0 * epoch) is None
     assert (contribution.contributed, contribution.dropped) == (80, 8 * 40 - 80 - 8)
 
 
@@ -58,7 +58,7 @@ def test_a_peer_that_rounds_leave_out_is_not_told_that_its_batches_are_long() ->
     contribution, told = Contribution(), []
     for epoch in range(1, 21):
         batches = 5 * epoch
-        why = contribution.look(epoch, processed=8 * batches, batches=batches, held=0, now=5.5 * epoch)
+        why = contribution.state_changed(epoch, processed=8 * batches, batches=batches, held=0, now=5.5 * epoch)
         told += [why] if why else []
     assert len(told) == 1
     assert "a batch takes it 1.1 s, and an epoch of the swarm 5.5 s" in told[0]
@@ -71,7 +71,7 @@ def test_epochs_of_milliseconds_are_told_in_milliseconds() -> None:
     contribution, told = Contribution(), []
     for epoch in range(1, 41):
         batches = epoch // 2
-        why = contribution.look(epoch, processed=8 * batches, batches=batches, held=0, now=0.0032 * epoch)
+        why = contribution.state_changed(epoch, processed=8 * batches, batches=batches, held=0, now=0.0032 * epoch)
         told += [why] if why else []
     assert len(told) == 1
     assert "a batch takes it 5.8 ms, and an epoch of the swarm 3.2 ms" in told[0]
@@ -80,8 +80,8 @@ def test_epochs_of_milliseconds_are_told_in_milliseconds() -> None:
 def test_a_newcomer_that_came_over_many_epochs_at_once_is_not_told() -> None:
     """It has computed next to nothing yet."""
     contribution = Contribution()
-    assert contribution.look(0, processed=8, batches=1, held=0, now=0.0) is None
-    assert contribution.look(50, processed=8, batches=1, held=0, now=60.0) is None
+    assert contribution.state_changed(0, processed=8, batches=1, held=0, now=0.0) is None
+    assert contribution.state_changed(50, processed=8, batches=1, held=0, now=60.0) is None
 
 
 def test_a_peer_that_was_stopped_is_not_told() -> None:
@@ -92,5 +92,6 @@ def test_a_peer_that_was_stopped_is_not_told() -> None:
         for epochs, batches in ((0, 0), (30, 4), (31, 5), (32, 6)):
             now = float(epoch + epochs)
             count = done + batches
-            assert contribution.look(epoch + epochs, processed=8 * count, batches=count, held=0, now=now) is None
+            why = contribution.state_changed(epoch + epochs, processed=8 * count, batches=count, held=0, now=now)
+            assert why is None
         contribution.counted(8)

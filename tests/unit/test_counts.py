@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.optim.counts import Counts
+from shoal.optim.rounds import Counts
 from shoal.peer import PeerID
 
 LOW, HIGH = (PeerID(bytes([number]) * 32) for number in (1, 2))

@@ -17,11 +17,12 @@ from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.core import PeerCore
 from shoal.events import EventBus, PeerDropped, Warned
-from shoal.optim import CollaborationSettings
+from shoal.optim import RunSettings
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.tellers import Countdown, Order, silence_s
 from shoal.peer import Address, PeerID
 from shoal.progress import StateKey, SwarmProgress
+from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, TellProgress, decode, encode
 
 ME, OTHER, VICTIM = (PeerID(bytes([number]) * 32) for number in range(3))
@@ -46,15 +47,15 @@ def gossip_at(known: SwarmProgress, bus: EventBus, **endpoint: Any) -> ProgressG
     """Of `ME`, on an endpoint that does this."""
     endpoint.setdefault("dialable", lambda contact: contact)
     endpoint.setdefault("contact", progress(ME, 1.0).contact)
-    settings = CollaborationSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
+    settings = RunSettings(run_id="run", target_batch_size=100, averager=AveragerSettings())
     env = SimpleNamespace(events=bus, clock=SimpleNamespace(time=lambda: 1e9), rng=random.Random(0))
     core: Any = SimpleNamespace(endpoint=SimpleNamespace(**endpoint), peer_id=ME, env=env)
     return ProgressGossip(
         cast(PeerCore, core),
         settings,
         known,
-        mine=lambda: progress(ME, 1.0),
-        on_news=lambda: None,
+        Changes(),
+        next_word=lambda: progress(ME, 1.0),
     )
 
 
@@ -118,7 +119,7 @@ def test_what_changed_while_a_message_was_on_its_way_is_told_when_it_has_arrived
             learn=lambda contact: None,
             call=call,
         )
-        gossip._mine = lambda: msgspec.structs.replace(progress(ME, 1.0), samples=samples[0])
+        gossip._next_word = lambda: msgspec.structs.replace(progress(ME, 1.0), samples=samples[0])
         view = known.view(progress(ME, 1.0), 0.0)
         gossip.tell(view)
         await asked.get()
@@ -175,7 +176,7 @@ class Swarm:
         asyncio.get_running_loop().time = lambda: self.now  # type: ignore[method-assign]
         self.notes.clear()
         gossip, place = self.gossip, msgspec.structs.replace(progress(self.peers[0], 1.0 + self.now), **mine)
-        gossip.enough, gossip._mine = enough, lambda: place
+        gossip.enough, gossip._next_word = enough, lambda: place
         gossip.tell(self.known.view(place, self.now))
         while gossip._telling:
             await asyncio.gather(*gossip._telling.values())
@@ -217,8 +218,8 @@ def test_a_peer_that_was_cut_off_counts_without_those_that_it_found_silent(peers
         swarm = Swarm(peers)
         await swarm.tell(samples=1)
         swarm.called.clear()
-        mine, silent = swarm.gossip._mine(), frozenset(swarm.peers[1:3])
-        swarm.gossip.renamed(swarm.known.view(mine, swarm.now, silent=silent), expected=False)
+        mine, silent = swarm.gossip._next_word(), frozenset(swarm.peers[1:3])
+        swarm.gossip.announce_state(swarm.known.view(mine, swarm.now, silent=silent), expected=False)
         await asyncio.gather(*swarm.gossip._telling.values())
         assert silent <= set(swarm.called)
 
@@ -237,10 +238,10 @@ def test_a_small_swarm_writes_to_the_dht_at_each_of_its_short_epochs() -> None:
         known = SwarmProgress(ME, {}, ttl_s=20.0)
         gossip = gossip_at(known, EventBus(), tell=lambda peers, message: [])
         gossip._core.node = cast(Any, SimpleNamespace(store=store))
-        gossip._mine = lambda: msgspec.structs.replace(progress(ME, 1.0), epoch=epoch)
+        gossip._next_word = lambda: msgspec.structs.replace(progress(ME, 1.0), epoch=epoch)
         writing = asyncio.get_running_loop().create_task(gossip._publish_loop())
-        for epoch in range(1, 301):  # noqa: B007 (read by `_mine`)
-            gossip.renamed(known.view(gossip._mine(), 0.0), expected=True)
+        for epoch in range(1, 301):  # noqa: B007 (read by `_next_word`)
+            gossip.announce_state(known.view(gossip._next_word(), 0.0), expected=True)
             await sim.sleep(1 / 300)
         await sim.sleep(0.1)
         writing.cancel()
@@ -257,16 +258,17 @@ def test_a_peer_that_came_just_after_the_round_began_is_told_of_the_step_by_the_
         swarm = Swarm()
         me, late, away = swarm.peers[0], swarm.peers[5], swarm.peers[6]
         await swarm.tell(samples=1)
-        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)  # names where we stand
-        before = StateKey.of_peer(swarm.gossip._mine())
+        view = swarm.known.view(swarm.gossip._next_word(), swarm.now)
+        swarm.gossip.announce_state(view, expected=True)  # names where we stand
+        before = StateKey.of_peer(swarm.gossip._next_word())
         swarm.say(away, digest=b"w" * 32)  # at a worse state
         members = frozenset(swarm.peers) - {me, late, away}
         for digest in (bytes([number]) * 32 for number in range(200)):
             await swarm.tell(samples=0, epoch=before.epoch + 1, digest=digest)
             swarm.notes.clear()
             swarm.gossip._at = before
-            view = swarm.known.view(swarm.gossip._mine(), swarm.now, awaited=members, before=before)
-            swarm.gossip.renamed(view, expected=True)
+            view = swarm.known.view(swarm.gossip._next_word(), swarm.now, awaited=members, before=before)
+            swarm.gossip.announce_state(view, expected=True)
             told = [peer for peer, note in swarm.notes if note.progress.digest == digest]
             assert told == ([late] if me in keepers(digest, sorted({me, *members})) else [])
 
@@ -304,7 +306,7 @@ def test_a_long_epoch_has_a_few_counts_near_its_end() -> None:
     known, countdown, told = SwarmProgress(ME, {}, ttl_s=20.0), Countdown(10**6), list[int]()
     for epoch, samples in [(1, 1024), *((2, samples) for samples in range(1, 1025))]:
         mine = msgspec.structs.replace(progress(ME, 0.0), samples=samples, epoch=epoch, digest=bytes([epoch]) * 32)
-        if countdown.is_near(mine, known.view(mine, 0.0), 0.0) and countdown.matters:
+        if countdown.observe(mine, known.view(mine, 0.0), 0.0) and countdown.matters:
             countdown.told()
             told += [samples] * (epoch == 2)
     assert told == [922, 973, 999, 1012, 1018, 1021, 1023, 1024]
@@ -332,9 +334,9 @@ def test_a_peer_that_does_not_know_of_a_step_is_told() -> None:
         swarm = Swarm()
         await swarm.tell(samples=1)
         await swarm.tell(samples=0, epoch=6, digest=b"e" * 32)
-        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)
+        swarm.gossip.announce_state(swarm.known.view(swarm.gossip._next_word(), swarm.now), expected=True)
         await swarm.tell(samples=0, epoch=7, digest=b"f" * 32)
-        swarm.gossip.renamed(swarm.known.view(swarm.gossip._mine(), swarm.now), expected=True)
+        swarm.gossip.announce_state(swarm.known.view(swarm.gossip._next_word(), swarm.now), expected=True)
 
         def late(after_s: float, **changes: Any) -> list[PeerID]:
             swarm.now += after_s
@@ -435,7 +437,7 @@ def test_a_slow_epoch_ends_late_and_those_who_count_may_be_silent() -> None:
 
     def near(samples: int, now: float, digest: bytes = b"e" * 32) -> bool:
         mine = msgspec.structs.replace(progress(ME, now), samples=samples, digest=digest)
-        return countdown.is_near(mine, known.view(mine, now), now)
+        return countdown.observe(mine, known.view(mine, now), now)
 
     assert near(5, 0.0, b"d" * 32)
     assert [near(samples, samples / 10) for samples in range(6)] == [False] * 4 + [True] * 2

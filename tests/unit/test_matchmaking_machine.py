@@ -10,16 +10,13 @@ from typing import Any
 
 import pytest
 
-from shoal.matchmaking.machine import GroupMachine, Phase
-from shoal.matchmaking.signals import (
-    Accept,
+from shoal.matchmaking.config import SETTLE_S
+from shoal.matchmaking.declarations import Memory
+from shoal.matchmaking.events import (
     Action,
-    Ask,
-    AskAccepted,
-    AskLost,
-    AskRedirected,
-    AskRefused,
-    BeginReceived,
+    Answer,
+    Answered,
+    AskToLead,
     Cancel,
     Declaration,
     Declare,
@@ -27,27 +24,26 @@ from shoal.matchmaking.signals import (
     DeclareFailed,
     DirectoryFailed,
     DirectoryRead,
+    Enter,
     Event,
     Fail,
-    JoinAsked,
-    JoinGone,
-    Memory,
+    JoinEnded,
+    JoinRequested,
+    LeaderLost,
+    LeaveLeader,
     Mismatched,
     Nudge,
     Nudged,
-    PeerGone,
+    PeerLost,
     ReadDirectory,
-    Redirect,
-    Refuse,
-    Rules,
+    SearchPhase,
     Start,
-    StopAsking,
     Tick,
     Withdraw,
 )
 from shoal.peer import PeerID
-from shoal.wire import Contact
-from tests.property.matchmaking_world import contact_of, peer_id
+from shoal.wire import Contact, JoinAccepted, JoinRedirected, JoinRefused
+from tests.property.matchmaking_world import BEGIN, Setup, contact_of, peer_id
 
 WALL_S = 1_000_000.0
 WINDOW_S = 5.0
@@ -65,7 +61,7 @@ class Play:
         *,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
         memory: Memory | None = None,
-        rules: Rules | None = None,
+        setup: Setup | None = None,
         silent: Callable[[PeerID, bool], bool] | None = None,
         contact: Callable[[PeerID], Contact] = Contact,
     ) -> None:
@@ -75,14 +71,13 @@ class Play:
         self.read_at: float | None = None
         self.declaring = False
         self.memory = memory or Memory()
-        self.machine = GroupMachine(
-            peer_id(ME),
-            rules or Rules(window_s=WINDOW_S),
+        self.machine = (setup or Setup()).machine(
+            ME,
             self.memory,
             now=0.0,
             wall_offset_s=WALL_S,
             expected=expected,
-            silent=silent or (lambda peer, soon: peer in self.silent),
+            is_silent=silent or (lambda peer, soon: peer in self.silent),
             contact_of=contact,
         )
         self.first = self._note(self.machine.start(0.0))
@@ -131,9 +126,14 @@ class Play:
         return said
 
 
-def kinds(said: list[Action]) -> list[type[Action]]:
-    """What kinds of action these are."""
-    return [type(action) for action in said]
+def kinds(said: list[Action]) -> list[type]:
+    """What kinds of action, and of answers, these are."""
+    return [type(action.answer if isinstance(action, Answer) else action) for action in said]
+
+
+def answers(said: list[Action]) -> list[object]:
+    """The messages to peers that asked us."""
+    return [action.answer for action in said if isinstance(action, Answer)]
 
 
 def declared(number: int, expiration: float = MINE) -> Declaration:
@@ -143,18 +143,18 @@ def declared(number: int, expiration: float = MINE) -> Declaration:
 
 def join(
     number: int, expiration: float = MINE, *, reduces: bool = True, contributes: bool = True, client: bool = False
-) -> JoinAsked:
+) -> JoinRequested:
     """A peer asks us."""
     contact = Contact(peer_id(number)) if client else contact_of(number)
-    return JoinAsked(contact, expiration, reduces and not client, contributes)
+    return JoinRequested(contact, expiration, reduces and not client, contributes)
 
 
 def following(number: int = 1, **options: Any) -> Play:
     """A machine that follows this peer."""
     play = Play(**options)
     play.settle(declared(number))
-    play.hear(AskAccepted(peer_id(number)))
-    assert play.machine.phase is Phase.FOLLOWING
+    play.hear(Answered(peer_id(number), JoinAccepted()))
+    assert play.machine.phase is SearchPhase.FOLLOWING
     return play
 
 
@@ -174,24 +174,24 @@ def test_follower_keeps_its_declaration_until_the_group_begins() -> None:
     """A peer that asks it is sent to its leader, and if the leader is lost it stands there already."""
     play = Play()
     play.read(declared(1))
-    assert play.hear(AskAccepted(peer_id(1))) == []
-    play.hear(AskLost(peer_id(1), "silent"), at=0.1)
-    assert play.machine.phase is Phase.LOOKING
+    assert play.hear(Answered(peer_id(1), JoinAccepted())) == []
+    play.hear(LeaderLost(peer_id(1), "silent"), at=0.1)
+    assert play.machine.phase is SearchPhase.LOOKING
     play.read(declared(2), at=0.11)
-    play.hear(AskAccepted(peer_id(2)))
-    assert play.hear(BeginReceived(peer_id(2))) == [Withdraw()]
+    play.hear(Answered(peer_id(2), JoinAccepted()))
+    assert play.hear(Answered(peer_id(2), BEGIN)) == [Enter(BEGIN), Withdraw()]
 
 
 def test_asks_the_earliest_declared_peer_before_itself() -> None:
     """Order is expiration, then peer id; later peers are left alone."""
     play = Play()
     said = play.read(declared(3), declared(2, MINE - 1), declared(7, MINE - 1), declared(60), declared(1, MINE + 1))
-    assert said == [Ask(contact_of(2), MINE)]
-    assert play.machine.phase is Phase.ASKING
+    assert said == [AskToLead(contact_of(2), MINE)]
+    assert play.machine.phase is SearchPhase.ASKING
 
 
 # Groups of two: eight peers before us are four full groups, which is a crowd.
-CROWD = Rules(window_s=WINDOW_S, target_size=2, settle_s=0.05)
+CROWD = Setup(window_s=WINDOW_S, target_group_size=2)
 
 
 def before(count: int) -> list[Declaration]:
@@ -202,27 +202,27 @@ def before(count: int) -> list[Declaration]:
 @pytest.mark.parametrize(("count", "asked"), [(1, 1), (7, 1), (9, 9), (11, 11)])
 def test_crowd_parts_by_its_order(count: int, asked: int) -> None:
     """With fewer than four full groups before us we ask the earliest, else the last of them that leads by its place."""
-    play = Play(rules=CROWD)
-    assert Ask(contact_of(asked), MINE) in play.read(*before(count), at=0.01)
+    play = Play(setup=CROWD)
+    assert AskToLead(contact_of(asked), MINE) in play.read(*before(count), at=0.01)
 
 
 def test_leader_in_a_crowd_waits_for_followers_and_then_asks_the_one_before_it() -> None:
     """The ninth and tenth are a group: the ninth leads. If nobody comes, it is not so for the others."""
-    play = Play(rules=CROWD)
+    play = Play(setup=CROWD)
     said = play.settle(*before(8))
-    assert not any(isinstance(action, Ask) for action in said)
-    full = Play(rules=CROWD)
+    assert not any(isinstance(action, AskToLead) for action in said)
+    full = Play(setup=CROWD)
     full.settle(*before(8))
     assert full.joins(60)[-2:] == [Start((peer_id(60),)), Withdraw()]
-    asks = [action for action in play.wait(2.0) if isinstance(action, Ask)]
-    assert asks == [Ask(contact_of(8), MINE)]
+    asks = [action for action in play.wait(2.0) if isinstance(action, AskToLead)]
+    assert asks == [AskToLead(contact_of(8), MINE)]
 
 
 def test_client_in_a_crowd_never_waits_for_followers() -> None:
     """It asks the last of the leaders, or the last one of all where the groups before it would be full."""
-    rules = dataclasses.replace(CROWD, leads=False)
-    assert Ask(contact_of(9), MINE) in Play(rules=rules).read(*before(9), at=0.01)
-    assert Ask(contact_of(8), MINE) in Play(rules=rules).read(*before(8), at=0.01)
+    setup = dataclasses.replace(CROWD, leads=False)
+    assert AskToLead(contact_of(9), MINE) in Play(setup=setup).read(*before(9), at=0.01)
+    assert AskToLead(contact_of(8), MINE) in Play(setup=setup).read(*before(8), at=0.01)
 
 
 def test_first_look_may_find_a_leader_but_never_proves_absence() -> None:
@@ -238,7 +238,7 @@ def test_first_look_may_find_a_leader_but_never_proves_absence() -> None:
 
 def test_looks_again_ever_more_rarely_while_alone() -> None:
     """A lonely peer does not burden the directory."""
-    play = Play(rules=Rules(window_s=60.0))
+    play = Play(setup=Setup(window_s=60.0))
     play.hear(Declared())
     reads = []
     while (due := play.machine.deadline()) is not None and due < 20.0:
@@ -255,7 +255,7 @@ def test_failed_read_is_repeated_and_said_in_the_end() -> None:
     play = Play()
     play.hear(Declared(), at=0.01)
     said, tries = [], 0
-    while play.machine.phase is Phase.LOOKING:
+    while play.machine.phase is SearchPhase.LOOKING:
         due = play.machine.deadline()
         assert due is not None
         if play.read_at is not None and play.read_at < due:
@@ -278,14 +278,14 @@ def test_failed_declaration_is_repeated() -> None:
 
 def test_expired_declaration_counts_for_a_while_because_clocks_differ() -> None:
     """A peer whose clock is 2 s behind is asked; one that expired long ago is not."""
-    assert Play().read(declared(1, WALL_S - 2.0)) == [Ask(contact_of(1), MINE)]
-    assert Ask(contact_of(1), MINE) not in Play().read(declared(1, WALL_S - 4.0))
+    assert Play().read(declared(1, WALL_S - 2.0)) == [AskToLead(contact_of(1), MINE)]
+    assert AskToLead(contact_of(1), MINE) not in Play().read(declared(1, WALL_S - 4.0))
 
 
 @pytest.mark.parametrize("expiration", [math.nan, math.inf, -math.inf])
 def test_senseless_declarations_are_ignored(expiration: float) -> None:
     """What is no time cannot lead."""
-    assert not any(isinstance(action, Ask | Nudge) for action in Play().read(declared(1, expiration)))
+    assert not any(isinstance(action, AskToLead | Nudge) for action in Play().read(declared(1, expiration)))
 
 
 # --------------------------------------------------------------------------------------------------------- being asked
@@ -294,7 +294,7 @@ def test_senseless_declarations_are_ignored(expiration: float) -> None:
 def test_accepts_a_later_peer() -> None:
     """The earlier one leads."""
     play = Play()
-    assert play.joins(60) == [Accept(peer_id(60))]
+    assert play.joins(60) == [Answer(peer_id(60), JoinAccepted())]
     assert play.machine.followers == (peer_id(60),)
 
 
@@ -302,86 +302,88 @@ def test_refuses_an_earlier_peer_and_asks_it_instead() -> None:
     """A peer that asks the wrong way round is met nevertheless."""
     play = Play()
     said = play.joins(3)
-    assert kinds(said) == [Refuse, Ask]
-    assert said[0] == Refuse(peer_id(3), "later", "you are earlier: lead me")
-    assert said[1] == Ask(contact_of(3), MINE)
+    assert kinds(said) == [JoinRefused, AskToLead]
+    assert said[0] == Answer(peer_id(3), JoinRefused("later", "you are earlier: lead me"))
+    assert said[1] == AskToLead(contact_of(3), MINE)
 
 
 def test_accepts_a_client_whatever_its_expiration() -> None:
     """A client cannot lead, so its place in the order does not matter."""
-    assert Play().joins(3, expiration=WALL_S, client=True) == [Accept(peer_id(3))]
+    assert Play().joins(3, expiration=WALL_S, client=True) == [Answer(peer_id(3), JoinAccepted())]
 
 
 def test_accepts_while_it_asks_itself_and_redirects_once_it_follows() -> None:
     """Nobody waits for a leader that waits for another; followers are handed on."""
     play = Play()
     play.read(declared(1))
-    assert play.joins(60) == [Accept(peer_id(60))]
-    said = play.hear(AskAccepted(peer_id(1)))
-    assert said == [Redirect(peer_id(60), contact_of(1))]
+    assert play.joins(60) == [Answer(peer_id(60), JoinAccepted())]
+    said = play.hear(Answered(peer_id(1), JoinAccepted()))
+    assert said == [Answer(peer_id(60), JoinRedirected(contact_of(1)))]
     assert play.machine.followers == ()
-    assert play.joins(61) == [Redirect(peer_id(61), contact_of(1))]
+    assert play.joins(61) == [Answer(peer_id(61), JoinRedirected(contact_of(1)))]
 
 
 def test_does_not_start_while_it_asks() -> None:
     """The answer decides first: else it would be in two groups."""
-    play = Play(rules=Rules(target_size=2, window_s=WINDOW_S))
+    play = Play(setup=Setup(target_group_size=2, window_s=WINDOW_S))
     play.read(declared(1))
-    assert play.joins(60) == [Accept(peer_id(60))]
+    assert play.joins(60) == [Answer(peer_id(60), JoinAccepted())]
     assert play.wait(WINDOW_S + 1) == []
-    assert play.hear(AskLost(peer_id(1), "silent"))[0] == Start((peer_id(60),))
+    assert play.hear(LeaderLost(peer_id(1), "silent"))[0] == Start((peer_id(60),))
 
 
 def test_refuses_when_full() -> None:
     """No group exceeds its target, also while the leader asks another."""
-    play = Play(rules=Rules(target_size=2))
+    play = Play(setup=Setup(target_group_size=2))
     play.read(declared(1))
     play.joins(60)
-    assert play.joins(61) == [Refuse(peer_id(61), "full", "the group has its 2 members")]
+    assert play.joins(61) == [Answer(peer_id(61), JoinRefused("full", "the group has its 2 members"))]
 
 
 def test_auxiliary_peers_alone_are_a_group_when_nobody_is_missing() -> None:
     """At once, as others are; the round fails on each of them (decision 0007), instead of searches without an end."""
-    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play = Play(setup=Setup(target_group_size=3, window_s=WINDOW_S, contributes=False))
     play.settle()
-    assert play.joins(60, contributes=False) == [Accept(peer_id(60))]
+    assert play.joins(60, contributes=False) == [Answer(peer_id(60), JoinAccepted())]
     assert Start((peer_id(60),)) in play.wait(WINDOW_S / 2)
 
 
 def test_one_with_values_takes_the_place_of_an_auxiliary_peer() -> None:
     """While there are auxiliary peers only, a group that has its members waits until nobody is missing."""
-    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play = Play(setup=Setup(target_group_size=3, window_s=WINDOW_S, contributes=False))
     play.settle()
-    assert play.joins(60, contributes=False) == [Accept(peer_id(60))]
-    assert play.joins(61, contributes=False)[0] == Accept(peer_id(61))
-    assert play.joins(62, contributes=False)[0] == Refuse(peer_id(62), "full", "the group has its 3 members")
+    assert play.joins(60, contributes=False) == [Answer(peer_id(60), JoinAccepted())]
+    assert play.joins(61, contributes=False)[0] == Answer(peer_id(61), JoinAccepted())
+    assert play.joins(62, contributes=False)[0] == Answer(
+        peer_id(62), JoinRefused("full", "the group has its 3 members")
+    )
     assert play.joins(63)[:3] == [
-        Refuse(peer_id(61), "full", "the group has its 3 members"),
-        Accept(peer_id(63)),
+        Answer(peer_id(61), JoinRefused("full", "the group has its 3 members")),
+        Answer(peer_id(63), JoinAccepted()),
         Start((peer_id(60), peer_id(63))),
     ]
 
 
 def test_one_with_values_makes_auxiliary_peers_a_group() -> None:
     """As soon as it is full."""
-    play = Play(rules=Rules(target_size=3, window_s=WINDOW_S, contributes=False))
+    play = Play(setup=Setup(target_group_size=3, window_s=WINDOW_S, contributes=False))
     play.settle()
     play.joins(60, contributes=False)
-    assert play.joins(61)[:2] == [Accept(peer_id(61)), Start((peer_id(60), peer_id(61)))]
+    assert play.joins(61)[:2] == [Answer(peer_id(61), JoinAccepted()), Start((peer_id(60), peer_id(61)))]
 
 
 def test_refuses_after_the_end() -> None:
     """A search that is over takes nobody."""
     play = Play()
     play.hear(Cancel())
-    assert play.joins(60) == [Refuse(peer_id(60), "not-looking", "not looking for a group now")]
+    assert play.joins(60) == [Answer(peer_id(60), JoinRefused("not-looking", "not looking for a group now"))]
 
 
 def test_joining_again_counts_once() -> None:
     """A follower that opens a new stream is still one follower."""
     play = Play()
     play.joins(60)
-    play.hear(JoinGone(peer_id(60)))
+    play.hear(JoinEnded(peer_id(60)))
     play.joins(60)
     assert play.machine.followers == (peer_id(60),)
 
@@ -390,15 +392,15 @@ def test_leader_that_declared_anew_and_asks_is_accepted() -> None:
     """A peer that asks us with a later key leads us no more, even if its word has not come yet."""
     play = following(1)
     said = play.joins(1, expiration=MINE + 1)
-    assert said[:2] == [StopAsking(peer_id(1)), Accept(peer_id(1))]
+    assert said[:2] == [LeaveLeader(peer_id(1)), Answer(peer_id(1), JoinAccepted())]
     assert play.machine.followers == (peer_id(1),)
 
 
 def test_nudge_of_the_own_leader_changes_nothing() -> None:
     """Its nudge and our Join have crossed on the way."""
     play = following(1)
-    assert play.joins(1, expiration=MINE) == [Refuse(peer_id(1), "later", "I follow you")]
-    assert play.machine.phase is Phase.FOLLOWING
+    assert play.joins(1, expiration=MINE) == [Answer(peer_id(1), JoinRefused("later", "I follow you"))]
+    assert play.machine.phase is SearchPhase.FOLLOWING
 
 
 # ------------------------------------------------------------------------------------------------- asking and following
@@ -408,17 +410,17 @@ def test_refused_asks_the_next_one() -> None:
     """Peers are asked in order until one accepts."""
     play = Play()
     play.read(declared(1), declared(2))
-    assert play.hear(AskRefused(peer_id(1), "started", "")) == [Ask(contact_of(2), MINE)]
-    assert Ask not in {type(action) for action in play.hear(AskRefused(peer_id(2), "not-looking", ""))}
+    assert play.hear(Answered(peer_id(1), JoinRefused("started", ""))) == [AskToLead(contact_of(2), MINE)]
+    assert AskToLead not in {type(action) for action in play.hear(Answered(peer_id(2), JoinRefused("not-looking", "")))}
 
 
 def test_refused_peer_is_asked_again_when_it_declares_anew() -> None:
     """A refusal belongs to one declaration."""
     play = Play()
     play.read(declared(1, MINE - 2))
-    play.hear(AskRefused(peer_id(1), "not-looking", ""))
-    assert not any(isinstance(action, Ask) for action in play.read(declared(1, MINE - 2)))
-    assert play.read(declared(1, MINE - 1)) == [Ask(contact_of(1), MINE)]
+    play.hear(Answered(peer_id(1), JoinRefused("not-looking", "")))
+    assert not any(isinstance(action, AskToLead) for action in play.read(declared(1, MINE - 2)))
+    assert play.read(declared(1, MINE - 1)) == [AskToLead(contact_of(1), MINE)]
 
 
 @pytest.mark.parametrize("wall_s", [WALL_S, WALL_S + 3600.0, WALL_S - 3600.0])
@@ -431,8 +433,7 @@ def test_each_search_declares_later_than_the_one_before(wall_s: float) -> None:
     ends = 2.0
     declared = []
     for begins, offset in ((0.0, WALL_S), (0.5, WALL_S), (1.0, wall_s)):
-        rules = Rules(window_s=WINDOW_S, deadline_s=ends - begins)
-        machine = GroupMachine(peer_id(ME), rules, memory, now=begins, wall_offset_s=offset)
+        machine = Setup(deadline_s=ends - begins).machine(ME, memory, now=begins, wall_offset_s=offset)
         declared += [action.expiration for action in machine.start(begins) if isinstance(action, Declare)]
     assert declared[0] == WALL_S + ends
     assert declared[0] < declared[1] < declared[0] + 0.1
@@ -443,40 +444,40 @@ def test_full_leader_is_asked_again_soon() -> None:
     """It may lose a follower, or follow somebody with more room."""
     play = Play()
     play.settle(declared(1))
-    play.hear(AskRefused(peer_id(1), "full", ""))
+    play.hear(Answered(peer_id(1), JoinRefused("full", "")))
     said = play.wait(play.now + 0.3)
-    assert Ask(contact_of(1), MINE) in said
+    assert AskToLead(contact_of(1), MINE) in said
 
 
 def test_follower_of_a_leader_without_a_place_does_not_send_us_back_to_it() -> None:
     """Else we would go to and fro between the two, as fast as messages travel."""
     play = Play()
     play.settle(declared(1), declared(2))
-    assert play.hear(AskRefused(peer_id(1), "full", "")) == [Ask(contact_of(2), MINE)]
-    said = play.hear(AskRedirected(peer_id(2), contact_of(1)))
-    assert Ask not in kinds(said + play.wait(play.now + Rules().settle_s))
-    assert Ask in kinds(play.wait(play.now + 0.3))
+    assert play.hear(Answered(peer_id(1), JoinRefused("full", ""))) == [AskToLead(contact_of(2), MINE)]
+    said = play.hear(Answered(peer_id(2), JoinRedirected(contact_of(1))))
+    assert AskToLead not in kinds(said + play.wait(play.now + SETTLE_S))
+    assert AskToLead in kinds(play.wait(play.now + 0.3))
 
 
-@pytest.mark.parametrize("lost", [AskLost(peer_id(1), "silent"), PeerGone(peer_id(1))])
+@pytest.mark.parametrize("lost", [LeaderLost(peer_id(1), "silent"), PeerLost(peer_id(1))])
 def test_lost_leader_is_replaced_at_once(lost: Event) -> None:
     """A follower whose leader dies looks again, in its old place, and asks the next."""
     play = following(1)
     play.memory.lose(peer_id(1), MINE)
     said = play.hear(lost, at=0.12)
     assert ReadDirectory() in said
-    assert play.machine.phase is Phase.LOOKING
+    assert play.machine.phase is SearchPhase.LOOKING
     said = play.read(declared(1), declared(2), at=0.15)
-    assert said == [Ask(contact_of(2), MINE)]
+    assert said == [AskToLead(contact_of(2), MINE)]
 
 
 def test_redirected_asks_that_one() -> None:
     """A follower's leader is asked instead, also if we were accepted before."""
     play = Play()
     play.read(declared(2))
-    assert play.hear(AskRedirected(peer_id(2), contact_of(1))) == [Ask(contact_of(1), MINE)]
-    play.hear(AskAccepted(peer_id(1)))
-    assert play.hear(AskRedirected(peer_id(1), contact_of(0))) == [Ask(contact_of(0), MINE)]
+    assert play.hear(Answered(peer_id(2), JoinRedirected(contact_of(1)))) == [AskToLead(contact_of(1), MINE)]
+    play.hear(Answered(peer_id(1), JoinAccepted()))
+    assert play.hear(Answered(peer_id(1), JoinRedirected(contact_of(0)))) == [AskToLead(contact_of(0), MINE)]
 
 
 @pytest.mark.parametrize("to", [ME, 2, 60])
@@ -485,10 +486,10 @@ def test_senseless_redirection_is_not_followed(to: int) -> None:
     play = Play()
     play.settle(declared(2))
     play.joins(60)
-    said = play.hear(AskRedirected(peer_id(2), contact_of(to)))
-    assert Ask not in kinds(said)
-    assert play.machine.phase is Phase.LOOKING
-    assert Ask(contact_of(2), MINE) in play.wait(play.now + 0.5)
+    said = play.hear(Answered(peer_id(2), JoinRedirected(contact_of(to))))
+    assert AskToLead not in kinds(said)
+    assert play.machine.phase is SearchPhase.LOOKING
+    assert AskToLead(contact_of(2), MINE) in play.wait(play.now + 0.5)
 
 
 def test_chain_of_redirections_is_bounded() -> None:
@@ -498,8 +499,8 @@ def test_chain_of_redirections_is_bounded() -> None:
     hops = 0
     asked = contact_of(2)
     for number in range(10, 40):
-        said = play.hear(AskRedirected(asked.peer, contact_of(number)))
-        if not any(isinstance(action, Ask) for action in said):
+        said = play.hear(Answered(asked.peer, JoinRedirected(contact_of(number))))
+        if not any(isinstance(action, AskToLead) for action in said):
             break
         asked = contact_of(number)
         hops += 1
@@ -510,8 +511,8 @@ def test_redirection_to_a_lost_peer_is_not_followed() -> None:
     """We know that it is dead; the peer that sent us will see it soon."""
     play = Play(memory=Memory(lost={peer_id(1): MINE}))
     play.settle(declared(2))
-    said = play.hear(AskRedirected(peer_id(2), contact_of(1)))
-    assert Ask not in kinds(said)
+    said = play.hear(Answered(peer_id(2), JoinRedirected(contact_of(1))))
+    assert AskToLead not in kinds(said)
 
 
 def test_a_leader_that_is_silent_is_left_at_the_next_look() -> None:
@@ -522,8 +523,8 @@ def test_a_leader_that_is_silent_is_left_at_the_next_look() -> None:
     assert looks_at < 1.0
     assert play.hear(Tick(), at=looks_at) == []
     play.silent.add(peer_id(1))
-    assert play.hear(Tick(), at=2 * looks_at)[0] == StopAsking(peer_id(1))
-    assert play.machine.phase is Phase.LOOKING
+    assert play.hear(Tick(), at=2 * looks_at)[0] == LeaveLeader(peer_id(1))
+    assert play.machine.phase is SearchPhase.LOOKING
     assert play.machine.leader is None
 
 
@@ -562,7 +563,9 @@ def test_a_follower_that_falls_silent_while_others_are_waited_for_is_waited_for_
     play.joins(60)
     play.joins(61)
     play.silent.add(peer_id(61))
-    assert Refuse(peer_id(61), "not-looking", "it gave no sign of life while the group formed") in play.wait(1.0)
+    assert Answer(
+        peer_id(61), JoinRefused("not-looking", "it gave no sign of life while the group formed")
+    ) in play.wait(1.0)
     assert Start((peer_id(60), peer_id(62))) in play.joins(62)
 
 
@@ -574,14 +577,14 @@ def test_who_was_lost_before_the_search_and_is_expected_is_waited_for() -> None:
     play.settle()
     play.joins(60)
     assert Start((peer_id(60),)) not in play.wait(1.0)
-    assert Start((peer_id(60),)) in play.hear(PeerGone(peer_id(61)))
+    assert Start((peer_id(60),)) in play.hear(PeerLost(peer_id(61)))
 
 
 def test_silent_leader_is_left_after_the_window() -> None:
     """A follower waits for Begin to the end of its window and a grace, not longer, whatever else its leader says."""
     play = following(1)
     said = play.hear(Tick(), at=WINDOW_S + 3.0)
-    assert said[0] == StopAsking(peer_id(1))
+    assert said[0] == LeaveLeader(peer_id(1))
     fail = said[-1]
     assert isinstance(fail, Fail)
     assert "did not begin in time" in fail.reason
@@ -591,8 +594,8 @@ def test_silent_leader_is_left_after_the_window() -> None:
 def test_begin_ends_the_search() -> None:
     """Begin is taken from the leader that is followed."""
     play = following(1)
-    assert play.hear(BeginReceived(peer_id(1))) == [Withdraw()]
-    assert play.machine.phase is Phase.OVER
+    assert play.hear(Answered(peer_id(1), BEGIN)) == [Enter(BEGIN), Withdraw()]
+    assert play.machine.phase is SearchPhase.OVER
     assert play.machine.deadline() is None
 
 
@@ -600,18 +603,18 @@ def test_begin_without_having_been_accepted_is_not_taken() -> None:
     """A peer that begins out of turn is left."""
     play = Play()
     play.read(declared(1))
-    assert StopAsking(peer_id(1)) in play.hear(BeginReceived(peer_id(1)))
-    assert play.machine.phase is Phase.LOOKING
+    assert LeaveLeader(peer_id(1)) in play.hear(Answered(peer_id(1), BEGIN))
+    assert play.machine.phase is SearchPhase.LOOKING
 
 
 @pytest.mark.parametrize(
     "event",
     [
-        AskAccepted(peer_id(9)),
-        AskRefused(peer_id(9), "full", ""),
-        AskLost(peer_id(9), ""),
-        BeginReceived(peer_id(9)),
-        AskRedirected(peer_id(9), contact_of(3)),
+        Answered(peer_id(9), JoinAccepted()),
+        Answered(peer_id(9), JoinRefused("full", "")),
+        LeaderLost(peer_id(9), ""),
+        Answered(peer_id(9), BEGIN),
+        Answered(peer_id(9), JoinRedirected(contact_of(3))),
     ],
 )
 def test_answers_of_others_are_ignored(event: Event) -> None:
@@ -627,9 +630,9 @@ def test_follower_cannot_become_our_leader() -> None:
     play = Play()
     play.read(declared(1))
     play.joins(1, expiration=MINE + 1)
-    said = play.hear(AskAccepted(peer_id(1)))
-    assert said[0] == StopAsking(peer_id(1))
-    assert play.machine.phase is Phase.LOOKING
+    said = play.hear(Answered(peer_id(1), JoinAccepted()))
+    assert said[0] == LeaveLeader(peer_id(1))
+    assert play.machine.phase is SearchPhase.LOOKING
 
 
 # ------------------------------------------------------------------------------------------------------------ starting
@@ -637,9 +640,9 @@ def test_follower_cannot_become_our_leader() -> None:
 
 def test_starts_when_full() -> None:
     """At the target there is nothing to wait for, not even for our own declaration."""
-    play = Play(rules=Rules(target_size=3))
+    play = Play(setup=Setup(target_group_size=3))
     play.joins(60)
-    assert play.joins(61) == [Accept(peer_id(61)), Start((peer_id(60), peer_id(61))), Withdraw()]
+    assert play.joins(61) == [Answer(peer_id(61), JoinAccepted()), Start((peer_id(60), peer_id(61))), Withdraw()]
 
 
 def test_starts_after_a_read_begun_after_the_quiet_time() -> None:
@@ -647,7 +650,7 @@ def test_starts_after_a_read_begun_after_the_quiet_time() -> None:
     play = Play(memory=Memory(companions=frozenset({peer_id(60), peer_id(ME)})))
     play.settle()
     play.wait(1.0)
-    assert play.joins(60, at=1.0) == [Accept(peer_id(60)), ReadDirectory()]
+    assert play.joins(60, at=1.0) == [Answer(peer_id(60), JoinAccepted()), ReadDirectory()]
     assert play.read(at=1.01) == []
     assert play.machine.deadline() == pytest.approx(1.05)
     assert play.hear(Tick(), at=1.05) == [ReadDirectory()]
@@ -659,7 +662,7 @@ def test_does_not_start_before_its_own_declaration_is_stored() -> None:
     play = Play(memory=Memory(companions=frozenset({peer_id(60)})))
     play.joins(3, expiration=MINE - 1, at=0.01)
     play.joins(60, at=0.01)
-    play.hear(AskRefused(peer_id(3), "started", ""), at=1.0)
+    play.hear(Answered(peer_id(3), JoinRefused("started", "")), at=1.0)
     play.hear(DirectoryRead(()), at=1.01)
     assert play.wait(1.5) == []
     play.read(at=1.5)
@@ -675,7 +678,7 @@ def test_join_during_the_read_asks_for_another() -> None:
     play.joins(61, at=1.0)
     play.wait(1.052)
     assert play.read_at == pytest.approx(1.06)
-    play.hear(JoinGone(peer_id(61)), at=1.055)
+    play.hear(JoinEnded(peer_id(61)), at=1.055)
     play.joins(61, at=1.056)
     assert Start not in kinds(play.wait(1.10))
     assert Start in kinds(play.wait(1.12))
@@ -692,26 +695,24 @@ def test_waits_for_a_declarer_that_has_not_joined() -> None:
     assert Start in kinds(play.wait(3.1))
 
 
-@pytest.mark.parametrize(
-    "gone", [PeerGone(peer_id(62)), Nudged(peer_id(62), "lost"), Mismatched(peer_id(62), "differs")]
-)
+@pytest.mark.parametrize("gone", [PeerLost(peer_id(62)), Nudged(peer_id(62), None), Mismatched(peer_id(62), "differs")])
 def test_does_not_wait_for_a_declarer_that_cannot_come(gone: Event) -> None:
     """A lost link, a nudge without answer, another schema: what was read suffices then."""
     play = Play(memory=Memory(companions=frozenset({peer_id(60)})))
     assert Nudge(contact_of(62), MINE) in play.settle(declared(62))
     play.joins(60, at=1.0)
     assert Start not in kinds(play.wait(1.3))
-    if isinstance(gone, PeerGone):
+    if isinstance(gone, PeerLost):
         play.memory.lose(peer_id(62), MINE)
     assert play.hear(gone) == [Start((peer_id(60),)), Withdraw()]
 
 
 def test_patience_with_a_declarer_that_lives_and_does_not_come_is_bounded() -> None:
     """A peer that answers but never joins does not hold up the others to the end of the window."""
-    play = Play(rules=Rules(window_s=60.0, patience_s=3.0), memory=Memory(companions=frozenset({peer_id(60)})))
+    play = Play(setup=Setup(window_s=60.0, request_timeout_s=3.0), memory=Memory(companions=frozenset({peer_id(60)})))
     play.settle(declared(62, MINE + 60))
     play.joins(60, expiration=MINE + 60, at=1.0)
-    play.hear(Nudged(peer_id(62), "later"))
+    play.hear(Nudged(peer_id(62), JoinRefused("later", "")))
     assert Start not in kinds(play.wait(3.0))
     assert Start in kinds(play.wait(4.5))
 
@@ -723,13 +724,13 @@ def test_quiet_time_is_long_while_a_companion_is_missing() -> None:
     play.joins(60, at=1.0)
     assert Start not in kinds(play.wait(1.4))
     play.memory.lose(peer_id(61), MINE)
-    assert Start in kinds(play.hear(PeerGone(peer_id(61))) + play.wait(1.42))
+    assert Start in kinds(play.hear(PeerLost(peer_id(61))) + play.wait(1.42))
 
 
 @pytest.mark.parametrize(("gap_s", "quiet_s"), [(0.001, 0.065), (0.03, 0.24), (1.0, 0.5)])
 def test_quiet_time_follows_the_gaps_between_joins(gap_s: float, quiet_s: float) -> None:
     """In a first group, peers that come with longer gaps are waited for longer, up to a limit."""
-    play = Play(rules=Rules(window_s=60.0))
+    play = Play(setup=Setup(window_s=60.0))
     play.settle()
     for number in range(60, 66):
         play.joins(number, expiration=MINE + 60, at=play.now + gap_s)
@@ -749,7 +750,7 @@ def test_expected_peers_start_the_group_at_once_when_all_have_joined() -> None:
 
 def asked(said: list[Action]) -> list[PeerID]:
     """The peers that these actions ask to lead."""
-    return [action.contact.peer for action in said if isinstance(action, Ask)]
+    return [action.contact.peer for action in said if isinstance(action, AskToLead)]
 
 
 def hidden(*numbers: int) -> Play:
@@ -765,14 +766,14 @@ def test_an_expected_peer_that_the_directory_hides_is_asked() -> None:
     play = hidden(40, 60, 61)
     assert asked(play.wait(0.49)) == []
     assert asked(play.wait(0.7)) == [peer_id(60)]
-    play.hear(AskRefused(peer_id(60), "not-looking", ""))
+    play.hear(Answered(peer_id(60), JoinRefused("not-looking", "")))
     assert asked(play.wait(1.1)) == []
     assert asked(play.wait(1.2)) == [peer_id(61)]
-    play.hear(AskLost(peer_id(61), "no answer"))
+    play.hear(LeaderLost(peer_id(61), "no answer"))
     assert asked(play.wait(1.8)) == [peer_id(40)]
-    play.hear(AskRefused(peer_id(40), "not-looking", ""))
+    play.hear(Answered(peer_id(40), JoinRefused("not-looking", "")))
     assert asked(play.wait(2.4)) == [peer_id(60)]
-    assert play.hear(AskRedirected(peer_id(60), contact_of(40))) == [Ask(contact_of(40), MINE)]
+    assert play.hear(Answered(peer_id(60), JoinRedirected(contact_of(40)))) == [AskToLead(contact_of(40), MINE)]
 
 
 def test_nobody_is_asked_while_the_directory_shows_an_expected_peer_or_one_has_come() -> None:
@@ -809,7 +810,7 @@ def test_lost_peers_are_expected_no_more() -> None:
     play.settle()
     play.joins(60, at=1.0)
     play.memory.lose(peer_id(61), MINE)
-    assert play.hear(PeerGone(peer_id(61)), at=1.1) == [Start((peer_id(60),)), Withdraw()]
+    assert play.hear(PeerLost(peer_id(61)), at=1.1) == [Start((peer_id(60),)), Withdraw()]
 
 
 def test_change_of_mind_about_who_is_expected_is_noticed() -> None:
@@ -824,7 +825,7 @@ def test_change_of_mind_about_who_is_expected_is_noticed() -> None:
 
 def test_window_end_starts_with_who_is_there() -> None:
     """Enough is enough when the window ends."""
-    play = Play(rules=Rules(window_s=WINDOW_S, patience_s=WINDOW_S))
+    play = Play(setup=Setup(window_s=WINDOW_S, request_timeout_s=WINDOW_S))
     play.settle(declared(70, MINE + 60))
     play.joins(60, at=1.0)
     assert Start not in kinds(play.wait(1.5))
@@ -839,19 +840,19 @@ def test_follower_that_left_is_not_in_the_group() -> None:
     play.settle()
     for number in (60, 61, 62):
         play.joins(number, at=1.0)
-    play.hear(JoinGone(peer_id(60)))
-    play.hear(PeerGone(peer_id(61)))
+    play.hear(JoinEnded(peer_id(60)))
+    play.hear(PeerLost(peer_id(61)))
     assert Start((peer_id(62),)) in play.hear(Tick(), at=WINDOW_S)
 
 
 def test_group_without_reducer_does_not_start() -> None:
     """All clients or bandwidth 0: said clearly, at the end of the window."""
-    play = Play(rules=Rules(reduces=False, window_s=WINDOW_S))
+    play = Play(setup=Setup(reduces=False, window_s=WINDOW_S))
     play.settle()
     play.joins(60, reduces=False, at=1.0)
     play.joins(61, client=True, at=1.0)
     said = play.wait(WINDOW_S)
-    assert [action.code for action in said if isinstance(action, Refuse)] == ["no-reducer", "no-reducer"]
+    assert [answer.code for answer in answers(said) if isinstance(answer, JoinRefused)] == ["no-reducer", "no-reducer"]
     fail = said[-1]
     assert isinstance(fail, Fail)
     assert fail.reason.startswith("nobody in the group can reduce")
@@ -859,19 +860,19 @@ def test_group_without_reducer_does_not_start() -> None:
 
 def test_full_group_without_reducer_fails_at_once() -> None:
     """Nobody else can come in to mend it."""
-    play = Play(rules=Rules(target_size=2, reduces=False))
+    play = Play(setup=Setup(target_group_size=2, reduces=False))
     assert isinstance(play.joins(60, reduces=False)[-1], Fail)
 
 
 def test_group_with_a_reducer_among_followers_starts() -> None:
     """The leader itself need not reduce."""
-    play = Play(rules=Rules(target_size=2, reduces=False))
+    play = Play(setup=Setup(target_group_size=2, reduces=False))
     assert Start((peer_id(60),)) in play.joins(60)
 
 
 def test_group_of_one_is_possible_if_allowed() -> None:
-    """With min_size 1 a peer that is alone starts alone, after looking."""
-    play = Play(rules=Rules(min_size=1, window_s=WINDOW_S))
+    """With min_group_size 1 a peer that is alone starts alone, after looking."""
+    play = Play(setup=Setup(min_group_size=1, window_s=WINDOW_S))
     play.settle()
     assert Start(()) in play.wait(1.0)
 
@@ -881,12 +882,12 @@ def test_group_of_one_is_possible_if_allowed() -> None:
 
 def test_window_end_with_too_few_declares_anew() -> None:
     """Followers are sent away first: a key changes only while nobody follows."""
-    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S, deadline_s=20.0))
+    play = Play(setup=Setup(min_group_size=3, window_s=WINDOW_S, deadline_s=20.0))
     play.settle()
     play.joins(60, at=1.0)
     play.wait(4.999)
     said = play.hear(Tick(), at=WINDOW_S)
-    assert said[0] == Refuse(peer_id(60), "too-few", "the window ended with 2 of at least 3 peers")
+    assert said[0] == Answer(peer_id(60), JoinRefused("too-few", "the window ended with 2 of at least 3 peers"))
     assert Declare(MINE + WINDOW_S) in said
     assert play.machine.followers == ()
     assert play.machine.key == (MINE + WINDOW_S, peer_id(ME))
@@ -894,7 +895,7 @@ def test_window_end_with_too_few_declares_anew() -> None:
 
 def test_last_window_ends_with_the_deadline() -> None:
     """No window goes beyond it."""
-    play = Play(rules=Rules(window_s=WINDOW_S, deadline_s=7.0))
+    play = Play(setup=Setup(window_s=WINDOW_S, deadline_s=7.0))
     play.settle()
     assert Declare(WALL_S + 7.0) in play.wait(WINDOW_S)
     assert isinstance(play.wait(7.0)[-1], Fail)
@@ -904,12 +905,15 @@ def test_last_window_ends_with_the_deadline() -> None:
     ("answers", "reason"),
     [
         ([], "no group within 7.0 s: the peer that was asked to lead gave no answer"),
-        ([AskAccepted(peer_id(1))], "no group within 7.0 s: the peer that was asked to lead did not begin"),
+        (
+            [Answered(peer_id(1), JoinAccepted())],
+            "no group within 7.0 s: the peer that was asked to lead did not begin",
+        ),
     ],
 )
 def test_deadline_ends_a_search_that_found_a_leader(answers: list[Event], reason: str) -> None:
     """Whatever the leader promised: there is no time left for a round. It is told that we are gone."""
-    play = Play(rules=Rules(window_s=6.0, deadline_s=7.0))
+    play = Play(setup=Setup(window_s=6.0, deadline_s=7.0))
     play.settle()
     play.wait(6.5)
     play.read(declared(1))
@@ -918,7 +922,7 @@ def test_deadline_ends_a_search_that_found_a_leader(answers: list[Event], reason
         play.hear(answer)
     assert play.machine.over_at == 7.0
     said = play.hear(Tick(), at=7.0)
-    assert said[0] == StopAsking(peer_id(1))
+    assert said[0] == LeaveLeader(peer_id(1))
     assert Fail(reason, (peer_id(1),)) in said
 
 
@@ -928,18 +932,18 @@ def test_deadline_ends_a_search_that_found_a_leader(answers: list[Event], reason
         ([], "no group within 5.0 s: nobody else is looking for one"),
         ([join(60)], "no group within 5.0 s: the window ended with 2 of at least 3 peers"),
         (
-            [join(3), AskRefused(peer_id(3), "started", "the group has started")],
+            [join(3), Answered(peer_id(3), JoinRefused("started", "the group has started"))],
             "no group within 5.0 s: refused by the peer that was asked to lead: the group has started",
         ),
         (
-            [join(3), AskLost(peer_id(3), "no answer within 3 s")],
+            [join(3), LeaderLost(peer_id(3), "no answer within 3 s")],
             "no group within 5.0 s: the peer that was to lead is gone: no answer within 3 s",
         ),
     ],
 )
 def test_failure_says_why(events: list[Event], reason: str) -> None:
     """Nobody there, too few, refused by whom: the caller can tell."""
-    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S))
+    play = Play(setup=Setup(min_group_size=3, window_s=WINDOW_S))
     play.settle()
     for event in events:
         play.hear(event)
@@ -950,12 +954,13 @@ def test_failure_says_why(events: list[Event], reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "event", [Mismatched(peer_id(60), "tensor 3 differs"), AskRefused(peer_id(1), "schema", "tensor 3 differs")]
+    "event",
+    [Mismatched(peer_id(60), "tensor 3 differs"), Answered(peer_id(1), JoinRefused("schema", "tensor 3 differs"))],
 )
-def test_only_other_schemas_is_a_mismatch_by_name(event: Mismatched | AskRefused) -> None:
+def test_only_other_schemas_is_a_mismatch_by_name(event: Mismatched | Answered) -> None:
     """Said when the first window ends, however long the deadline is."""
-    play = Play(rules=Rules(window_s=WINDOW_S, deadline_s=300.0))
-    play.settle(*[declared(1)] * isinstance(event, AskRefused))
+    play = Play(setup=Setup(window_s=WINDOW_S, deadline_s=300.0))
+    play.settle(*[declared(1)] * isinstance(event, Answered))
     play.hear(event)
     fail = play.wait(WINDOW_S)[-1]
     assert fail == Fail("tensor 3 differs", (event.peer,), mismatch=True)
@@ -963,7 +968,7 @@ def test_only_other_schemas_is_a_mismatch_by_name(event: Mismatched | AskRefused
 
 def test_other_schemas_beside_equal_ones_are_no_mismatch() -> None:
     """A peer that met one of its kind failed for another reason."""
-    play = Play(rules=Rules(min_size=3, window_s=WINDOW_S))
+    play = Play(setup=Setup(min_group_size=3, window_s=WINDOW_S))
     play.settle()
     play.joins(60)
     play.hear(Mismatched(peer_id(61), "tensor 3 differs"))
@@ -978,32 +983,32 @@ def test_cancel_tells_everybody() -> None:
     play.settle()
     play.joins(60)
     said = play.hear(Cancel())
-    assert kinds(said) == [Refuse, Withdraw]
+    assert kinds(said) == [JoinRefused, Withdraw]
     assert play.hear(Tick(), at=10.0) == []
     play = following(1)
-    assert play.hear(Cancel()) == [StopAsking(peer_id(1)), Withdraw()]
+    assert play.hear(Cancel()) == [LeaveLeader(peer_id(1)), Withdraw()]
 
 
 # -------------------------------------------------------------------------------------------------------------- clients
 
 
-def client_rules() -> Rules:
+def client() -> Setup:
     """How a client forms groups."""
-    return Rules(leads=False, reduces=False, window_s=WINDOW_S)
+    return Setup(leads=False, reduces=False, window_s=WINDOW_S)
 
 
 def test_client_never_declares_and_asks_the_earliest_of_all() -> None:
     """Its own place in the order is the last."""
-    play = Play(rules=client_rules())
+    play = Play(setup=client())
     assert play.first == [ReadDirectory()]
     said = play.hear(DirectoryRead((declared(70, MINE + 9), declared(60, MINE + 5))))
-    assert said == [Ask(contact_of(60), MINE)]
+    assert said == [AskToLead(contact_of(60), MINE)]
 
 
 def test_client_leads_nobody() -> None:
     """A peer that asks it is refused."""
-    play = Play(rules=client_rules())
-    assert isinstance(play.joins(60)[0], Refuse)
+    play = Play(setup=client())
+    assert kinds(play.joins(60))[0] is JoinRefused
     assert play.machine.followers == ()
 
 
@@ -1024,11 +1029,11 @@ def test_next_later_declarer_is_nudged_at_once_and_the_others_a_little_later() -
 
 def test_nudges_are_few_at_a_time_and_never_repeated() -> None:
     """Sixty declarers are not all asked at once."""
-    play = Play(rules=Rules(window_s=60.0))
+    play = Play(setup=Setup(window_s=60.0))
     others = [declared(number, MINE + 60) for number in range(60, 90)]
     play.settle(*others)
     assert kinds(play.wait(play.now + 0.2)).count(Nudge) == 3  # and the one that was nudged at once
-    again = play.hear(Nudged(peer_id(60), "later"))
+    again = play.hear(Nudged(peer_id(60), JoinRefused("later", "")))
     assert [action for action in again if isinstance(action, Nudge)] == [Nudge(contact_of(64), WALL_S + 60.0)]
 
 
@@ -1036,8 +1041,8 @@ def test_nudged_peer_that_follows_another_leads_to_that_one() -> None:
     """Two leaders that do not see each other in the directory meet through a follower."""
     play = Play()
     play.settle(declared(60))
-    said = play.hear(Nudged(peer_id(60), "redirected", leader=contact_of(70)))
-    assert said == [Ask(contact_of(70), MINE)]
+    said = play.hear(Nudged(peer_id(60), JoinRedirected(contact_of(70))))
+    assert said == [AskToLead(contact_of(70), MINE)]
 
 
 def test_lost_peer_is_heard_again() -> None:

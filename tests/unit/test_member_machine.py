@@ -5,21 +5,21 @@ from __future__ import annotations
 import pytest
 
 from shoal.allreduce.commit import Ask, Average, Contribute
-from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine
+from shoal.allreduce.member import AskOthers, Blame, Finish, MemberMachine, MemberPhase
 from shoal.peer import PeerID
 from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, Member, PartAbsent, Report
 
 ROUND = b"r" * 16
-DECIDER = 0
+COORDINATOR = 0
 
 
-def machine(owners: list[int], me: int = 1, group: str = "ttt") -> MemberMachine:
+def machine(reducers: list[int], me: int = 1, group: str = "ttt") -> MemberMachine:
     """A member of a group of `t`rainers, `a`uxiliary members and `c`lients; the first decides."""
     members = [
         Member(Contact(PeerID(bytes([index]) * 32)), kind != "c", None, b"", kind != "a")
         for index, kind in enumerate(group)
     ]
-    return MemberMachine(ROUND, me, DECIDER, members, owners, silence_s=5.0, now=0.0)
+    return MemberMachine(ROUND, me, COORDINATOR, members, reducers, silence_s=5.0, now=0.0)
 
 
 def held(part: int, attempt: int = 0) -> Held:
@@ -32,13 +32,13 @@ def commit(*attempts: int) -> Commit:
     return Commit(ROUND, [held(part, attempt) for part, attempt in enumerate(attempts)])
 
 
-def test_a_member_sends_its_values_to_each_owner_and_averages_its_own_parts() -> None:
+def test_a_member_sends_its_values_to_each_reducer_and_averages_its_own_parts() -> None:
     """An auxiliary member has no values to send."""
     assert machine([0, 1, 2]).start(0.0) == [Contribute(0, 0, 0), Average(1, 0), Contribute(2, 0, 2)]
     assert machine([0, 1, 2], group="tat").start(0.0) == [Average(1, 0)]
 
 
-def test_an_owner_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
+def test_a_reducer_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
     """It got the part when everybody else was left out, and has no values of its own."""
     auxiliary = machine([0, 0, 2], me=1, group="tat")
     assert auxiliary.exclude(0) == auxiliary.exclude(2) == []
@@ -46,7 +46,7 @@ def test_an_owner_that_waits_for_nobody_is_told_to_finish_at_once() -> None:
 
 
 def test_parts_that_another_member_owned_are_averaged_sent_again_or_asked_for() -> None:
-    """By the attempt, and by the owner that the coordinator names."""
+    """By the attempt, and by the reducer that the coordinator names."""
     member = machine([0, 1, 2])
     member.start(0.0)
     assert member.obey(Assign([2], 1, 1), 1.0) == [Average(2, 1)]
@@ -73,7 +73,7 @@ def test_nobody_waits_for_the_values_of_a_member_that_is_gone() -> None:
 
 
 def test_a_silent_sender_is_left_out_and_blamed() -> None:
-    """After `silence_s`, by the owner alone: the coordinator hears of it in the contributors."""
+    """After `silence_s`, by the reducer alone: the coordinator hears of it in the contributors."""
     member = machine([0, 1, 2])
     member.start(0.0)
     member.contributions.contributed(1, 0, 1, counts=True, now=0.0)
@@ -86,7 +86,7 @@ def test_a_silent_sender_is_left_out_and_blamed() -> None:
 
 
 def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another() -> None:
-    """The owner comes last among the trainers, then the auxiliary members; a client is never asked."""
+    """The reducer comes last among the trainers, then the auxiliary members; a client is never asked."""
     member = machine([2], me=1, group="tttac")
     member.start(0.0)
     assert member.obey(commit(0), 1.0) == [Ask(0, 0, 0)]
@@ -97,6 +97,15 @@ def test_what_is_missing_after_the_commit_is_asked_from_one_member_after_another
     assert member.source_lost(2, None) == [Ask(0, 0, 3)]
     assert member.source_lost(3, None) == []
     assert member.rules.failed == "committed, but nobody who holds the averages could be reached"
+
+
+def test_a_verdict_that_is_heard_twice_asks_nobody_anew() -> None:
+    """Another member relays it first. The first one asked is about to give: a refusal of a second one is no end."""
+    member = machine([0, 1, 2], group="attt", me=1)
+    (ask,) = [each for each in member.obey(commit(0, 0, 0), 1.0) if isinstance(each, Ask) and each.part == 2]
+    assert member.obey(commit(0, 0, 0), 2.0) == []
+    assert member.awaited >= {ask.reducer}
+    assert member.phase is MemberPhase.FETCHING
 
 
 @pytest.mark.parametrize(
@@ -120,14 +129,14 @@ def test_a_member_that_loses_the_coordinator_asks_the_others_once() -> None:
     """And not after the verdict: then it knows it. The coordinator never loses itself."""
     member = machine([0])
     blame, asks = member.coordinator_lost("killed")
-    assert blame == Blame(DECIDER, "lost, and it was to decide: killed")
+    assert blame == Blame(COORDINATOR, "lost, and it was to decide: killed")
     assert asks == AskOthers()
     assert not member.may_learn
     assert member.coordinator_lost("killed") == []
     late = machine([0])
     late.obey(commit(0), 1.0)
     assert [type(action) for action in late.coordinator_lost("killed")] == [Blame]
-    assert machine([0], me=DECIDER).coordinator_lost("never") == []
+    assert machine([0], me=COORDINATOR).coordinator_lost("never") == []
 
 
 def test_a_report_has_all_news_since_the_last_one() -> None:

@@ -7,7 +7,7 @@ import zlib
 import msgspec
 import pytest
 
-from shoal.allreduce.partition import MAX_PARTS, Layout, Part, Run, TensorSpec, first_difference
+from shoal.allreduce.partition import MAX_PARTS, Layout, Part, Segment, TensorSpec, first_difference
 from shoal.errors import ConfigError
 from shoal.rpc import Limits
 from shoal.wire import Commit, Held, Report, encode
@@ -53,10 +53,10 @@ def test_tensors_of_one_kind_form_a_run() -> None:
         spec(1),
         spec(7, dtype="float64"),
     )
-    assert found.runs == (
-        Run(0, 6, "float32", "none"),
-        Run(6, 18, "float64", "none"),
-        Run(18, 23, "float64", "float16"),
+    assert found.segments == (
+        Segment(0, 6, "float32", "none"),
+        Segment(6, 18, "float64", "none"),
+        Segment(18, 23, "float64", "float16"),
     )
     assert found.offsets == (0, 2, 0, 6, 18, 5, 11)
 

@@ -1,4 +1,4 @@
-"""Whose contributions the owner of a part waits for; every time is written down."""
+"""Whose contributions the reducer of a part waits for; every time is written down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.allreduce.member import Contributions, Work
 
 
 def rules(*members: int, me: int = 0, silence_s: float = 5.0, now: float = 100.0) -> Contributions:
-    """Of an owner with these members."""
+    """Of a reducer with these members."""
     return Contributions(me, members or (0, 1, 2, 3), silence_s=silence_s, now=now)
 
 
@@ -29,7 +29,7 @@ def give(reducer: Contributions, sender: int, parts: list[int], now: float, *, a
 
 @pytest.mark.parametrize("order", list(permutations(range(4))))
 def test_a_part_is_ready_with_the_last_contribution(order: tuple[int, ...]) -> None:
-    """In any order, the owner's own included; exactly once."""
+    """In any order, the reducer's own included; exactly once."""
     reducer = rules()
     assert reducer.own(7, 0, 100.0) == []
     ready = [give(reducer, sender, [7], 101.0) for sender in order]
@@ -112,7 +112,7 @@ def test_contributions_before_the_exclusion_stay() -> None:
     assert reducer.contributors[1, 0] == {0, 1, 2}
 
 
-def test_the_owner_is_never_excluded() -> None:
+def test_the_reducer_is_never_excluded() -> None:
     """Nor judged: its own values come when it gets to them."""
     reducer = rules(0, 1)
     reducer.own(1, 0, 100.0)

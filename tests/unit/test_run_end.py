@@ -139,7 +139,7 @@ def test_steps_that_cannot_be_read_are_none(exported: object) -> None:
 def test_without_an_end_nobody_is_through() -> None:
     """Whatever was trained."""
     end = RunEnd(ME, 10.0)
-    assert not end.look(10**6, view(together=True), 0.0)
+    assert not end.observe(10**6, view(together=True), 0.0)
     assert not end.over(10**6)
 
 
@@ -148,9 +148,9 @@ def test_at_the_end_with_everybody_it_is_over_at_once() -> None:
     for alone in (False, True):
         end = RunEnd(ME, 10.0)
         announce(end, 5)
-        assert not end.look(4, view(together=True, alone=alone), 0.0)
-        assert end.look(5, view(together=True, alone=alone), 1.0)
-        assert not end.look(5, view(together=True, alone=alone), 1.0)
+        assert not end.observe(4, view(together=True, alone=alone), 0.0)
+        assert end.observe(5, view(together=True, alone=alone), 1.0)
+        assert not end.observe(5, view(together=True, alone=alone), 1.0)
         assert end.over(5)
         assert not end.over(4)
 
@@ -159,27 +159,27 @@ def test_the_others_are_waited_for_but_not_for_ever() -> None:
     """The time runs from when this peer came to the end."""
     end = RunEnd(ME, 10.0)
     announce(end, 5)
-    end.look(4, view(together=False), 0.0)
-    end.look(5, view(together=False), 20.0)
+    end.observe(4, view(together=False), 0.0)
+    end.observe(5, view(together=False), 20.0)
     assert not end.over(5)
-    assert not end.look(5, view(together=False), 29.9)
-    assert end.look(5, view(together=False), 30.0)
+    assert not end.observe(5, view(together=False), 29.9)
+    assert end.observe(5, view(together=False), 30.0)
 
 
 def test_who_is_on_its_way_to_the_last_state_is_waited_for() -> None:
     """The commit may have reached us alone."""
     end = RunEnd(ME, 10.0)
     announce(end, 5)
-    assert not end.look(5, view(together=True, coming=True), 0.0)
-    assert end.look(5, view(together=True), 1.0)
+    assert not end.observe(5, view(together=True, coming=True), 0.0)
+    assert end.observe(5, view(together=True), 1.0)
 
 
 def test_a_better_state_is_never_left_behind() -> None:
     """However long it takes; and who takes over another state is looked at again."""
     end = RunEnd(ME, 10.0)
     announce(end, 5)
-    assert not end.look(5, view(together=False, behind=True), 0.0)
-    assert not end.look(5, view(together=False, behind=True), 1000.0)
+    assert not end.observe(5, view(together=False, behind=True), 0.0)
+    assert not end.observe(5, view(together=False, behind=True), 1000.0)
     assert not end.over(5)
     assert not end.over(6)
-    assert end.look(6, view(together=True), 1001.0)
+    assert end.observe(6, view(together=True), 1001.0)

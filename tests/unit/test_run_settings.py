@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.optim.fingerprint import run_settings
+from shoal.optim.settings import run_settings
 from shoal.optim.training_state import TrainingState
 from shoal.progress import settings_difference
 

@@ -1,20 +1,20 @@
-"""Slow members, in the eyes of the coordinator; and its remedy for owners that nobody can get parts from."""
+"""Slow members, in the eyes of the coordinator; and its remedy for reducers that nobody can get parts from."""
 
 from __future__ import annotations
 
 from shoal.allreduce.coordinator import Coordinator, Send, Stragglers
 from shoal.wire import Assign, Commit, Held, Report
 
-OWNER = [0, 1, 2, 3]
+REDUCER = [0, 1, 2, 3]
 ALL = {0, 1, 2, 3}
 
 
-def late(stragglers: Stragglers, parts: list[set[int]], now: float, owner: list[int] = OWNER) -> list[int]:
+def late(stragglers: Stragglers, parts: list[set[int]], now: float, reducer: list[int] = REDUCER) -> list[int]:
     """The late members, with these parts held by each member."""
-    return stragglers.late(owner, [dict.fromkeys(held) for held in parts], ALL, now)
+    return stragglers.late(reducer, [dict.fromkeys(held) for held in parts], ALL, now)
 
 
-def test_an_owner_that_gives_its_part_to_nobody_is_late() -> None:
+def test_a_reducer_that_gives_its_part_to_nobody_is_late() -> None:
     """The others' parts were there after 2 s: twice that and the margin is the limit."""
     stragglers = Stragglers(margin_s=3.0, now=0.0)
     kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
@@ -24,11 +24,11 @@ def test_an_owner_that_gives_its_part_to_nobody_is_late() -> None:
 
 
 def test_a_receiver_is_late_only_when_all_parts_are_given() -> None:
-    """A member that lacks a part which its owner gives to nobody is not at fault."""
+    """A member that lacks a part which its reducer gives to nobody is not at fault."""
     stragglers = Stragglers(margin_s=1.0, now=0.0)
     assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 2.0) == []
     assert late(stragglers, [{0, 1, 2}, {0}, {0, 1, 2}, {0, 1, 2, 3}], 5.0) == [3]
-    whole = set(OWNER)
+    whole = set(REDUCER)
     assert late(stragglers, [whole, {0, 1}, whole, whole], 6.0) == []
     assert late(stragglers, [whole, {0, 1}, whole, whole], 12.9) == []
     assert late(stragglers, [whole, {0, 1}, whole, whole], 13.0) == [1]
@@ -40,7 +40,7 @@ def test_nobody_is_late_as_long_as_the_median_is_not_done() -> None:
     assert late(stragglers, [{0}, {0, 1}, {0, 2}, {0, 3}], 1000.0) == []
 
 
-def test_a_new_owner_gets_the_whole_time_again() -> None:
+def test_a_new_reducer_gets_the_whole_time_again() -> None:
     """What happened before it owned the parts is not its fault."""
     stragglers = Stragglers(margin_s=1.0, now=0.0)
     kept = [{0, 1, 2}, {0, 1, 2}, {0, 1, 2}, {0, 1, 2, 3}]
@@ -51,9 +51,9 @@ def test_a_new_owner_gets_the_whole_time_again() -> None:
 
 
 def coordinator(me: int = 0, *, least: int = 2) -> Coordinator:
-    """Four members, each the owner of one part."""
+    """Four members, each the reducer of one part."""
     every = [True] * 4
-    return Coordinator(b"r" * 16, OWNER, every, every, me, min_group_size=least, stall_s=6.0, now=0.0)
+    return Coordinator(b"r" * 16, REDUCER, every, every, me, min_group_size=least, stall_s=6.0, now=0.0)
 
 
 def held(part: int, attempt: int = 0) -> Held:
@@ -67,8 +67,8 @@ def report(rules: Coordinator, member: int, parts: list[int], *lost: int, now: f
     return [action for action in actions if isinstance(action, Send)]
 
 
-def test_an_owner_that_all_others_have_lost_owns_nothing_any_more() -> None:
-    """It holds its part, and can give it to nobody: somebody else averages it anew; the owner stays a member."""
+def test_a_reducer_that_all_others_have_lost_owns_nothing_any_more() -> None:
+    """It holds its part, and can give it to nobody: somebody else averages it anew; the reducer stays a member."""
     rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1):
@@ -76,14 +76,14 @@ def test_an_owner_that_all_others_have_lost_owns_nothing_any_more() -> None:
     sends = report(rules, 2, [0, 1, 2], 3)
     assigned = [send.message for send in sends if isinstance(send.message, Assign)]
     assert len(assigned) == 4
-    assert {(message.attempt, message.owner in (0, 1, 2)) for message in assigned} == {(1, True)}
+    assert {(message.attempt, message.reducer in (0, 1, 2)) for message in assigned} == {(1, True)}
     assert rules.rules.live == ALL
     for member in ALL:
         told = rules.reported(member, Report([held(3, 1)]), 2.0)
     assert [isinstance(send, Send) and isinstance(send.message, Commit) for send in told] == [True] * 4
 
 
-def test_a_silent_owner_is_left_out_before_those_that_wait_for_it() -> None:
+def test_a_silent_reducer_is_left_out_before_those_that_wait_for_it() -> None:
     """It holds its part, gives it to nobody, and nobody makes progress: it is the one."""
     rules = coordinator()
     report(rules, 3, [0, 1, 2, 3])
@@ -105,7 +105,7 @@ def test_a_coordinator_that_cannot_get_a_part_does_not_hold_up_the_others() -> N
 
 
 def test_a_coordinator_that_lacks_what_others_lack_too_stays() -> None:
-    """It is not the one to blame: the owner goes."""
+    """It is not the one to blame: the reducer goes."""
     rules = coordinator(me=0)
     report(rules, 3, [0, 1, 2, 3])
     for member in (0, 1, 2):

@@ -82,13 +82,13 @@ def test_who_gives_up_leaves_the_line() -> None:
     """After its time is over a thread goes on without, and whoever stands behind it is not held up."""
     lock = TensorLock()
     with lock.holding("a"):
-        assert lock.mine
+        assert lock.held_by_this_thread
         with lock.holding("b", 0.001) as has_come:
             assert not has_come
             assert lock.holder == "a"
         assert lock.holder == "a"
     assert lock.holder == ""
-    assert not lock.mine
+    assert not lock.held_by_this_thread
     with lock.holding():
         assert lock.holder == f"thread {threading.current_thread().name!r}"
     with lock.holding("c", 0.0) as has_come:
@@ -142,5 +142,5 @@ def test_an_interrupt_at_any_moment_costs_nobody_the_lock() -> None:
         interrupted += Interrupt(moment).during_a_block(held, kept)
         assert held.lock.holder == "", moment
         with held.held(wait=False):
-            assert held.lock.mine
+            assert held.lock.held_by_this_thread
     assert interrupted >= whole.moments - 1

@@ -94,11 +94,11 @@ def test_a_frozen_weight_that_changes_in_mid_run_is_found() -> None:
     trained = TrainedModel(made, list(made[2].parameters()), [])
     made.load_state_dict(made.state_dict())  # the same values again
     statistics(made)
-    assert trained.changed() is None
+    assert trained.find_change() is None
     with torch.no_grad():
         made[0].weight.add_(0.1)  # type: ignore[operator]
-    assert trained.changed() == "0.weight"
-    assert trained.changed() is None
+    assert trained.find_change() == "0.weight"
+    assert trained.find_change() is None
 
 
 def test_another_model_than_the_optimizers_is_refused() -> None:

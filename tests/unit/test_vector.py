@@ -27,7 +27,7 @@ def vector_of(tensors: Sequence[torch.Tensor], codec: CompressionBase = PLAIN) -
 
 
 def parts_of(vector: Vector, part_bytes: int = 1024) -> list[Part]:
-    """All of it, one owner."""
+    """All of it, one reducer."""
     return vector.layout.parts([vector.layout.numel], part_bytes)
 
 
@@ -55,7 +55,7 @@ def test_tensors_are_described() -> None:
         ((0,), "float32", "float16"),
         ((5,), "float32", "float16"),
     ]
-    assert [(run.dtype, run.codec) for run in layout.runs] == [
+    assert [(segment.dtype, segment.codec) for segment in layout.segments] == [
         ("float32", "none"),
         ("float64", "none"),
         ("float32", "float16"),
@@ -63,24 +63,24 @@ def test_tensors_are_described() -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_whoever_holds_an_average_gives_the_bytes_that_the_owner_sent(codec: CompressionBase) -> None:
+def test_whoever_holds_an_average_gives_the_bytes_that_the_reducer_sent(codec: CompressionBase) -> None:
     """Encoded again, or kept: the digest is the same, and so are the values of all."""
     generator = torch.Generator().manual_seed(3)
-    owner, other = (vector_of([torch.randn(5000, generator=generator)], codec) for _ in range(2))
-    for vector in (owner, other):
+    reducer, other = (vector_of([torch.randn(5000, generator=generator)], codec) for _ in range(2))
+    for vector in (reducer, other):
         vector.copy_in()
-    digests = average([owner, other], [1.0, 2.0], part_bytes=4096)
-    for part, digest in zip(parts_of(owner, 4096), digests, strict=True):
+    digests = average([reducer, other], [1.0, 2.0], part_bytes=4096)
+    for part, digest in zip(parts_of(reducer, 4096), digests, strict=True):
         given = other.ready_bytes(part) or other.average_bytes(part, digest, DIGESTS)
         assert given is not None
         assert DIGESTS.of(part.number, given) == digest
-    for vector in (owner, other):
+    for vector in (reducer, other):
         vector.apply(1.0)
-    assert torch.equal(owner.tensors[0], other.tensors[0])
+    assert torch.equal(reducer.tensors[0], other.tensors[0])
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
-def test_an_owner_that_was_replaced_gives_the_average_of_its_successor(codec: CompressionBase) -> None:
+def test_a_reducer_that_was_replaced_gives_the_average_of_its_successor(codec: CompressionBase) -> None:
     """It had averaged the part itself, under an older attempt: those bytes are void."""
     generator = torch.Generator().manual_seed(4)
     first, successor = (vector_of([torch.randn(700, generator=generator)], codec) for _ in range(2))
@@ -202,7 +202,7 @@ def test_weights_are_zero_or_within_limits() -> None:
 @pytest.mark.parametrize("codec", [PLAIN, HALF])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_members_end_with_the_same_bits(dtype: torch.dtype, codec: CompressionBase) -> None:
-    """The owner uses the encoded average like everybody else, lossy or not."""
+    """The reducer uses the encoded average like everybody else, lossy or not."""
     vectors = [
         vector_of([values(seed, 900, dtype=dtype), values(seed + 50, 33, dtype=dtype)], codec) for seed in (1, 2, 3)
     ]
@@ -276,15 +276,15 @@ def test_a_sum_begun_again_forgets_the_first() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", [PLAIN, HALF])
 def test_a_member_gives_on_what_it_received(dtype: torch.dtype, codec: CompressionBase) -> None:
-    """Encoded again it has the same digest: whoever holds an average can replace its owner."""
-    owner, other = (vector_of([values(seed, 700, dtype=dtype)], codec) for seed in (1, 2))
-    for vector in (owner, other):
+    """Encoded again it has the same digest: whoever holds an average can replace its reducer."""
+    reducer, other = (vector_of([values(seed, 700, dtype=dtype)], codec) for seed in (1, 2))
+    for vector in (reducer, other):
         vector.copy_in()
-    digests = average([owner, other], [1.0, 3.0])
-    for part, digest in zip(parts_of(owner), digests, strict=True):
+    digests = average([reducer, other], [1.0, 3.0])
+    for part, digest in zip(parts_of(reducer), digests, strict=True):
         given = other.average_bytes(part, digest, DIGESTS)
         assert given is not None
-        assert bytes(given) == bytes(owner.average_bytes(part, digest, DIGESTS) or b"")
+        assert bytes(given) == bytes(reducer.average_bytes(part, digest, DIGESTS) or b"")
         assert other.average_bytes(part, b"?" * 32, DIGESTS) is None
 
 

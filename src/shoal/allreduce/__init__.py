@@ -2,6 +2,6 @@
 
 Read in this order: `partition` (tensors to parts), `load_balancing` (how much each member reduces), `commit` (which
 averages a round may succeed with), `coordinator` (who is slow, lost, or replaced), `member` (what a member holds, owes
-and asks), `vector` and `run_buffers` (the numbers), `parts` (the work on them), `streams` and `round` (all of it on the
+and asks), `vector` and `segments` (the numbers), `parts` (the work on them), `streams` and `round` (all of it on the
 network).
 """

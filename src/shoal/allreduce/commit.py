@@ -1,10 +1,10 @@
 """The commit rule: which averages may a round succeed with? Pure: no input or output, no time.
 
-Every part of the vector has an *owner*, the member that averages it, and an *attempt* number. One member, the
+Every part of the vector has an *reducer*, the member that averages it, and an *attempt* number. One member, the
 *coordinator*, is named when the group begins and is never replaced.
 
 - A member keeps the newest attempt of each part (`MemberRules`) and tells the coordinator what it holds (`Report`).
-- When the coordinator leaves a member out, the parts that this member owned get another owner: a member that already
+- When the coordinator leaves a member out, the parts that this member owned get another reducer: a member that already
   holds the average (same attempt), or otherwise one that averages the part again (next attempt; older bytes are void).
 - When every member that is not left out holds the current attempt of every part, the coordinator commits
   (`CommitRules`). The commit names the digest of each part. A member succeeds when it has a commit and holds exactly
@@ -31,19 +31,19 @@ __all__ = ["Ask", "Average", "CommitRules", "Contribute", "MemberRules", "Order"
 
 
 class Contribute(NamedTuple):
-    """Send (again) my values of this part to `owner`."""
+    """Send (again) my values of this part to `reducer`."""
 
     part: int
     attempt: int
-    owner: int
+    reducer: int
 
 
 class Ask(NamedTuple):
-    """Ask `owner` for the average of this part, which it has."""
+    """Ask `reducer` for the average of this part, which it has."""
 
     part: int
     attempt: int
-    owner: int
+    reducer: int
 
 
 class Average(NamedTuple):
@@ -65,15 +65,15 @@ class MemberRules:
 
     Args:
         me: index of this member in the group.
-        owners: for each part, the index of the member that averages it at first.
+        reducers: for each part, the index of the member that averages it at first.
         contributes: False for an auxiliary member.
     """
 
-    def __init__(self, me: int, owners: Sequence[int], *, contributes: bool = True) -> None:
+    def __init__(self, me: int, reducers: Sequence[int], *, contributes: bool = True) -> None:
         self.me, self.contributes = me, contributes
-        self.owner = list(owners)
-        self.attempt = [0] * len(owners)
-        self.held: list[Held | None] = [None] * len(owners)
+        self.reducer = list(reducers)
+        self.attempt = [0] * len(reducers)
+        self.held: list[Held | None] = [None] * len(reducers)
         self.commit: Commit | None = None
         self.failed: str | None = None
         self._unreported: list[Held] = []
@@ -119,26 +119,26 @@ class MemberRules:
         return True
 
     def assigned(self, assign: Assign) -> list[PartAction]:
-        """The coordinator gave parts another owner."""
+        """The coordinator gave parts another reducer."""
         actions: list[PartAction] = []
         for part in assign.parts:
             if self.commit is not None or self.failed is not None or assign.attempt < self.attempt[part]:
                 continue
             raised = assign.attempt > self.attempt[part]
-            self.attempt[part], self.owner[part] = assign.attempt, assign.owner
+            self.attempt[part], self.reducer[part] = assign.attempt, assign.reducer
             held = self.held[part]
             if held is not None and held.attempt < assign.attempt:
                 self.held[part] = held = None
             if held is not None:
                 continue
-            if assign.owner == self.me:
+            if assign.reducer == self.me:
                 actions.append(Average(part, assign.attempt))
             elif not self.contributes:
                 continue
             elif raised:
-                actions.append(Contribute(part, assign.attempt, assign.owner))
+                actions.append(Contribute(part, assign.attempt, assign.reducer))
             else:
-                actions.append(Ask(part, assign.attempt, assign.owner))
+                actions.append(Ask(part, assign.attempt, assign.reducer))
         return actions
 
     def committed(self, commit: Commit) -> list[int]:
@@ -172,12 +172,12 @@ class CommitRules:
 
     Args:
         round_id: the id of the round.
-        owners: for each part, the index of the member that averages it at first.
+        reducers: for each part, the index of the member that averages it at first.
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         min_group_size: with fewer members left, auxiliary ones counted, the round is aborted.
 
     Attributes:
-        owner: of each part, now.
+        reducer: of each part, now.
         attempt: of each part, now.
         live: the members that are not left out.
         held: for each member, what it has reported of the current attempts, by part.
@@ -185,11 +185,11 @@ class CommitRules:
     """
 
     def __init__(
-        self, round_id: bytes, owners: Sequence[int], contributes: Sequence[bool], *, min_group_size: int
+        self, round_id: bytes, reducers: Sequence[int], contributes: Sequence[bool], *, min_group_size: int
     ) -> None:
         self.round_id, self.min_group_size = round_id, min_group_size
-        self.owner = list(owners)
-        self.attempt = [0] * len(owners)
+        self.reducer = list(reducers)
+        self.attempt = [0] * len(reducers)
         self.live = set(range(len(contributes)))
         self.held: list[dict[int, Held]] = [{} for _ in contributes]
         self.verdict: Commit | Abort | None = None
@@ -203,7 +203,7 @@ class CommitRules:
     def holds(self, member: int, held: Held) -> bool:
         """Note what a member reports. False if it is of another attempt, or the round has ended for this member."""
         part = held.part
-        known = 0 <= part < len(self.owner) and held.attempt == self.attempt[part]
+        known = 0 <= part < len(self.reducer) and held.attempt == self.attempt[part]
         if not known or self.verdict is not None or member not in self.live:
             return False
         if not any(held.contributors):
@@ -213,26 +213,26 @@ class CommitRules:
         return True
 
     def leave_out(self, member: int) -> None:
-        """Wait for this member no longer. The caller gives the parts that it owns other owners."""
+        """Wait for this member no longer. The caller gives the parts that it owns other reducers."""
         self.live.discard(member)
         if len(self.live) < self.min_group_size:
             self.abort("too few members are left")
         elif not self.takers:
             self.abort("no member that contributes values is left")
 
-    def assign(self, part: int, attempt: int, owner: int) -> None:
-        """Give a part another owner. With a higher attempt nobody holds it any more."""
+    def assign(self, part: int, attempt: int, reducer: int) -> None:
+        """Give a part another reducer. With a higher attempt nobody holds it any more."""
         if attempt > self.attempt[part]:
             for held in self.held:
                 held.pop(part, None)
-        self.attempt[part], self.owner[part] = attempt, owner
+        self.attempt[part], self.reducer[part] = attempt, reducer
 
     def commit(self) -> bool:
         """Commit if every taker holds the current attempt of every part; True if that is the verdict now."""
         takers = self.takers
-        if self.verdict is None and takers and all(len(self.held[each]) == len(self.owner) for each in takers):
+        if self.verdict is None and takers and all(len(self.held[each]) == len(self.reducer) for each in takers):
             held = self.held[min(takers)]
-            self.verdict = Commit(self.round_id, [held[part] for part in range(len(self.owner))])
+            self.verdict = Commit(self.round_id, [held[part] for part in range(len(self.reducer))])
             return True
         return False
 

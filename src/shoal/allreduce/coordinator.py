@@ -9,8 +9,8 @@ A member is left out
 - when it keeps the others waiting and makes no progress for `stall_s`: it reports no part and moves no bytes;
 - when it is far slower than the others (`Stragglers`).
 
-The parts that it owned get another owner. If only the line between two members is bad, none of them is left out: the
-one that lacks parts gets another source for them, and an owner that nobody can get parts from owns none any more. The
+The parts that it owned get another reducer. If only the line between two members is bad, none of them is left out: the
+one that lacks parts gets another source for them, and a reducer that nobody can get parts from owns none any more. The
 coordinator may be the slow one. Then it leaves itself out as a member, and goes on deciding.
 
 The coordinator is also a member. It learns about itself through `reported` as about others; its messages to itself are
@@ -19,13 +19,24 @@ a `Send` to its own index.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import CommitRules, Order
-from shoal.wire import Assign, Gone, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Report
 
-__all__ = ["Coordinator", "CoordinatorAction", "LeftOut", "Replaced", "Send", "Stragglers"]
+__all__ = [
+    "COORDINATOR_TRANSITIONS",
+    "Coordinator",
+    "CoordinatorAction",
+    "CoordinatorPhase",
+    "LeftOut",
+    "Replaced",
+    "Send",
+    "Stragglers",
+]
 
 
 class Send(NamedTuple):
@@ -51,12 +62,33 @@ class Replaced(NamedTuple):
 CoordinatorAction = Send | LeftOut | Replaced
 
 
+class CoordinatorPhase(enum.Enum):
+    """Whether there is a verdict, which never changes."""
+
+    DECIDING = "deciding"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+_DECIDING, _COMMITTED, _ABORTED = CoordinatorPhase
+COORDINATOR_TRANSITIONS: Mapping[tuple[CoordinatorPhase, str, CoordinatorPhase], str] = MappingProxyType(
+    {
+        (_DECIDING, "reported", _COMMITTED): "every member that contributes and is not left out holds every part",
+        (_DECIDING, "reported", _ABORTED): "no weight counts in a part, or no member is left that can average a part",
+        (_DECIDING, "leave_out", _COMMITTED): "every other member that contributes holds every part",
+        (_DECIDING, "leave_out", _ABORTED): "too few members are left, none that contributes, or none that reduces",
+        (_DECIDING, "give_up", _ABORTED): "its own time is over, or its caller cancels",
+    }
+)
+"""Every change of the coordinator's phase, by method of `Coordinator` (`gone` and `tick` use `leave_out`), and when."""
+
+
 class Coordinator:
     """Decides on one round.
 
     Args:
         round_id: the id of the round.
-        owners: for each part, the index of the member that averages it at first.
+        reducers: for each part, the index of the member that averages it at first.
         reduces: for each member, whether it can own parts (is reachable, and has bandwidth).
         contributes: for each member, whether it has values and wants averages; False for an auxiliary one.
         me: index of the coordinator.
@@ -72,7 +104,7 @@ class Coordinator:
     def __init__(
         self,
         round_id: bytes,
-        owners: Sequence[int],
+        reducers: Sequence[int],
         reduces: Sequence[bool],
         contributes: Sequence[bool],
         me: int,
@@ -81,17 +113,27 @@ class Coordinator:
         stall_s: float,
         now: float,
     ) -> None:
-        self.rules = CommitRules(round_id, owners, contributes, min_group_size=min_group_size)
+        self.rules = CommitRules(round_id, reducers, contributes, min_group_size=min_group_size)
         self.me, self.stall_s = me, stall_s
         self.reduces = list(reduces)
         self._told = False
         self._unreachable: list[set[int]] = [set() for _ in reduces]  # per member: those it gets no parts from
-        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the owner
-        self._given_at: dict[int, float] = {}  # part -> since when a member other than its owner holds it
+        self._source: list[dict[int, int]] = [{} for _ in reduces]  # per member: part -> source other than the reducer
+        self._given_at: dict[int, float] = {}  # part -> since when a member other than its reducer holds it
         self._named_at: list[dict[int, float]] = [{} for _ in reduces]  # per member: part -> when its source was named
         self._moved_bytes = [0] * len(reduces)
         self._turn, self._ticked = me, now
         self.begin(now)
+
+    @property
+    def phase(self) -> CoordinatorPhase:
+        """Whether there is a verdict."""
+        match self.rules.verdict:
+            case Commit():
+                return _COMMITTED
+            case Abort():
+                return _ABORTED
+        return _DECIDING
 
     # ------------------------------------------------------------------------------------------------------- events
 
@@ -103,7 +145,7 @@ class Coordinator:
         self.stragglers = Stragglers(margin_s=self.stall_s / 2, now=now)
 
     def reported(self, member: int, report: Report, now: float) -> list[CoordinatorAction]:
-        """A member reported the parts that it newly holds, and the owners that it cannot get parts from."""
+        """A member reported the parts that it newly holds, and the reducers that it cannot get parts from."""
         rules = self.rules
         self._heard[member] = now
         if rules.verdict is not None or member not in rules.live:
@@ -111,13 +153,13 @@ class Coordinator:
         for held in report.held:
             if rules.holds(member, held):
                 self._progress[member] = now
-                if member != rules.owner[held.part]:
+                if member != rules.reducer[held.part]:
                     self._given_at.setdefault(held.part, now)
         if report.moved_bytes > self._moved_bytes[member]:
             self._moved_bytes[member], self._progress[member] = report.moved_bytes, now
         if member in rules.takers:
             self._unreachable[member].update(lost for lost in report.lost if lost in rules.live and lost != member)
-        actions = self._replace_owners(now) if report.lost else []
+        actions = self._replace_reducers(now) if report.lost else []
         for other in sorted(rules.live):
             actions += self._help(other, now)
         return actions + self._decide()
@@ -135,7 +177,7 @@ class Coordinator:
         if rules.verdict is not None or member not in rules.live:
             return []
         rules.leave_out(member)
-        parts = [part for part, owner in enumerate(rules.owner) if owner == member]
+        parts = [part for part, reducer in enumerate(rules.reducer) if reducer == member]
         parts = [part for part in parts if not all(part in rules.held[other] for other in rules.takers)]
         return [LeftOut(member, reason), *self._move(parts, now), *self._decide()]
 
@@ -166,20 +208,22 @@ class Coordinator:
         self._told = True
         return [Send(member, verdict) for member in range(len(self.reduces))]
 
-    # ------------------------------------------------------------------------------------------------- other owners
+    # ------------------------------------------------------------------------------------------------- other reducers
 
     def _move(self, parts: Iterable[int], now: float) -> list[CoordinatorAction]:
-        """Give these parts other owners."""
+        """Give these parts other reducers."""
         moved: dict[tuple[int, int], list[int]] = {}
         for part in parts if self.rules.verdict is None else ():
-            new_owner, attempt = self._new_owner(part)
-            if new_owner is None:
+            new_reducer, attempt = self._new_reducer(part)
+            if new_reducer is None:
                 self.rules.abort("no member is left that can reduce")
                 return []
-            moved.setdefault((new_owner, attempt), []).append(part)
-        return [send for (owner, attempt), found in moved.items() for send in self._assign(found, attempt, owner, now)]
+            moved.setdefault((new_reducer, attempt), []).append(part)
+        return [
+            send for (reducer, attempt), found in moved.items() for send in self._assign(found, attempt, reducer, now)
+        ]
 
-    def _new_owner(self, part: int) -> tuple[int | None, int]:
+    def _new_reducer(self, part: int) -> tuple[int | None, int]:
         """A member that can reduce and already holds the part; else the next in turn, which averages it again."""
         rules = self.rules
         able = sorted(member for member in rules.live if self.reduces[member])
@@ -191,23 +235,23 @@ class Coordinator:
         self._turn += 1
         return able[self._turn % len(able)], rules.attempt[part] + 1
 
-    def _assign(self, parts: list[int], attempt: int, owner: int, now: float) -> list[CoordinatorAction]:
+    def _assign(self, parts: list[int], attempt: int, reducer: int, now: float) -> list[CoordinatorAction]:
         for part in parts:
             if attempt > self.rules.attempt[part]:
                 self._given_at.pop(part, None)
             for source, named_at in zip(self._source, self._named_at, strict=True):
                 source.pop(part, None)
                 named_at[part] = now
-            self.rules.assign(part, attempt, owner)
-        self._progress[owner] = now
-        return [Send(other, Assign(parts, attempt, owner)) for other in sorted(self.rules.live)]
+            self.rules.assign(part, attempt, reducer)
+        self._progress[reducer] = now
+        return [Send(other, Assign(parts, attempt, reducer)) for other in sorted(self.rules.live)]
 
     def _help(self, member: int, now: float) -> list[CoordinatorAction]:
         """Name another source for parts that `member` cannot get from its present source, as soon as there is one."""
         moved: dict[tuple[int, int], list[int]] = {}
         rules, unreachable, sources = self.rules, self._unreachable[member], self._source[member]
-        for part, owner in enumerate(rules.owner) if unreachable else ():
-            if part in rules.held[member] or sources.get(part, owner) not in unreachable:
+        for part, reducer in enumerate(rules.reducer) if unreachable else ():
+            if part in rules.held[member] or sources.get(part, reducer) not in unreachable:
                 continue
             others = sorted(rules.live - unreachable - {member})
             holders = [other for other in others if self.reduces[other] and part in rules.held[other]]
@@ -217,17 +261,17 @@ class Coordinator:
                 moved.setdefault((rules.attempt[part], sources[part]), []).append(part)
         return [Send(member, Assign(parts, attempt, source)) for (attempt, source), parts in moved.items()]
 
-    def _replace_owners(self, now: float) -> list[CoordinatorAction]:
+    def _replace_reducers(self, now: float) -> list[CoordinatorAction]:
         """A member that cannot give its parts to anybody loses them, even if it holds their averages itself."""
         rules, actions = self.rules, list[CoordinatorAction]()
-        for owner in sorted(set(rules.owner) & rules.live):
-            others = rules.takers - {owner}
-            if others and all(owner in self._unreachable[other] for other in others):
-                parts = [part for part, of in enumerate(rules.owner) if of == owner]
+        for reducer in sorted(set(rules.reducer) & rules.live):
+            others = rules.takers - {reducer}
+            if others and all(reducer in self._unreachable[other] for other in others):
+                parts = [part for part, of in enumerate(rules.reducer) if of == reducer]
                 parts = [part for part in parts if not any(part in rules.held[other] for other in others)]
                 if parts and rules.verdict is None:
-                    self.reduces[owner] = False
-                    actions += [Replaced(owner), *self._move(parts, now)]
+                    self.reduces[reducer] = False
+                    actions += [Replaced(reducer), *self._move(parts, now)]
         return actions
 
     def _hurry(self, now: float) -> list[CoordinatorAction]:
@@ -246,7 +290,7 @@ class Coordinator:
         for member in sorted(rules.takers) if late and rules.verdict is None else ():
             source, named_at = self._source[member], self._named_at[member]
             waited_for = {
-                source.get(part, rules.owner[part])
+                source.get(part, rules.reducer[part])
                 for part, at in late.items()
                 if part not in rules.held[member] and now >= limit(named_at.get(part, at), at)
             } - {member}
@@ -265,7 +309,7 @@ class Coordinator:
         rules, slow = self.rules, set[int]()
         if rules.verdict is not None:
             return []
-        for each in self.stragglers.late(rules.owner, rules.held, rules.takers, now):
+        for each in self.stragglers.late(rules.reducer, rules.held, rules.takers, now):
             left = rules.live - slow - {each}
             if each not in rules.live or (each == self.me and not self._may_step_aside()):
                 continue
@@ -295,32 +339,36 @@ class Coordinator:
         if member != self.me:
             return True
         others = self.rules.takers - {member}
-        complete = all(len(self.rules.held[other]) == len(self.rules.owner) for other in others)
+        complete = all(len(self.rules.held[other]) == len(self.rules.reducer) for other in others)
         return complete or (self._kept() == {member} and self._may_step_aside())
 
     def _owing(self) -> list[int]:
-        """Members that keep the others waiting: owners of parts that nobody else holds, else those that lack parts."""
+        """Members that keep the others waiting: reducers of parts that nobody else holds, else members without some."""
         rules = self.rules
         if rules.verdict is not None:
             return []
-        if unheld := self._owners_alone(rules.live):
+        if unheld := self._reducers_alone(rules.live):
             return sorted(unheld & rules.live)
         if kept := self._kept():
             return sorted(kept)
-        return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.owner))
+        return sorted(member for member in rules.takers if len(rules.held[member]) < len(rules.reducer))
 
-    def _owners_alone(self, among: set[int]) -> set[int]:
-        """The owners of parts that none of these members holds."""
+    def _reducers_alone(self, among: set[int]) -> set[int]:
+        """The reducers of parts that none of these members holds."""
         held = self.rules.held
-        return {owner for part, owner in enumerate(self.rules.owner) if not any(part in held[other] for other in among)}
+        return {
+            reducer
+            for part, reducer in enumerate(self.rules.reducer)
+            if not any(part in held[other] for other in among)
+        }
 
     def _kept(self) -> set[int]:
         """The members that have parts which no other member that should hold them holds."""
         rules, takers = self.rules, self.rules.takers
         kept = {
-            owner
-            for part, owner in enumerate(rules.owner)
-            if takers - {owner} and not any(part in rules.held[other] for other in takers - {owner})
+            reducer
+            for part, reducer in enumerate(rules.reducer)
+            if takers - {reducer} and not any(part in rules.held[other] for other in takers - {reducer})
         }
         return kept & rules.live
 
@@ -329,10 +377,10 @@ class Stragglers:
     """Finds members that keep a round waiting although they live and move bytes.
 
     This is about slowness, not silence: a member at 1% of its speed makes progress all the time, and would make the
-    round a hundred times as long. Members are compared with each other. First the owners: an owner is done when another
-    member holds each of its parts. When all owners are done, the receivers: a receiver is done when it holds every
-    part. The median takes some time to be done; a member that is not done after twice that time and a margin is late.
-    So no member is late that needs at most twice as long as the median.
+    round a hundred times as long. Members are compared with each other. First the reducers: a reducer is done when
+    another member holds each of its parts. When all reducers are done, the receivers: a receiver is done when it holds
+    every part. The median takes some time to be done; a member that is not done after twice that time and a margin is
+    late. So no member is late that needs at most twice as long as the median.
 
     Args:
         margin_s: how much longer than twice the median's time a member may take, seconds.
@@ -341,30 +389,35 @@ class Stragglers:
 
     def __init__(self, *, margin_s: float, now: float) -> None:
         self._margin_s, self._began, self._moved_at = margin_s, now, now
-        self._owner: list[int] = []
+        self._reducer: list[int] = []
         self._delivered_at: dict[int, float] = {}
         self._complete_at: dict[int, float] = {}
 
     def late(
-        self, owner: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int], now: float
+        self, reducer: Sequence[int], held: Sequence[Mapping[int, object]], takers: Collection[int], now: float
     ) -> list[int]:
         """The members that are late, in order.
 
         Args:
-            owner: of each part.
+            reducer: of each part.
             held: for each member, the parts that it holds.
             takers: the members that are to hold every part.
             now: time.
         """
-        if self._owner != owner:
-            self._owner, self._moved_at = list(owner), now  # members that others wait for now get the whole time again
-        owners = set(owner)
-        waiting = {of for part, of in enumerate(owner) if not any(part in held[each] for each in takers if each != of)}
-        lacking = {each for each in takers if len(held[each]) < len(owner)}
-        _note(self._delivered_at, owners - waiting, now)
+        if self._reducer != reducer:
+            self._reducer, self._moved_at = (
+                list(reducer),
+                now,
+            )  # members that others wait for now get the whole time again
+        reducers = set(reducer)
+        waiting = {
+            of for part, of in enumerate(reducer) if not any(part in held[each] for each in takers if each != of)
+        }
+        lacking = {each for each in takers if len(held[each]) < len(reducer)}
+        _note(self._delivered_at, reducers - waiting, now)
         _note(self._complete_at, set(takers) - lacking, now)
         if waiting:
-            return self._past_limit(waiting, self._delivered_at, len(owners), now)
+            return self._past_limit(waiting, self._delivered_at, len(reducers), now)
         return self._past_limit(lacking, self._complete_at, len(takers), now)
 
     def _past_limit(self, waiting: Iterable[int], done_at: Mapping[int, float], count: int, now: float) -> list[int]:

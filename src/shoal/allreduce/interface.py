@@ -73,7 +73,7 @@ class RoundOptions(msgspec.Struct, frozen=True, kw_only=True):
         timeout_s: the round fails here after this.
         silence_s: a member that sends nothing for this long, while it owes values, is left out.
         reducer_silence_s: a member that makes no progress for this long, while it owes averages, is left out by the
-            coordinator; more than `silence_s`, as an owner may be waiting for a sender. None: twice as long.
+            coordinator; more than `silence_s`, as a reducer may be waiting for a sender. None: twice as long.
         report_s: the longest time between two reports to the coordinator.
     """
 

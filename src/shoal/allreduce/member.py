@@ -1,6 +1,6 @@
 """One member of a round: what it holds, what it waits for, whom it asks. Pure: events in, actions out.
 
-`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the owner of
+`MemberRules` says which averages count. `Contributions` are the values that this member waits for as the reducer of
 parts. Before the verdict, a source that fails is reported to the coordinator, which names another one. After the commit
 a member asks one holder after another for the averages that it lacks. A member that loses the coordinator asks the
 others for the verdict.
@@ -8,15 +8,28 @@ others for the verdict.
 
 from __future__ import annotations
 
+import enum
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shoal.allreduce.commit import Ask, Average, Contribute, MemberRules, Order, PartAction
 from shoal.allreduce.interface import is_sound
-from shoal.wire import Abort, Assign, Commit, Gone, Member, PartAbsent, Report
+from shoal.wire import Abort, Assign, Commit, Gone, Held, Member, PartAbsent, Report
 
-__all__ = ["AskOthers", "Blame", "Contributions", "CutOff", "Finish", "MemberAction", "MemberMachine", "Work"]
+__all__ = [
+    "MEMBER_TRANSITIONS",
+    "AskOthers",
+    "Blame",
+    "Contributions",
+    "CutOff",
+    "Finish",
+    "MemberAction",
+    "MemberMachine",
+    "MemberPhase",
+    "Work",
+]
 
 Work = tuple[int, int]
 """(part, attempt)."""
@@ -49,6 +62,34 @@ class AskOthers(NamedTuple):
 MemberAction = PartAction | Finish | Blame | CutOff | AskOthers
 
 
+class MemberPhase(enum.Enum):
+    """How far a member is in a round."""
+
+    AVERAGING = "averaging"
+    """There is no verdict here."""
+    FETCHING = "fetching"
+    """The round is committed, and averages are missing here."""
+    SUCCEEDED = "succeeded"
+    """The round is committed, and all its averages are here."""
+    FAILED = "failed"
+
+
+_AVERAGING, _FETCHING, _SUCCEEDED, _FAILED = MemberPhase
+MEMBER_TRANSITIONS: Mapping[tuple[MemberPhase, str, MemberPhase], str] = MappingProxyType(
+    {
+        (_AVERAGING, "Commit", _SUCCEEDED): "its averages are held here, or this member is auxiliary",
+        (_AVERAGING, "Commit", _FETCHING): "missing averages are asked from one member after another",
+        (_AVERAGING, "Commit", _FAILED): "no other member can be asked for an average that is missing",
+        (_AVERAGING, "Abort", _FAILED): "",
+        (_AVERAGING, "give_up", _FAILED): "time is over, the caller cancels, or no verdict can be learned any more",
+        (_FETCHING, "averaged", _SUCCEEDED): "the last missing average is here",
+        (_FETCHING, "source_lost", _FAILED): "no other member can be asked for an average that is missing",
+        (_FETCHING, "give_up", _FAILED): "time is over, or the caller cancels",
+    }
+)
+"""Every change of a member's phase, by message or method of `MemberMachine`, and when it happens."""
+
+
 class MemberMachine:
     """One member of a round.
 
@@ -57,7 +98,7 @@ class MemberMachine:
         me: index of this member in the group.
         coordinator: index of the member that decides.
         members: the group.
-        owners: for each part, the index of the member that averages it at first.
+        reducers: for each part, the index of the member that averages it at first.
         silence_s: how long a sender may be silent that owes values.
         now: time at the beginning.
 
@@ -74,19 +115,28 @@ class MemberMachine:
         me: int,
         coordinator: int,
         members: Sequence[Member],
-        owners: Sequence[int],
+        reducers: Sequence[int],
         *,
         silence_s: float,
         now: float,
     ) -> None:
         self.me, self.coordinator = me, coordinator
-        self.rules = MemberRules(me, owners, contributes=members[me].contributes)
+        self.rules = MemberRules(me, reducers, contributes=members[me].contributes)
         contributing = [index for index, member in enumerate(members) if member.contributes]
         self.contributions = Contributions(me, contributing, silence_s=silence_s, now=now)
         self.may_learn, self.news = True, False
         self._round_id, self._members = round_id, members
         self._lost_sources: set[int] = set()
         self._asked: dict[int, int] = {}  # after the commit: part -> the member that was asked for it last
+
+    @property
+    def phase(self) -> MemberPhase:
+        """How far this member is."""
+        if self.rules.failed is not None:
+            return MemberPhase.FAILED
+        if self.rules.commit is None:
+            return MemberPhase.AVERAGING
+        return MemberPhase.SUCCEEDED if self.rules.succeeded else MemberPhase.FETCHING
 
     @property
     def decided(self) -> bool:
@@ -101,20 +151,20 @@ class MemberMachine:
     # -------------------------------------------------------------------------------------------------------- events
 
     def start(self, now: float) -> list[MemberAction]:
-        """Send values to every owner, and begin to average the parts that are owned here."""
+        """Send values to every reducer, and begin to average the parts that are owned here."""
         actions: list[MemberAction] = []
-        for part, owner in enumerate(self.rules.owner):
-            if owner == self.me:
+        for part, reducer in enumerate(self.rules.reducer):
+            if reducer == self.me:
                 actions += self._own(Average(part, 0), now)
             elif self.rules.contributes:
-                actions.append(Contribute(part, 0, owner))
+                actions.append(Contribute(part, 0, reducer))
         return actions
 
     def obey(self, message: Order, now: float) -> list[MemberAction]:
         """The coordinator says something (or another member relays its commit)."""
         rules, members, actions = self.rules, len(self._members), list[MemberAction]()
         match message:
-            case Assign() if 0 <= message.owner < members and all(0 <= p < len(rules.owner) for p in message.parts):
+            case Assign() if 0 <= message.reducer < members and all(0 <= p < len(rules.reducer) for p in message.parts):
                 for action in rules.assigned(message):
                     actions += self._own(action, now) if isinstance(action, Average) else [action]
             case Gone(member) if 0 <= member < members and member != self.me:
@@ -122,7 +172,7 @@ class MemberMachine:
                 if self.me != self.coordinator:  # it has said so already
                     actions.append(Blame(member, "gone: the coordinator has lost it"))
                 actions += self.exclude(member)
-            case Commit() if self._fits(message):
+            case Commit() if self.rules.commit is None and self._fits(message):
                 for part in rules.committed(message):
                     actions += self._fetch(part)
             case Abort():
@@ -137,9 +187,13 @@ class MemberMachine:
         """Return whether this can be the verdict of this round."""
         return (
             commit.round_id == self._round_id
-            and [held.part for held in commit.parts] == list(range(len(self.rules.owner)))
+            and [held.part for held in commit.parts] == list(range(len(self.rules.reducer)))
             and all(is_sound(held, len(self._members)) for held in commit.parts)
         )
+
+    def averaged(self, held: Held) -> bool:
+        """This part was averaged here, or received whole. False if it is not wanted (any more)."""
+        return self.rules.averaged(held)
 
     def exclude(self, member: int) -> list[MemberAction]:
         """Wait for this member's contributions no longer."""
@@ -171,10 +225,10 @@ class MemberMachine:
     def _fetch(self, part: int) -> list[MemberAction]:
         """After the commit: ask one member after another for a part that is missing here."""
         assert self.rules.commit is not None
-        owner, members, count = self.rules.owner[part], self._members, len(self._members)
-        # The owner comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
+        reducer, members, count = self.rules.reducer[part], self._members, len(self._members)
+        # The reducer comes late: this member has probably waited for it in vain, if all others hold the part. Auxiliary
         # members come last: they hold only parts that they averaged themselves. The rest are spread over the parts.
-        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == owner, (i + part) % count))
+        order = sorted(range(count), key=lambda i: (not members[i].contributes, i == reducer, (i + part) % count))
         sources = [i for i in order if i != self.me and members[i].reduces]
         turn = sources.index(self._asked[part]) + 1 if part in self._asked else 0
         if turn >= len(sources):
@@ -205,7 +259,7 @@ class MemberMachine:
 
 
 class Contributions:
-    """The contributions that an owner of parts has got and still waits for. The numbers are added elsewhere.
+    """The contributions that a reducer of parts has got and still waits for. The numbers are added elsewhere.
 
     Senders do not move in lock step: a fast sender may be many parts ahead, a slow one delays only the parts that it
     still owes. A sender is left out of parts that are not done yet
@@ -215,12 +269,12 @@ class Contributions:
     - when it is *far behind*: the median of the other senders passed its place longer ago than `silence_s` plus the
       time that the median needed to get there. So it would need more than twice as long as the others, plus
       `silence_s`. With two other senders the median is the slower one, so that three senders of which two are slow go
-      on together. Its contributions to parts that are done stay. A part is ready when the owner waits for no more
+      on together. Its contributions to parts that are done stay. A part is ready when the reducer waits for no more
       senders.
 
     Args:
-        me: index of the owner in its group; its own contribution is counted like the others'.
-        members: indices of all members that contribute; the owner is among them unless it is an auxiliary member.
+        me: index of the reducer in its group; its own contribution is counted like the others'.
+        members: indices of all members that contribute; the reducer is among them unless it is an auxiliary member.
         silence_s: see above.
         now: time at the beginning.
     """
@@ -292,7 +346,7 @@ class Contributions:
         return [sender for sender, limit in self._limits().items() if now >= limit]
 
     def _limits(self) -> dict[int, float]:
-        """For each sender that owes something, the time until which the owner waits if nothing more comes from it."""
+        """For each sender that owes something, the time until which the reducer waits if nothing more comes from it."""
         owing = sorted(set().union(*self._waiting.values()) - {self.me}) if self._waiting else []
         passed = {place: self._passed(place) for place in {len(self._delivered[sender]) for sender in owing}}
         limits = {}

@@ -1,10 +1,11 @@
 """A list of tensors becomes one flat vector, slices of it, and parts of slices. Integers only, no tensors.
 
-The averaged tensors of one dtype and codec form a *run*, in their order. The runs, in the order of their first tensors,
-form the *flat vector*. Within a run the vector is contiguous in memory and on the wire, so a part may hold pieces of
-many tensors. It says how many elements it has of each tensor, because no scale of a codec may span two tensors. Slice i
-belongs to member i; a *part* is a piece of one slice within one run, of at most `part_bytes` as encoded if it were of
-one tensor. Everyone derives the same parts from (layout, slices, part_bytes), which the leader sends once.
+The averaged tensors of one dtype and codec form a *segment*, in their order. The segments, in the order of their first
+tensors, form the *flat vector*. Within a segment the vector is contiguous in memory and on the wire, so a part may hold
+pieces of many tensors. It says how many elements it has of each tensor, because no scale of a codec may span two
+tensors. Slice i belongs to member i; a *part* is a piece of one slice within one segment, of at most `part_bytes` as
+encoded if it were of one tensor. Everyone derives the same parts from (layout, slices, part_bytes), which the leader
+sends once.
 
 The *schema* must be equal for that: index, shape, dtype and codec of each tensor. The join message carries it as plain
 bytes, so that a refusal can name the first tensor that differs.
@@ -24,7 +25,7 @@ import msgspec
 from shoal.errors import ConfigError
 from shoal.wire import read
 
-__all__ = ["MAX_PARTS", "Layout", "Part", "Run", "TensorSpec", "first_difference"]
+__all__ = ["MAX_PARTS", "Layout", "Part", "Segment", "TensorSpec", "first_difference"]
 
 MAX_PARTS = 1 << 13
 """With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
@@ -60,7 +61,7 @@ _Schema = Annotated[tuple[TensorSpec, ...], msgspec.Meta(max_length=_MAX_TENSORS
 _schema_decoder: msgspec.msgpack.Decoder[tuple[TensorSpec, ...]] = msgspec.msgpack.Decoder(_Schema)
 
 
-class Run(NamedTuple):
+class Segment(NamedTuple):
     """The tensors of one dtype and codec: elements `start` to `stop` of the flat vector."""
 
     start: int
@@ -70,14 +71,14 @@ class Run(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Elements `start` to `stop` of the flat vector, within one run, at first owned by member `owner`.
+    """Elements `start` to `stop` of the flat vector, within one segment, at first owned by member `reducer`.
 
     `sizes` are how many of them each tensor has that it holds a piece of.
     """
 
     number: int
-    owner: int
-    run: int
+    reducer: int
+    segment: int
     start: int
     stop: int
     sizes: tuple[int, ...]
@@ -89,7 +90,7 @@ class Part(NamedTuple):
 
 
 class Layout:
-    """The place of each tensor in the flat vector: at `offsets`, in its run.
+    """The place of each tensor in the flat vector: at `offsets`, in its segment.
 
     Args:
         specs: the tensors in order; at least one element in all.
@@ -109,7 +110,7 @@ class Layout:
                 alike.setdefault((spec.dtype, spec.codec), []).append(index)
         if not alike:
             raise ConfigError("averaged_tensors has no elements: give at least one tensor that is not empty")
-        runs: list[Run] = []
+        segments: list[Segment] = []
         offsets = [0] * len(specs)
         stop = 0
         for (dtype, codec), indices in alike.items():
@@ -117,8 +118,8 @@ class Layout:
             for index in indices:
                 offsets[index] = stop
                 stop += specs[index].numel
-            runs.append(Run(start, stop, dtype, codec))
-        self.runs, self.offsets, self.numel = tuple(runs), tuple(offsets), stop
+            segments.append(Segment(start, stop, dtype, codec))
+        self.segments, self.offsets, self.numel = tuple(segments), tuple(offsets), stop
         self._borders = [*sorted(offsets[index] for indices in alike.values() for index in indices), stop]
         self._encoded_bytes = encoded_bytes
 
@@ -133,7 +134,7 @@ class Layout:
         Args:
             slices: elements of the flat vector that each member owns, in order.
             part_bytes: upper bound on a part as encoded.
-            codecs: the codec of each run, if they are not those that the schema names.
+            codecs: the codec of each segment, if they are not those that the schema names.
 
         Raises:
             ConfigError: the slices do not cover the vector exactly, or the parts would be too many or too large.
@@ -146,11 +147,11 @@ class Layout:
         if sum(count for *_, count in pieces) > MAX_PARTS:
             raise ConfigError(f"more than {MAX_PARTS} parts: choose a larger part_size_bytes than {part_bytes}")
         parts: list[Part] = []
-        for owner, number, start, stop, count in pieces:
+        for reducer, number, start, stop, count in pieces:
             # Equal pieces rather than a short last one: the pipeline ends evenly.
             cuts = [start + (stop - start) * piece // count for piece in range(count + 1)]
             parts += [
-                Part(len(parts) + i, owner, number, *cut, self._sizes(*cut)) for i, cut in enumerate(pairwise(cuts))
+                Part(len(parts) + i, reducer, number, *cut, self._sizes(*cut)) for i, cut in enumerate(pairwise(cuts))
             ]
         return parts
 
@@ -171,28 +172,29 @@ class Layout:
     def _pieces(
         self, slices: Sequence[int], part_bytes: int, codecs: Sequence[str] | None
     ) -> Iterator[tuple[int, int, int, int, int]]:
-        """The pieces that are each cut to parts: (owner, run, start, stop, how many parts)."""
-        for owner, number, start, stop in self._intervals(slices):
-            run = self.runs[number]
-            step = self._elements_within(part_bytes, run if codecs is None else run._replace(codec=codecs[number]))
-            yield owner, number, start, stop, -(-(stop - start) // step)
+        """The pieces that are each cut to parts: (reducer, segment, start, stop, how many parts)."""
+        for reducer, number, start, stop in self._intervals(slices):
+            segment = self.segments[number]
+            coded = segment if codecs is None else segment._replace(codec=codecs[number])
+            yield reducer, number, start, stop, -(-(stop - start) // self._elements_within(part_bytes, coded))
 
-    def _elements_within(self, nbytes: int, run: Run) -> int:
-        """Return how many elements of this run can be encoded in so many bytes; one at least."""
+    def _elements_within(self, nbytes: int, segment: Segment) -> int:
+        """Return how many elements of this segment can be encoded in so many bytes; one at least."""
         # By bisection: some codecs have a header, or scales of blocks. However few bytes they take, at most two
         # elements count for a byte: a part is also the unit of work.
-        counts = range(1, min(run.stop - run.start, 2 * nbytes) + 1)
-        return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(run.dtype, run.codec, count)))
+        _, _, dtype, codec = segment
+        counts = range(1, min(segment.stop - segment.start, 2 * nbytes) + 1)
+        return max(1, bisect_right(counts, nbytes, key=lambda count: self._encoded_bytes(dtype, codec, count)))
 
     def _intervals(self, slices: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-        """The stretches in which no slice and no run ends: (owner, run, start, stop), in order, none empty."""
+        """The stretches in which no slice and no segment ends: (reducer, segment, start, stop), in order, not empty."""
         number, start = 0, 0
-        for owner, end in enumerate(accumulate(slices)):
+        for reducer, end in enumerate(accumulate(slices)):
             while start < end:
-                stop = min(end, self.runs[number].stop)
-                yield owner, number, start, stop
+                stop = min(end, self.segments[number].stop)
+                yield reducer, number, start, stop
                 start = stop
-                number += start == self.runs[number].stop
+                number += start == self.segments[number].stop
 
 
 def first_difference(mine: bytes, theirs: bytes, *, me: str, other: str) -> str | None:

@@ -129,7 +129,7 @@ class Parts:
         try:
             async with self._work.locks[number]:
                 if self._machine.rules.attempt[number] != attempt:
-                    return []  # it has another owner already
+                    return []  # it has another reducer already
                 await self._work.light(part, self._vector.begin_sum, part, self._weight)
         finally:
             self._begun[work].set()  # in any case: streams wait for it
@@ -194,14 +194,14 @@ class Parts:
         contributors = _mask(contributions.contributors[number, attempt], self._members)
         async with self._work.locks[number]:
             if rules.attempt[number] != attempt or not rules.wants(number, attempt):
-                return None  # it has another owner by now
+                return None  # it has another reducer by now
             if not any(contributors) and contributions.cut_off(number, attempt):
                 return CutOff("no values with a weight came: members that contribute are lost or too slow")
             total, digest = self._weights[number, attempt], NO_DIGEST
             if any(contributors):
                 digest = await self._work.light(part, self._vector.finish, part, total, self._digests)
             held = Held(number, attempt, contributors, total, digest)
-            return held if rules.averaged(held) else None
+            return held if self._machine.averaged(held) else None
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""
@@ -240,7 +240,7 @@ class Parts:
                 if rules.wants(part.number, held.attempt):
                     rules.expect(part.number, held.attempt)
                     await self._land_in_place(sender, stream, part, nbytes)
-                    return rules.averaged(held)
+                    return self._machine.averaged(held)
         await stream.readinto(sender.scratch(nbytes))
         return False
 
@@ -273,7 +273,7 @@ class Parts:
         vector.name_reference(b"")  # while the reference is neither the old one nor the new one
         for part, held in zip(self._parts, commit.parts, strict=True):
             if vector.remembers(part):
-                here = (part.number, held.attempt) in self._weights  # each attempt has one owner
+                here = (part.number, held.attempt) in self._weights  # each attempt has one reducer
                 counted = has_member(held.contributors, self._machine.me)
                 await self._work.compute(part, vector.settle, part, averaged_here=here, counted=counted)
         if self._machine.rules.contributes:  # an auxiliary member has not got all averages

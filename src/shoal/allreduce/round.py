@@ -1,17 +1,18 @@
 """One round: the group is formed, the values are copied in; at the end the averages are committed, or nothing happened.
 
 `Round.run` returns when this member may apply the averages, or raises `RoundFailed`. After that the round stays able to
-give averages and its verdict to members that were left out, until `close`: its owner closes the round when it needs the
-vector for the next one. `RoundTable` finds the round that an incoming stream belongs to, and remembers recent verdicts.
+give averages and its verdict to members that were left out, until `close`: the caller closes the round when it needs
+the vector for the next one. `RoundTable` finds the round that an incoming stream belongs to, and remembers recent
+verdicts.
 
 What to do is decided by two pure machines: `MemberMachine`, and at the coordinator also `Coordinator`. Here are the
 tasks, the streams and the time. The coordinator and each other member talk on the stream by which the group was formed.
 When such a stream ends before the verdict, the coordinator leaves that member out; a member that loses the coordinator
 asks the others whether they know the verdict, and gives up when none of them can still learn it. Values and averages go
-on streams of their own, from each member to each owner. A stream of these that breaks costs the round nothing by
-itself: the owner leaves the sender out of the parts that are not done yet; the sender tells the coordinator which owner
-it cannot reach, and gets another source or another owner. An auxiliary member opens no such stream: it serves those of
-the others.
+on streams of their own, from each member to each reducer. A stream of these that breaks costs the round nothing by
+itself: the reducer leaves the sender out of the parts that are not done yet; the sender tells the coordinator which
+reducer it cannot reach, and gets another source or another reducer. An auxiliary member opens no such stream: it serves
+those of the others.
 
 An auxiliary member's time limits start with the first sign of a contributing member: such members may begin later, when
 their values are ready.
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from shoal.allreduce.commit import Ask, Average, Contribute, Order
@@ -38,7 +41,7 @@ from shoal.allreduce.interface import (
 from shoal.allreduce.member import AskOthers, Blame, CutOff, Finish, MemberAction, MemberMachine
 from shoal.allreduce.partition import Part
 from shoal.allreduce.parts import Parts
-from shoal.allreduce.run_buffers import common_reference
+from shoal.allreduce.segments import common_reference
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
 from shoal.clock import shielded
@@ -46,6 +49,7 @@ from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused,
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
+from shoal.tasks import Tasks
 from shoal.wire import (
     Abort,
     AskVerdict,
@@ -102,7 +106,7 @@ class Round:
         self.round_id, self.members = group.round_id, list(group.members)
         self.me, self.coordinator = group.my_index, group.coordinator
         self.parts = _cut(group, vector, weight)
-        owners = [part.owner for part in self.parts]
+        reducers = [part.reducer for part in self.parts]
         self._table, self._options = table, options
         self._loop, self._over, self._closed = asyncio.get_running_loop(), False, False
         self.machine = MemberMachine(
@@ -110,7 +114,7 @@ class Round:
             self.me,
             self.coordinator,
             self.members,
-            owners,
+            reducers,
             silence_s=options.silence_s,
             now=self._loop.time(),
         )
@@ -123,7 +127,7 @@ class Round:
             members=len(self.members),
             round_id=self.round_id,
         )
-        self._coordinating = self._new_coordinator(owners) if self.me == self.coordinator else None
+        self._coordinating = self._new_coordinator(reducers) if self.me == self.coordinator else None
         # Of the coordinator: to each other member; of another member: to the coordinator.
         self._control: dict[int, Stream[Any, Any]] = {
             index: group.controls[member.contact.peer]
@@ -131,30 +135,30 @@ class Round:
             if member.contact.peer in group.controls
         }
         self._to_say: dict[int, asyncio.Queue[Order | None]] = {index: asyncio.Queue() for index in self._control}
-        self._talks: list[asyncio.Task[None]] = []
-        self._reporting: asyncio.Task[None] | None = None
         self._senders: dict[int, SenderStream] = {}
         self._reducing: dict[int, ReducerStream] = {}
         self._serving: set[DownStream] = set()
         self._served = asyncio.Event()
         self._moved_before = 0  # on streams that are over
-        self._tasks: set[asyncio.Task[Any]] = set()
+        # Tasks that are over are not kept: their errors know this round, and memory in cycles is freed late.
+        self._tasks, self._talks, self._reporting = (Tasks(self._failed) for _ in range(3))
         self._done: asyncio.Future[None] = self._loop.create_future()
         self._news = asyncio.Event()
         self._sign = asyncio.Event()
         self._blamed: dict[tuple[PeerID, str], None] = {}
-        self._unsubscribe = self.endpoint.on_lost(self._peer_lost)
+        self._leaving = ExitStack()
+        self._leaving.callback(self.endpoint.on_lost(self._peer_lost))
 
-    def _new_coordinator(self, owners: list[int]) -> Coordinator:
+    def _new_coordinator(self, reducers: list[int]) -> Coordinator:
         options = self._options
         return Coordinator(
             self.round_id,
-            owners,
+            reducers,
             [member.reduces and not self.endpoint.way_shut(member.contact.peer) for member in self.members],
             [member.contributes for member in self.members],
             self.me,
             min_group_size=options.min_group_size,
-            # An owner may wait this long for a silent sender before it goes on without.
+            # A reducer may wait this long for a silent sender before it goes on without.
             stall_s=(options.reducer_silence_s or 2 * options.silence_s) + 2 * options.report_s,
             now=self._loop.time(),
         )
@@ -176,9 +180,9 @@ class Round:
         self._table.add(self)
         self._begin_control()
         self._do(self.machine.start(self._loop.time()))
-        self._reporting = self.spawn(self._report_loop())
-        self.spawn(self._tick_loop())
-        self.spawn(self._look_loop())
+        self._reporting.spawn(self._report_loop())
+        self._tasks.spawn(self._tick_loop())
+        self._tasks.spawn(self._look_loop())
         try:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._done
@@ -209,7 +213,7 @@ class Round:
         """
         if self._closed:
             return
-        self._unsubscribe()
+        self._leaving.close()
         try:
             if orderly:
                 await self.end_streams()
@@ -218,17 +222,11 @@ class Round:
             for stream in list(self._serving):
                 stream.abort()
             self._parts.stop()
-            for task in list(self._tasks):
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for tasks in (self._reporting, self._talks, self._tasks):
+                await tasks.cancel()
             await self._settled()
             self._table.remove(self)
-            # Streams and tasks know this round. Python's cycle collector would free it late: it counts objects, and a
-            # round has few, with large buffers.
-            self._closed, self._unsubscribe, self._reporting = True, _nothing, None
-            self._talks.clear()
-            self._senders.clear()
-            self._reducing.clear()
+            self._closed = True
 
     # -------------------------------------------------------------------------------------------------- what happens
 
@@ -254,9 +252,9 @@ class Round:
                 case Average(part, attempt):
                     self._free(part)
                     self._parts.own(part, attempt)
-                    self.spawn(self._begin(part, attempt))
+                    self._tasks.spawn(self._begin(part, attempt))
                 case Finish(part, attempt):
-                    self.spawn(self._finish(part, attempt))
+                    self._tasks.spawn(self._finish(part, attempt))
                 case Contribute(part, _, member) | Ask(part, _, member):
                     self._free(part)
                     self._sender_to(member).put(action)
@@ -267,7 +265,7 @@ class Round:
                 case CutOff(reason):
                     self.give_up(reason)
                 case AskOthers():
-                    self.spawn(self._ask_others())
+                    self._tasks.spawn(self._ask_others())
         self._look_at_machine()
 
     def _tell(self, actions: Iterable[CoordinatorAction]) -> None:
@@ -326,10 +324,11 @@ class Round:
 
     def _begin_control(self) -> None:
         if self._coordinating is None:
-            self._talks.append(self.spawn(self._obey_coordinator(self._control[self.coordinator])))
+            self._talks.spawn(self._obey_coordinator(self._control[self.coordinator]))
             return
         for member, stream in self._control.items():
-            self._talks += [self.spawn(self._hear(member, stream)), self.spawn(self._talk(member, stream))]
+            self._talks.spawn(self._hear(member, stream))
+            self._talks.spawn(self._talk(member, stream))
         for member in sorted(set(range(len(self.members))) - self._control.keys() - {self.me}):
             self._control_lost(member, "it has no control stream")
 
@@ -404,10 +403,9 @@ class Round:
         try:
             async with asyncio.timeout(_FAREWELL_S):
                 if self._coordinating is None:
-                    if self._reporting is not None:
-                        self._reporting.cancel()  # it may be about to send
+                    await self._reporting.cancel()  # it may be about to send
                     await self._control[self.coordinator].end()
-                await asyncio.gather(*self._talks, return_exceptions=True)
+                await self._talks.wait()
         except (PeerError, TimeoutError):
             # A member that does not take the verdict in this time asks the others for it.
             if self._coordinating is None:
@@ -439,41 +437,40 @@ class Round:
             if sender.landing == part:
                 sender.abort()
 
-    def _sender_to(self, owner: int) -> SenderStream:
-        sender = self._senders.get(owner)
+    def _sender_to(self, reducer: int) -> SenderStream:
+        sender = self._senders.get(reducer)
         if sender is None or sender.done:
             if sender is not None:
                 self._moved_before += sender.moved_bytes
-            contact, opening = self.members[owner].contact, Reduce(self.round_id)
-            sender = self._senders[owner] = SenderStream(
+            contact, opening = self.members[reducer].contact, Reduce(self.round_id)
+            sender = self._senders[reducer] = SenderStream(
                 self.endpoint,
                 contact,
                 opening,
                 values=self._parts.contribution,
-                receive=lambda *answer: self._answered(owner, *answer),
             )
-            self.spawn(self._send(owner, sender))
+            self._tasks.spawn(self._send(reducer, sender))
         return sender
 
-    async def _send(self, owner: int, sender: SenderStream) -> None:
+    async def _send(self, reducer: int, sender: SenderStream) -> None:
         try:
-            await sender.run()
+            await sender.run(partial(self._answered, reducer))
         except PeerError as error:
             if isinstance(error, PeerProtocolError):
-                self._blame(owner, error.message)
+                self._blame(reducer, error.message)
             if not sender.retired:
-                self._do(self.machine.source_lost(owner, None))
+                self._do(self.machine.source_lost(reducer, None))
 
     async def _answered(
-        self, owner: int, sender: SenderStream, stream: UpStream, message: PartAverage | PartAbsent, nbytes: int
+        self, reducer: int, sender: SenderStream, stream: UpStream, message: PartAverage | PartAbsent, nbytes: int
     ) -> None:
         if isinstance(message, PartAverage):
             if await self._parts.land(sender, stream, message.held, nbytes):
                 self._holds_more()
-        elif nbytes or not 0 <= message.part < len(self.machine.rules.owner):
+        elif nbytes or not 0 <= message.part < len(self.machine.rules.reducer):
             raise PeerProtocolError(f"no part {message.part}", stream.peer_id)
         else:
-            self._do(self.machine.source_lost(owner, message))
+            self._do(self.machine.source_lost(reducer, message))
 
     async def serve(self, stream: DownStream) -> None:
         """Serve a member's stream: take its values, give it averages (for `RoundTable`)."""
@@ -493,9 +490,9 @@ class Round:
         self._reducing[sender] = served
         self._serving.add(stream)
         for part, held in enumerate(self.machine.rules.held):
-            if held is not None and self.machine.rules.owner[part] == self.me:
+            if held is not None and self.machine.rules.reducer[part] == self.me:
                 served.offer(part)
-        pump = self.spawn(served.pump())
+        pump = self._tasks.spawn(served.pump())
         try:
             while (received := await stream.recv()) is not None:
                 message, nbytes = received
@@ -525,7 +522,7 @@ class Round:
         held = rules.held[part]
         if held is not None and held.attempt >= message.attempt:
             served.offer(part)
-        elif rules.owner[part] != self.me or rules.failed is not None or rules.commit is not None:
+        elif rules.reducer[part] != self.me or rules.failed is not None or rules.commit is not None:
             served.refuse(part, message.attempt)
         # otherwise it is made here, and given to everybody when it is done
 
@@ -616,18 +613,11 @@ class Round:
                         self._peer_lost(self.members[index].contact.peer, "silent")
             await asyncio.sleep(_LOOK_S)
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a task of this round; an error in it fails the round here."""
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.env.events.emit(Warned(where="round", message=f"{type(error).__name__}: {error}"))
-            self.give_up(f"internal error: {type(error).__name__}: {error}")
+    def _failed(self, error: BaseException) -> None:
+        """A task of this round failed: a defect of shoal."""
+        text = f"{type(error).__name__}: {error}"
+        self.env.events.emit(Warned(where="round", message=text))
+        self.give_up(f"internal error: {text}")
 
 
 def _cut(group: FormedGroup, vector: Vector, weight: float) -> list[Part]:
@@ -649,13 +639,9 @@ def _cut(group: FormedGroup, vector: Vector, weight: float) -> list[Part]:
     vector.agree(on_reference=bool(reference))
     parts = vector.parts(group.slices, group.part_bytes)
     for part in parts:
-        if not group.members[part.owner].reduces:
-            raise ConfigError(f"member {part.owner} was given a slice, and cannot reduce")
+        if not group.members[part.reducer].reduces:
+            raise ConfigError(f"member {part.reducer} was given a slice, and cannot reduce")
     return parts
-
-
-def _nothing() -> None:
-    """Stands in after `close`: it tells nobody anything."""
 
 
 class RoundTable:

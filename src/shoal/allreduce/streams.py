@@ -1,6 +1,6 @@
 """The two ends of a stream of data: its messages, and their order.
 
-Each member opens one stream to each owner. The member sends on it its values of the owner's parts, and asks for
+Each member opens one stream to each reducer. The member sends on it its values of the reducer's parts, and asks for
 averages that it lacks; averages come back on it, each as soon as it is done, so both directions are busy.
 """
 
@@ -23,17 +23,17 @@ _FAREWELL_S = 1.0
 
 UpStream = Stream[PartData | PartRequest, PartAverage | PartAbsent]
 DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]
+Receive = Callable[["SenderStream", UpStream, PartAverage | PartAbsent, int], Awaitable[None]]
 
 
 class SenderStream:
-    """Our stream to one owner: contributions and questions out, averages in.
+    """Our stream to one reducer: contributions and questions out, averages in.
 
     Args:
         endpoint: opens the stream.
-        contact: the owner.
+        contact: the reducer.
         opening: names the round.
         values: gives our values of a part and attempt, as they are sent; None if that attempt is over.
-        receive: takes an answer in: reads its payload of so many bytes, even if it is not wanted.
 
     Attributes:
         landing: the part whose place is being filled from this stream.
@@ -48,10 +48,8 @@ class SenderStream:
         opening: Reduce,
         *,
         values: Callable[[int, int], tuple[PartData, Buffer | None] | None],
-        receive: Callable[[SenderStream, UpStream, PartAverage | PartAbsent, int], Awaitable[None]],
     ) -> None:
-        self._endpoint, self._contact, self._opening = endpoint, contact, opening
-        self._values, self._receive = values, receive
+        self._endpoint, self._contact, self._opening, self._values = endpoint, contact, opening, values
         self._due: deque[Contribute | Ask] = deque()
         self._said: list[Contribute | Ask] = []  # before the first answer
         self._answered = False
@@ -85,36 +83,39 @@ class SenderStream:
             self._stream.abort()
 
     def retire(self) -> None:
-        """As `abort`, without blaming the owner."""
+        """As `abort`, without blaming the reducer."""
         self.retired = True
         self.abort()
 
-    async def run(self) -> None:
+    async def run(self, receive: Receive) -> None:
         """Open the stream and use it until it ends.
 
         Once more if it breaks before anything came on it: it may be on a connection that waits since an earlier round,
         and that the other side has given up since.
+
+        Args:
+            receive: takes an answer in: reads its payload of so many bytes, even if it is not wanted.
 
         Raises:
             PeerError: it broke.
         """
         try:
             try:
-                await self._use()
+                await self._use(receive)
             except PeerUnreachable:
                 if self.retired or self._answered:
                     raise
                 self._endpoint.drop_idle(self._contact.peer)
                 self._due.extendleft(reversed(self._said))
-                await self._use()
+                await self._use(receive)
         finally:
             self.done = True
 
-    async def _use(self) -> None:
+    async def _use(self, receive: Receive) -> None:
         self._said.clear()
         stream = await self._endpoint.open(self._contact, self._opening, timeout_s=_OPEN_TIMEOUT_S)
         self._stream = stream
-        self._reader = asyncio.ensure_future(self._read(stream))
+        self._reader = asyncio.ensure_future(self._read(stream, receive))
         try:
             await self._write(stream, self._reader)
         finally:
@@ -146,10 +147,10 @@ class SenderStream:
             message, data = values
             await (stream.send(message) if data is None else stream.send(message, data))
 
-    async def _read(self, stream: UpStream) -> None:
+    async def _read(self, stream: UpStream, receive: Receive) -> None:
         while (received := await stream.recv()) is not None:
             self._answered = True
-            await self._receive(self, stream, *received)
+            await receive(self, stream, *received)
 
     async def finish(self) -> None:
         """The round is over: end the stream in order, so that its connection can be used again."""

@@ -4,9 +4,10 @@ Two flat copies of the averaged tensors, made once and used again in every round
 begins (the user may change the tensors meanwhile), and `result`, which collects the averages. The user's tensors are
 written once, after the commit, all of them or none.
 
-Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its owner uses the decoded bytes
-like everyone else, so all members end bit-identical. Runs with error feedback have a `Residual` that encodes for them.
-Runs whose codec is for differences have a `Reference`; values are coded against it if the whole group has the same one.
+Sums are kept in float32, for float64 tensors in float64. An average is encoded once; its reducer uses the decoded bytes
+like everyone else, so all members end bit-identical. Segments with error feedback have a `Residual` that encodes for
+them. Segments whose codec is for differences have a `Reference`; values are coded against it if the whole group has the
+same one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from shoal.allreduce.partition import Layout, Part, TensorSpec
-from shoal.allreduce.run_buffers import LARGEST, RoundMemory, RunBuffers, sum_dtype
+from shoal.allreduce.segments import LARGEST, RoundMemory, SegmentBuffers, sum_dtype
 from shoal.compression import (
     DTYPES,
     CompressionBase,
@@ -144,11 +145,11 @@ class Vector:
 
     def __init__(self, tensors: Sequence[torch.Tensor], layout: Layout, memory: RoundMemory | None = None) -> None:
         self.tensors, self.layout = tuple(tensors), layout
-        self._runs = RunBuffers.of_all(layout.runs, memory or RoundMemory(tensors))
-        self._places: list[tuple[RunBuffers, int, int]] = []  # of each tensor in its run
+        self._segments = SegmentBuffers.of_all(layout.segments, memory or RoundMemory(tensors))
+        self._places: list[tuple[SegmentBuffers, int, int]] = []  # of each tensor in its segment
         for start, tensor in zip(layout.offsets, self.tensors, strict=True):
-            run = next(run for run in reversed(self._runs) if run.start <= start)
-            self._places.append((run, start - run.start, start - run.start + tensor.numel()))
+            segment = next(segment for segment in reversed(self._segments) if segment.start <= start)
+            self._places.append((segment, start - segment.start, start - segment.start + tensor.numel()))
         self.reference_name = b""
         self._sums: dict[int, torch.Tensor] = {}
         self._wire: dict[int, memoryview] = {}
@@ -156,7 +157,7 @@ class Vector:
     # ------------------------------------------------------------------------------------------- the user's tensors
 
     def copy_in(self, scale: float = 1.0, weight: float = 1.0) -> int | None:
-        """Copy the tensors' values, times `scale`, to `local`. Call it under the owner's lock.
+        """Copy the tensors' values, times `scale`, to `local`. Call it under the lock of the tensors.
 
         Returns:
             The index of the first tensor with a value that cannot be counted with this `weight`, because it is not
@@ -179,12 +180,12 @@ class Vector:
         """Drop the sums and encodings of the last round. `copy_in` does it; a peer that only assists has to call it."""
         self._sums.clear()
         self._wire.clear()
-        for run in self._runs:
-            if run.residual is not None:
-                run.residual.begin(weight)
+        for segment in self._segments:
+            if segment.residual is not None:
+                segment.residual.begin(weight)
 
     def apply(self, alpha: float) -> None:
-        """Move the tensors to the average. Call it under the owner's lock, after the round succeeded.
+        """Move the tensors to the average. Call it under the lock of the tensors, after the round succeeded.
 
         With `alpha` 1 a tensor that did not change since `copy_in` is set to the average, bit by bit; otherwise it is
         moved by `alpha * (average - value at copy_in)`.
@@ -203,56 +204,57 @@ class Vector:
                     target.copy_(target.to(wide).add(moved, alpha=alpha))
 
     def overwrite(self) -> None:
-        """Set the tensors to the averages, whatever values they have now. Call it under the owner's lock."""
+        """Set the tensors to the averages, whatever values they have now. Call it under the lock of the tensors."""
         with torch.no_grad():
             for index, tensor in enumerate(self.tensors):
                 if tensor.numel():
                     tensor.detach().copy_(self._view(index, result=True).view(tensor.shape))
 
     def _view(self, tensor: int, *, result: bool) -> torch.Tensor:
-        run, start, stop = self._places[tensor]
-        return (run.result if result else run.local)[start:stop]
+        segment, start, stop = self._places[tensor]
+        return (segment.result if result else segment.local)[start:stop]
 
     # ---------------------------------------------------------------------------------------------------- my values
 
     def encoded_bytes(self, part: Part) -> int:
         """Size of a part on the wire."""
-        run = self._runs[part.run]
-        return run.codec.pieces_bytes(part.sizes, run.dtype)
+        segment = self._segments[part.segment]
+        return segment.codec.pieces_bytes(part.sizes, segment.dtype)
 
     def is_light(self, part: Part) -> bool:
         """Return whether to decode, to add and to encode this part takes little more than to copy it."""
-        return self._runs[part.run].codec.name in ("none", "float16", "bfloat16")
+        return self._segments[part.segment].codec.name in ("none", "float16", "bfloat16")
 
     def contribution(self, part: Part) -> Buffer:
         """My values of a part, encoded; without a copy where they are sent as they are."""
-        run = self._runs[part.run]
-        values = run.mine(part)
-        if run.residual is not None:
-            return run.residual.contribution(part, values, run.codec)
-        return view_bytes(values) if run.codec.name == "none" else run.codec.encode(values, part.sizes)
+        segment = self._segments[part.segment]
+        values = segment.mine(part)
+        if segment.residual is not None:
+            return segment.residual.contribution(part, values, segment.codec)
+        return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
 
     # ------------------------------------------------------------------------------------------ from round to round
 
     def agree(self, *, on_reference: bool) -> None:
         """Begin a round, before its parts are cut: whether all that contribute have the same reference."""
-        for run in self._runs:
-            if run.reference is not None:
-                run.reference.agreed = on_reference
+        for segment in self._segments:
+            if segment.reference is not None:
+                segment.reference.agreed = on_reference
 
     def parts(self, slices: Sequence[int], part_bytes: int) -> list[Part]:
         """The parts of this round: see `Layout.parts`."""
-        return self.layout.parts(slices, part_bytes, [run.codec.name for run in self._runs])
+        return self.layout.parts(slices, part_bytes, [segment.codec.name for segment in self._segments])
 
     def check_part_bytes(self, part_bytes: int, members: int) -> None:
         """See `Layout.check_part_bytes`; also where a round has nothing to code against."""
-        codecs = [run.named.name if run.reference is None else NoCompression().name for run in self._runs]
+        lossless = NoCompression().name
+        codecs = [segment.named.name if segment.reference is None else lossless for segment in self._segments]
         self.layout.check_part_bytes(part_bytes, members, codecs)
 
     def remembers(self, part: Part) -> bool:
         """Return whether `settle` has something to do for this part."""
-        run = self._runs[part.run]
-        return run.residual is not None or run.reference is not None
+        segment = self._segments[part.segment]
+        return segment.residual is not None or segment.reference is not None
 
     def settle(self, part: Part, *, averaged_here: bool, counted: bool = True) -> None:
         """Keep the data of a committed part that the next round needs.
@@ -262,15 +264,15 @@ class Vector:
             averaged_here: whether this member made that average.
             counted: whether my values are in it.
         """
-        run = self._runs[part.run]
-        if run.residual is not None and (averaged_here or counted):
-            run.residual.settle(part, run.mine(part), run.codec, averaged_here=averaged_here)
-        if run.reference is not None:
-            run.reference.keep(part, run.piece(run.result, part))
+        segment = self._segments[part.segment]
+        if segment.residual is not None and (averaged_here or counted):
+            segment.residual.settle(part, segment.mine(part), segment.codec, averaged_here=averaged_here)
+        if segment.reference is not None:
+            segment.reference.keep(part, segment.piece(segment.result, part))
 
     def name_reference(self, name: bytes) -> None:
         """Set the reference's name: the round's id after `settle` of all parts, empty before."""
-        if any(run.reference is not None for run in self._runs):
+        if any(segment.reference is not None for segment in self._segments):
             self.reference_name = name
 
     # ------------------------------------------------------------------------------------------------- parts I own
@@ -280,9 +282,9 @@ class Vector:
 
         Earlier sums are forgotten.
         """
-        run = self._runs[part.run]
-        mine, result = run.mine(part), run.piece(run.result, part)
-        sums = result if result.dtype == sum_dtype(run.dtype) else torch.empty(part.numel, dtype=torch.float32)
+        segment = self._segments[part.segment]
+        mine, result = segment.mine(part), segment.piece(segment.result, part)
+        sums = result if result.dtype == sum_dtype(segment.dtype) else torch.empty(part.numel, dtype=torch.float32)
         if not weight:
             sums.zero_()
         elif sums.dtype == mine.dtype:
@@ -298,9 +300,9 @@ class Vector:
         Raises:
             PeerProtocolError: some are not finite, or too large to be counted with this weight.
         """
-        run = self._runs[part.run]
-        values = run.codec.decode(data, part.numel, run.dtype, part.sizes)
-        if not _summable(values, weight, run.dtype):
+        segment = self._segments[part.segment]
+        values = segment.codec.decode(data, part.numel, segment.dtype, part.sizes)
+        if not _summable(values, weight, segment.dtype):
             raise PeerProtocolError("values that are not finite, or too large")
         return values
 
@@ -310,21 +312,21 @@ class Vector:
 
     def finish(self, part: Part, total_weight: float, digests: PartDigests) -> bytes:
         """Divide, encode once, and put the decoded bytes in place. Returns the digest of the encoded average."""
-        run = self._runs[part.run]
-        result = run.piece(run.result, part)
-        if run.residual is not None:
-            wire = run.residual.average(part, self._sums.pop(part.number), total_weight, run.codec, result)
-        elif run.codec.name == "none":
+        segment = self._segments[part.segment]
+        result = segment.piece(segment.result, part)
+        if segment.residual is not None:
+            wire = segment.residual.average(part, self._sums.pop(part.number), total_weight, segment.codec, result)
+        elif segment.codec.name == "none":
             sums = self._sums.pop(part.number).div_(total_weight)
             if sums.data_ptr() != result.data_ptr():
                 result.copy_(sums)
             wire = view_bytes(result)
         else:
             sums = self._sums.pop(part.number).div_(total_weight)
-            wire = run.codec.encode(sums.to(run.dtype), part.sizes)
-            run.codec.decode_into(wire, run.dtype, result, part.sizes)
-        if run.against is not None:
-            run.against.restore(part, result)
+            wire = segment.codec.encode(sums.to(segment.dtype), part.sizes)
+            segment.codec.decode_into(wire, segment.dtype, result, part.sizes)
+        if segment.against is not None:
+            segment.against.restore(part, result)
         self._wire[part.number] = wire
         return digests.of(part.number, wire)
 
@@ -336,11 +338,11 @@ class Vector:
         """The encoded average of a part that is held here, for any member; None if it cannot be given bit by bit."""
         wire = self._wire.get(part.number)
         if wire is None:
-            run = self._runs[part.run]
-            if run.against is not None:
+            segment = self._segments[part.segment]
+            if segment.against is not None:
                 return None
-            values = run.piece(run.result, part)
-            wire = view_bytes(values) if run.codec.name == "none" else run.codec.encode(values, part.sizes)
+            values = segment.piece(segment.result, part)
+            wire = view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
             if digests.of(part.number, wire) != digest:
                 return None
         return wire
@@ -349,8 +351,8 @@ class Vector:
 
     def landing(self, part: Part) -> memoryview | None:
         """Return where the encoded average of a part may be received without a copy; None if it must be decoded."""
-        run = self._runs[part.run]
-        return view_bytes(run.piece(run.result, part)) if run.codec.name == "none" else None
+        segment = self._segments[part.segment]
+        return view_bytes(segment.piece(segment.result, part)) if segment.codec.name == "none" else None
 
     def land(self, part: Part, data: memoryview) -> None:
         """Decode a received average into place.
@@ -358,23 +360,23 @@ class Vector:
         Raises:
             PeerProtocolError: it holds values that are not finite.
         """
-        run = self._runs[part.run]
-        result = run.piece(run.result, part)
+        segment = self._segments[part.segment]
+        result = segment.piece(segment.result, part)
         self._wire.pop(part.number, None)  # of an older attempt, if it was averaged here before
-        if run.codec.name != "none":
-            run.codec.decode_into(data, run.dtype, result, part.sizes)
-            if run.against is not None:
-                run.against.restore(part, result)
+        if segment.codec.name != "none":
+            segment.codec.decode_into(data, segment.dtype, result, part.sizes)
+            if segment.against is not None:
+                segment.against.restore(part, result)
             # Bytes that can be made again by encoding need not be kept. After decoding, a difference is no longer
             # there.
-            if run.against is not None or not run.codec.idempotent(run.dtype):
+            if segment.against is not None or not segment.codec.idempotent(segment.dtype):
                 self._wire[part.number] = memoryview(bytes(data))
         if not _finite(result):
             raise PeerProtocolError("an average that is not finite")
 
     def averages(self) -> list[memoryview]:
         """The memory of all averages, in order: a peer that was not in the round gets them as they are."""
-        return [view_bytes(run.result) for run in self._runs]
+        return [view_bytes(segment.result) for segment in self._segments]
 
     def take_averages(self, data: memoryview) -> None:
         """Set all averages to those that `averages` gave at another peer.
@@ -383,11 +385,11 @@ class Vector:
             PeerProtocolError: some are not finite.
         """
         start = 0
-        for run in self._runs:
-            place = view_bytes(run.result)
+        for segment in self._segments:
+            place = view_bytes(segment.result)
             place[:] = data[start : start + place.nbytes]
             start += place.nbytes
-            if not _finite(run.result):
+            if not _finite(segment.result):
                 raise PeerProtocolError("an average that is not finite")
 
 

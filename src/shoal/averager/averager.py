@@ -12,7 +12,7 @@ groups mix and all peers come to the global average in a logarithmic number of r
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -20,12 +20,12 @@ import msgspec
 import torch
 
 from shoal.allreduce.round import Outcome, Round, RoundOptions
-from shoal.allreduce.run_buffers import RoundMemory
+from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector, describe
 from shoal.averager.group_finder import Expected, GroupFinder
 from shoal.averager.lock import TensorLock
-from shoal.averager.plan import AveragingStage, StepPlan, StepResult
-from shoal.averager.settings import MAX_GROUP, AveragerSettings
+from shoal.averager.request import AveragingStage, StepRequest, StepResult
+from shoal.averager.settings import AveragerSettings
 from shoal.averager.sharing import StateSharing
 from shoal.clock import Backoff, shielded
 from shoal.compression import CompressionBase, NoCompression, choose_codecs
@@ -33,8 +33,10 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, NobodyContributes, RoundFailed, SchemaMismatch
 from shoal.events import LocalValuesRejected, PeerDropped, RoundAborted, RoundFinished, Warned
 from shoal.matchmaking import Group
+from shoal.matchmaking.config import MAX_GROUP_SIZE
 from shoal.peer import PeerID
 from shoal.state import SharedState
+from shoal.tasks import Tasks
 from shoal.wire import Member, decode_plain
 
 __all__ = ["Averager"]
@@ -88,7 +90,7 @@ class Averager:
         self.tensors = tuple(tensors)
         chosen = codecs or choose_codecs(compression or NoCompression(), self.tensors)
         self.vector = Vector(self.tensors, describe(self.tensors, chosen), memory)
-        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP)
+        self.vector.check_part_bytes(settings.part_size_bytes, settings.target_group_size or MAX_GROUP_SIZE)
         self.group_tag = ""
         self.sharing = StateSharing(
             core, prefix, settings, lock=lock, state=state or (lambda: SharedState(metadata=None, tensors=self.tensors))
@@ -101,7 +103,7 @@ class Averager:
         self._stepping: asyncio.Task[Any] | None = None
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = Tasks(self._on_failure)
         core.rounds()  # from now on: a member that hears of a group before we do may open its streams at once
         self._finder = GroupFinder(core, prefix, settings, self.vector)
         core.leavers.append(self.leave)
@@ -124,7 +126,7 @@ class Averager:
 
     async def step(
         self,
-        plan: StepPlan | None = None,
+        request: StepRequest | None = None,
         *,
         weight: float = 1.0,
         gather: object = None,
@@ -137,12 +139,11 @@ class Averager:
         """Find a group and average once.
 
         Args:
-            plan: the plan of the step, for callers that want to change it while the step goes on; replaces `weight` and
-                `gather`.
+            request: for callers that want to change it while the step goes on; replaces `weight` and `gather`.
             weight: the weight of this peer's values: 0, or from 1e-9 to 1e12.
             gather: a MessagePack value that all members get.
-            prepare: called under the lock when the values are copied in; gives the weight, in place of the plan's, and
-                a factor for the values.
+            prepare: called under the lock when the values are copied in; gives the weight, in place of that of the
+                request, and a factor for the values.
             timeout_s: longest time for everything, retries included.
             allow_retries: after a failed round look for another group.
             expected: the peers that the group should wait for; None starts by the usual rule.
@@ -166,8 +167,8 @@ class Averager:
                 raise RoundFailed("the step before was cancelled, and did not end in time")
         if self._ending is not None or self._leaving:
             raise ClosedError("the averager was shut down")
-        plan = plan or StepPlan(weight=weight, gather=gather)
-        attempt = _Attempt(plan, prepare or (lambda: (plan.weight, 1.0)), expected, apply)
+        request = request or StepRequest(weight=weight, gather=gather)
+        attempt = _Attempt(request, prepare or (lambda: (request.weight, 1.0)), expected, apply)
         self._stepping = asyncio.current_task()
         try:
             return await self._try_until(deadline, attempt, allow_retries)
@@ -176,7 +177,7 @@ class Averager:
                 raise ClosedError("the averager was shut down") from None
             raise
         finally:
-            plan.stage = AveragingStage.FINISHED
+            request.stage = AveragingStage.FINISHED
             self._stepping = None
 
     async def _try_until(self, deadline: float, attempt: _Attempt, allow_retries: bool) -> StepResult:
@@ -185,7 +186,7 @@ class Averager:
         last: RoundFailed | None = None
         while True:
             try:
-                await attempt.plan.wait_until_ready(self.core.env.clock, deadline)
+                await attempt.request.wait_until_ready(self.core.env.clock, deadline)
                 if not self.settings.auxiliary:
                     async with self._tensors(deadline):
                         pass  # a member that cannot give its values would only keep a group waiting
@@ -215,9 +216,11 @@ class Averager:
 
     async def _try_once(self, attempt: _Attempt, deadline: float) -> StepResult | None:
         """One round; None if the step was told to begin later, before there was a group."""
-        loop, events, plan = asyncio.get_running_loop(), self.core.env.events, attempt.plan
-        search = self._finder.find(plan.gathered, tag=self.group_tag, deadline=deadline, expected=attempt.expected)
-        if (group := await plan.find(search, self.core.env.clock)) is None:
+        loop, events = asyncio.get_running_loop(), self.core.env.events
+        group = await self._finder.find(
+            attempt.request, tag=self.group_tag, deadline=deadline, expected=attempt.expected
+        )
+        if group is None:
             return None
         if not any(member.contributes for member in group.members):
             group.release()
@@ -296,7 +299,7 @@ class Averager:
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
-            self._closing = self._spawn(_finish(round_, group, orderly=orderly))
+            self._closing = self._tasks.spawn(_finish(round_, group, orderly=orderly))
             self._last_round = round_
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
@@ -306,8 +309,8 @@ class Averager:
         weight = 0.0
         if not settings.auxiliary:
             # Wait no longer than the others wait for a silent member: if we decide, they cannot go on without us.
-            async with self._tensors(min(deadline, formed + settings.sender_timeout_s), group.round_id):
-                attempt.plan.take_values()
+            async with self._tensors(min(deadline, formed + settings.silence_s), group.round_id):
+                attempt.request.take_values()
                 weight, scale = attempt.prepare()
                 bad = await shielded(self.core.env.executor.run(self.vector.copy_in, scale, weight))
             if bad is not None and weight > 0:
@@ -318,8 +321,8 @@ class Averager:
         options = RoundOptions(
             min_group_size=settings.min_group_size,
             timeout_s=max(0.001, min(deadline, formed + settings.allreduce_timeout_s) - loop.time()),
-            silence_s=settings.sender_timeout_s,
-            reducer_silence_s=settings.reducer_timeout_s,
+            silence_s=settings.silence_s,
+            reducer_silence_s=settings.reducer_silence_s,
         )
         try:
             return Round(self.core.rounds(), group, self.vector, weight=weight, options=options)
@@ -335,7 +338,7 @@ class Averager:
     async def _close_last_round(self) -> None:
         """Close the last round: until now it gave its averages to members that were left out."""
         if self._closing is not None:
-            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_task_done` tells its errors
+            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_on_failure` tells its errors
             self._closing = None
         if self._last_round is not None:
             await self._last_round.close(orderly=False)
@@ -368,21 +371,8 @@ class Averager:
 
     # ------------------------------------------------------------------------------------------------------ closing
 
-    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
-        async def run() -> None:
-            await work
-
-        task = asyncio.get_running_loop().create_task(run())
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
-        return task
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.core.env.events.emit(
-                Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}")
-            )
+    def _on_failure(self, error: BaseException) -> None:
+        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}"))
 
     async def leave(self, grace_s: float) -> None:
         """Begin nothing new, and close: a search ends at once, a round in progress may go on for `grace_s` seconds."""
@@ -402,8 +392,7 @@ class Averager:
             self.core.leavers.remove(self.leave)
             self.sharing.disable()
             self._finder.stop_serving()
-            self._ending = asyncio.get_running_loop().create_task(self._end())
-            self._ending.add_done_callback(self._task_done)
+            self._ending = self._tasks.spawn(self._end())
         await asyncio.wait({self._ending}, timeout=timeout_s)  # the rest of it goes on, and holds memory
 
     async def _end(self) -> None:
@@ -412,16 +401,14 @@ class Averager:
             self._stepping.cancel()
             await asyncio.wait({self._stepping})
         await asyncio.gather(self._close_last_round(), return_exceptions=True)
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.cancel()
         await self._finder.close()
 
 
 class _Attempt(msgspec.Struct, frozen=True):
     """The values that all attempts of one step share."""
 
-    plan: StepPlan
+    request: StepRequest
     prepare: Prepare
     expected: Expected | None
     apply: Apply | None

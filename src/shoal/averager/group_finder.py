@@ -2,7 +2,7 @@
 
 With group bits a search lasts one window, and after a search without a group the bits are drawn anew: otherwise peers
 that are left under different keys would wait there for each other for ever. Without bits all peers have the same key,
-and one search goes on as long as there is time.
+and one search goes on as long as there is time. A search is given up when its step is to begin later now.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from shoal.allreduce.load_balancing import balance
 from shoal.allreduce.partition import first_difference
 from shoal.allreduce.vector import Vector
 from shoal.averager.directory import DhtDirectory
+from shoal.averager.request import AveragingStage, StepRequest
 from shoal.averager.settings import AveragerSettings
 from shoal.core import PeerCore
 from shoal.errors import RoundFailed, SchemaMismatch
-from shoal.matchmaking import Group, GroupBits, Matchmaker
+from shoal.matchmaking import Group, GroupBits, JoinTerms, Matchmaker
 from shoal.peer import PeerID
 from shoal.wire import Member
 
@@ -45,24 +46,17 @@ class GroupFinder:
 
     def __init__(self, core: PeerCore, prefix: str, settings: AveragerSettings, vector: Vector) -> None:
         self._prefix, self._settings, self._vector = prefix, settings, vector
-        self._me, self._schema = core.peer_id, vector.layout.schema
+        self._me, self._clock, self._schema = core.peer_id, core.env.clock, vector.layout.schema
         self.bits = GroupBits(settings.group_bits, target_group_size=settings.target_group_size, rng=core.env.rng)
         self.looking = False
         self._matchmaker = Matchmaker(
             core.endpoint,
             core.env,
             DhtDirectory(core.node, core.endpoint, timeout_s=0.8 * settings.request_timeout_s),
+            settings,
             prefix=prefix,
-            schema=self._schema,
-            settings=dict(settings.settings),
-            compare_schema=self._compare_schema,
+            terms=JoinTerms(self._schema, settings.settings, self._compare_schema),
             plan=self._plan,
-            target_group_size=settings.target_group_size,
-            min_group_size=settings.min_group_size,
-            window_s=settings.averaging_expiration_s,
-            request_timeout_s=settings.request_timeout_s,
-            client_mode=settings.client_mode,
-            auxiliary=settings.auxiliary,
         )
 
     def _compare_schema(self, theirs: bytes, peer: PeerID) -> str | None:
@@ -82,11 +76,11 @@ class GroupFinder:
         slices = [size for _, size in sorted(zip(order, sizes, strict=True))]
         return slices, self._settings.part_size_bytes
 
-    async def find(self, gathered: bytes, *, tag: str, deadline: float, expected: Expected | None) -> Group:
-        """Find a group, which its owner must `release`.
+    async def find(self, request: StepRequest, *, tag: str, deadline: float, expected: Expected | None) -> Group | None:
+        """Find a group, which its owner must `release`; None if the step is to begin later now.
 
         Args:
-            gathered: our value for all other members.
+            request: the step.
             tag: only peers with the same one meet.
             deadline: loop time at which the search ends.
             expected: the peers that the group should wait for; None starts by the usual rule.
@@ -96,7 +90,33 @@ class GroupFinder:
             SchemaMismatch: only peers with other tensors or settings were met.
             ClosedError: this was closed meanwhile.
         """
-        loop, window_s = asyncio.get_running_loop(), self._settings.averaging_expiration_s
+        if request.early_s(self._clock) > 0:
+            return None
+        request.stage = AveragingStage.LOOKING_FOR_GROUP
+        loop, scope = asyncio.get_running_loop(), asyncio.timeout(None)
+
+        async def give_up() -> None:
+            await request.wait_until_postponed(self._clock)
+            scope.reschedule(loop.time())
+
+        watcher = loop.create_task(give_up())
+        try:
+            async with scope:
+                group = await self._search(request.gathered, tag, deadline, expected)
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            return None
+        finally:
+            watcher.cancel()
+        if not request.take_group(self._clock):  # postponed in this moment
+            group.release()
+            return None
+        request.stage = AveragingStage.RUNNING_ALLREDUCE
+        return group
+
+    async def _search(self, gathered: bytes, tag: str, deadline: float, expected: Expected | None) -> Group:
+        loop, window_s = asyncio.get_running_loop(), self._settings.window_s
         searches = 0
         self.looking = True
         try:
@@ -108,8 +128,6 @@ class GroupFinder:
                         group_key=f"{self._prefix}.0b{bits}{tag}",
                         gathered=gathered,
                         reference=self._vector.reference_name,
-                        bandwidth=self._settings.bandwidth,
-                        window_s=window_s,
                         deadline_s=max(0.001, deadline - began),
                         one_window=bool(bits),
                         expected=expected,

@@ -48,7 +48,7 @@ class Turn(queue.SimpleQueue[object]):
     def __enter__(self) -> bool:
         """Wait; False, without the lock, if others had it all that time."""
         try:
-            return self.come()
+            return self.wait_in_line()
         except BaseException:
             self.leave()
             raise
@@ -66,7 +66,7 @@ class Turn(queue.SimpleQueue[object]):
         """Leave the line. A second call has no effect."""
         self.put(None)
 
-    def come(self) -> bool:
+    def wait_in_line(self) -> bool:
         """Join the line, and wait there; returns whether the place became the first."""
         waited_s = 0.0
         for pause_s in self.pauses():
@@ -74,10 +74,10 @@ class Turn(queue.SimpleQueue[object]):
                 break
             waited_s += pause_s
             time.sleep(pause_s)
-        return self.stands()
+        return self.claim()
 
-    def stands(self) -> bool:
-        """Whether the place is the first in the line; if not, it leaves."""
+    def claim(self) -> bool:
+        """Leave the line unless the place is the first in it; returns whether it is."""
         if first(self._line) is self:
             return True
         self.leave()
@@ -120,7 +120,7 @@ class TensorLock:
         return "" if turn is None else turn.holder
 
     @property
-    def mine(self) -> bool:
+    def held_by_this_thread(self) -> bool:
         """Whether the calling thread has the lock, by `holding`."""
         turn = first(self._line)
         return turn is not None and turn.thread == threading.get_ident()
@@ -151,6 +151,6 @@ class TensorLock:
                 if loop.time() >= until:
                     break
                 await asyncio.sleep(min(pause_s, until - loop.time()))
-            yield turn.stands()
+            yield turn.claim()
         finally:
             turn.leave()

@@ -1,6 +1,7 @@
 """How an averager finds groups and averages: every number, and every relation between them, checked in one place.
 
-Messages use the names that users of `DecentralizedAverager` give (`request_timeout`), fields the house's (`_s`).
+Messages use the names that users of `DecentralizedAverager` give (`averaging_expiration`); fields have the house's
+names (`window_s`).
 """
 
 from __future__ import annotations
@@ -8,40 +9,32 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import msgspec
-
 from shoal.allreduce.partition import MAX_PART_BYTES, MIN_PART_BYTES
 from shoal.averager.timeouts import TIMEOUTS, check_timeouts
 from shoal.errors import ConfigError
+from shoal.matchmaking import MatchmakingConfig
+from shoal.matchmaking.config import MAX_GROUP_SIZE
 
-__all__ = ["MAX_GROUP", "AveragerSettings", "check_group_bits"]
+__all__ = ["AveragerSettings", "check_group_bits"]
 
-MAX_GROUP = 256
 _MAX_BITS = 64
 _MAX_DECLARE_STATE_PERIOD_S = 1800.0
 """A declaration holds for two periods, and the DHT keeps a record for an hour."""
 
 
-class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How an averager finds groups and averages. Checked by `Averager`.
+class AveragerSettings(MatchmakingConfig, frozen=True, kw_only=True):
+    """How an averager finds groups (`MatchmakingConfig`) and averages. Checked by `Averager`.
 
     Attributes:
-        target_group_size: a group starts at once when it has this many members, at least 2; None for no limit.
-        min_group_size: no group is smaller, and a round that loses more members fails.
-        averaging_expiration_s: how long one search for a group lasts before it starts again; at most 1800.
-        request_timeout_s: longest wait for another peer's answer while searching.
         averaging_alpha: tensors move this fraction of the way to the average, 0 < alpha <= 1.
         part_size_bytes: the vector is sent in parts of at most this size, as encoded.
         allreduce_timeout_s: longest time from the group to the verdict.
-        sender_timeout_s: a member that sends nothing for this long, while it owes values, is left out.
-        reducer_timeout_s: a member that moves nothing for this long, while it owes averages, is left out by the
-            coordinator (which allows 2 s more for its reports); None: twice `sender_timeout_s`. It must be more than
-            `sender_timeout_s`: an owner may be waiting for a sender.
+        silence_s: a member that sends nothing for this long, while it owes values, is left out.
+        reducer_silence_s: a member that moves nothing for this long, while it owes averages, is left out by the
+            coordinator (which allows 2 s more for its reports); None: twice `silence_s`. It must be more than
+            `silence_s`: a reducer may be waiting for a sender.
         next_chunk_timeout_s: a donor of state that sends nothing for this long is left for another one; at least 2.
-        bandwidth: bytes per second of this peer; None if not known; 0 reduces nothing.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.
-        auxiliary: this peer reduces for others; its own tensors are neither read nor changed.
-        client_mode: this peer cannot be dialed.
         group_bits: which of several groups, at most 64 of `0` and `1`; drawn anew after each round, and after each
             search without a group, unless empty.
         declare_state_period_s: how often a donor declares itself; at most 1800.
@@ -50,20 +43,13 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
         settings: named values that must be equal on all peers; a difference is refused by name.
     """
 
-    target_group_size: int | None = None
-    min_group_size: int = 2
-    averaging_expiration_s: float = 15.0
-    request_timeout_s: float = 3.0
     averaging_alpha: float = 1.0
     part_size_bytes: int = 1 << 20
     allreduce_timeout_s: float = 120.0
-    sender_timeout_s: float = 5.0
-    reducer_timeout_s: float | None = None
+    silence_s: float = 5.0
+    reducer_silence_s: float | None = None
     next_chunk_timeout_s: float = 5.0
-    bandwidth: float | None = None
     min_vector_size: int = 0
-    auxiliary: bool = False
-    client_mode: bool = False
     group_bits: str = ""
     declare_state_period_s: float = 30.0
     fresh_state_s: float | None = None
@@ -71,7 +57,7 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def check(self) -> None:
         """Raise `ConfigError` for the first invalid value, or the first two that do not fit each other."""
-        check_timeouts({name: getattr(self, f"{name}_s") for name in TIMEOUTS})
+        check_timeouts({name: getattr(self, field) for name, field in TIMEOUTS.items()})
         period, most = self.declare_state_period_s, _MAX_DECLARE_STATE_PERIOD_S
         _need(_number(period) and 0 < period < math.inf, "declare_state_period", period, "a number of seconds above 0")
         _need(period <= most, "declare_state_period", period, f"at most {most:g} seconds")
@@ -103,13 +89,18 @@ class AveragerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def _check_sizes(self) -> None:
         size, least = self.target_group_size, self.min_group_size
-        _need(_whole(least) and 1 <= least <= MAX_GROUP, "min_group_size", least, f"a whole number, 1 to {MAX_GROUP}")
+        _need(
+            _whole(least) and 1 <= least <= MAX_GROUP_SIZE,
+            "min_group_size",
+            least,
+            f"a whole number, 1 to {MAX_GROUP_SIZE}",
+        )
         if size is not None:
             _need(
-                _whole(size) and 2 <= size <= MAX_GROUP,
+                _whole(size) and 2 <= size <= MAX_GROUP_SIZE,
                 "target_group_size",
                 size,
-                f"None (no limit), or a whole number from 2 to {MAX_GROUP}",
+                f"None (no limit), or a whole number from 2 to {MAX_GROUP_SIZE}",
             )
             if least > size:
                 raise ConfigError(

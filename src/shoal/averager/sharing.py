@@ -17,6 +17,7 @@ from shoal.core import PeerCore
 from shoal.errors import ClosedError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.state import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
+from shoal.tasks import Tasks
 
 __all__ = ["StateSharing"]
 
@@ -50,6 +51,7 @@ class StateSharing:
         self.priority = 0.0
         self._version = 0
         self._donor: StateDonor | None = None
+        self._tasks = Tasks(self._on_failure)
         self._declaring: asyncio.Task[None] | None = None
 
     @property
@@ -64,8 +66,7 @@ class StateSharing:
             self._donor = StateDonor(
                 core.endpoint, core.env, self._prefix, self._hold_state, self._state_version, pacer=core.pacer()
             )
-            self._declaring = asyncio.get_running_loop().create_task(self._declare_loop())
-            self._declaring.add_done_callback(self._declaring_ended)
+            self._declaring = self._tasks.spawn(self._declare_loop())
 
     def disable(self) -> None:
         """Stop giving the state at once."""
@@ -74,10 +75,8 @@ class StateSharing:
             self._declaring.cancel()
             self._donor = self._declaring = None
 
-    def _declaring_ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            message = f"{type(error).__name__}: {error}"
-            self._core.env.events.emit(Warned(where=f"state of {self._prefix}", message=message))
+    def _on_failure(self, error: BaseException) -> None:
+        self._core.env.events.emit(Warned(where=f"state of {self._prefix}", message=f"{type(error).__name__}: {error}"))
 
     def changed(self) -> None:
         """Tell that the state has changed: peers that ask from now on get a new copy."""

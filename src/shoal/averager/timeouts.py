@@ -24,21 +24,24 @@ _MIN_SILENCE_S = 1.0
 _MIN_NEXT_CHUNK_S = 2.0
 """Donors hold a piece of their state for 1.5 s while they average."""
 
-TIMEOUTS = (
-    "averaging_expiration",
-    "request_timeout",
-    "allreduce_timeout",
-    "sender_timeout",
-    "reducer_timeout",
-    "next_chunk_timeout",
+TIMEOUTS: Mapping[str, str] = MappingProxyType(
+    {
+        "averaging_expiration": "window_s",
+        "request_timeout": "request_timeout_s",
+        "allreduce_timeout": "allreduce_timeout_s",
+        "sender_timeout": "silence_s",
+        "reducer_timeout": "reducer_silence_s",
+        "next_chunk_timeout": "next_chunk_timeout_s",
+    }
 )
+"""The users' names of the time limits, and the fields of `AveragerSettings`."""
 _AS_THEY_ARE: Mapping[str, str] = MappingProxyType({})
 
 
 def choose_timeouts(
     given: Mapping[str, float | None], *, names: Mapping[str, str] = _AS_THEY_ARE, round_s: float = _ROUND_S
 ) -> dict[str, float | None]:
-    """All time limits of `AveragerSettings`, by its names.
+    """All time limits of `AveragerSettings`, by the names of its fields.
 
     Args:
         given: the limits by the names of `DecentralizedAverager`; a missing one or None follows from the others.
@@ -58,13 +61,13 @@ def choose_timeouts(
     if request is None:
         request = min(_REQUEST_S, expiration / 2)
     if sender is None:
-        # A round needs time for a sender that falls silent, and then for an owner that was waiting for it.
+        # A round needs time for a sender that falls silent, and then for a reducer that was waiting for it.
         most = min((allreduce or math.inf) / 3, (reducer or math.inf) / 2)
         sender = max(_MIN_SILENCE_S, min(chunk or _SILENCE_S, most))
     if allreduce is None:
         allreduce = max(round_s, 2 * (reducer or 2 * sender))
     chosen = (expiration, request, allreduce, sender, reducer, chunk or _SILENCE_S)
-    return {f"{name}_s": value for name, value in zip(TIMEOUTS, chosen, strict=True)}
+    return dict(zip(TIMEOUTS.values(), chosen, strict=True))
 
 
 def check_timeouts(limits: Mapping[str, float | None], *, names: Mapping[str, str] = _AS_THEY_ARE) -> None:

@@ -1,7 +1,8 @@
 """The command line: `shoal demo | dht | status | key | plan | debug`.
 
-`app` has the command itself and says how errors end; each subcommand has a module of its own. Slow modules (msgspec,
-asyncio, rich, the demo) are imported when a subcommand runs, so that `--help` answers at once; torch is never imported.
+`app` has the command itself, and turns errors into exit codes. Each subcommand has a module of its own. Slow modules
+(msgspec, asyncio, rich, the demo) are imported when a subcommand runs, so that `--help` answers at once. torch is never
+imported.
 
 =====  ================================================================
 exit   meaning

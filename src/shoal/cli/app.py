@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit.
 
     Args:
-        arguments: without the name of the program; None takes those of the process.
+        arguments: the arguments without the name of the program; None: those of the process.
 
     Raises:
         SystemExit: always; the codes are in `shoal.cli`.

@@ -58,7 +58,7 @@ def _remote(invite: str, last: int, timeout_s: float) -> Trace:
 
     addresses = parse_peers(invite)
     if not addresses:
-        raise ConfigError(f"{invite!r} names no peer")
+        raise ConfigError(f"{invite!r} names no peer: give an invite, or the address of a peer")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout_s) as dht:
         endpoint = dht.core().endpoint
 
@@ -76,7 +76,7 @@ def _remote(invite: str, last: int, timeout_s: float) -> Trace:
 
 
 def to_dict(trace: Trace, last: int = 1000) -> dict[str, Any]:
-    """Everything, for JSON."""
+    """The whole trace, for JSON."""
     return {
         "peer_id": str(trace.peer),
         "pid": trace.pid or None,
@@ -94,7 +94,7 @@ def _fields(entry: TraceEntry) -> dict[str, Any]:
 
 
 def lines_of(trace: Trace, last: int = 1000) -> list[str]:
-    """A time line for people: seconds before now, the event, the peer."""
+    """A line for each event, for people: seconds before now, the event, the peer."""
     entries = trace.entries[-last:]
     began = time.strftime("%H:%M:%S", time.localtime(trace.began))
     process = f", process {trace.pid}" if trace.pid else ""
@@ -110,7 +110,7 @@ def _line(entry: TraceEntry, now_s: float) -> str:
 
 
 def _short(value: object) -> str:
-    """Peers by their short names, round ids by their first digits, numbers with three places."""
+    """A value for people: peers by their short names, round ids by their first digits, numbers with three places."""
     if isinstance(value, list):
         return "[" + " ".join(map(_short, value)) + "]"
     if isinstance(value, float):

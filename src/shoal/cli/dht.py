@@ -1,7 +1,7 @@
-"""`shoal dht`: a peer that trains nothing, and by which others find each other.
+"""`shoal dht`: a peer that trains nothing, through which others find each other.
 
-Scripts need the invite: it is the one line on stdout. Information for people goes to stderr. Everything is printed by
-the main thread: a terminal that does not take more output must not hold up the peer.
+Scripts need the invite: it is the only line on stdout. Information for people goes to stderr. The main thread prints
+everything: a terminal that does not take more output must not hold up the peer.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def dht(
     invite_file: Path | None,
     quiet: bool,
 ) -> None:
-    """Run a bootstrap peer: prints one invite that others join by, and stays until Ctrl+C."""
+    """Run a bootstrap peer: print an invite with which others join, and stay until Ctrl+C."""
     from shoal.runtime.dht import DHT
 
     places = [maddr_of(*_host_and_port(announce))] if announce else []
@@ -119,7 +119,7 @@ def _leave_on_signal(news: queue.SimpleQueue[Event | None]) -> Iterator[None]:
 
 
 def _host_and_port(announce: str) -> tuple[str, int]:
-    """`HOST`, `HOST:PORT` or `[IPV6]:PORT`; port 0 stands for the one that we listen on."""
+    """Read `HOST`, `HOST:PORT` or `[IPV6]:PORT`. Port 0 stands for the port on which we listen."""
     host, port = announce, "0"
     if announce.startswith("[") and "]" in announce:
         host, _, rest = announce[1:].partition("]")
@@ -132,7 +132,7 @@ def _host_and_port(announce: str) -> tuple[str, int]:
 
 
 def maddr_of(host: str, port: int) -> str:
-    """Where to listen, as `shoal.DHT` takes it. Raises `ConfigError` for text that is no host."""
+    """The address to listen on, as `shoal.DHT` takes it. Raises `ConfigError` for a text that is no host."""
     if "/" in host or not host:
         raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
     try:
@@ -143,7 +143,7 @@ def maddr_of(host: str, port: int) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write the whole file or nothing: a reader never sees half an invite."""
+    """Write the whole file or nothing, so that a reader never sees half an invite."""
     from shoal.runtime.files import replace_file
 
     try:

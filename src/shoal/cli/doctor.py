@@ -1,7 +1,7 @@
-"""`shoal doctor`: finds what keeps this machine from training with others; each line has a verdict and a remedy.
+"""`shoal doctor`: finds what keeps this machine from training with others. Each line has a verdict and a remedy.
 
 Without an invite it looks at this machine. With one it joins the network for some seconds, as a training peer would,
-and asks the peers that it meets: whether they can dial this machine, the time of their clocks, how fast they take
+and asks the peers that it meets: whether they can dial this machine, what time their clocks show, how fast they take
 bytes.
 """
 
@@ -34,10 +34,10 @@ _ANSWER_S = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        verdict: `ok`, `so-so` or `bad`; empty where it could not be told.
+        verdict: `ok`, `so-so` or `bad`; empty if this could not be found out.
         what: the thing that was checked.
         text: the finding, and the remedy.
     """
@@ -58,7 +58,7 @@ class Finding:
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
-    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # the report says all that it would warn of
+    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # the report says all that the log would
     bad = False
     for finding in _all(invite, host, port, run_id, timeout):
         click.echo(str(finding))
@@ -98,7 +98,7 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
 
 
 def look_at_machine() -> Iterator[Finding]:
-    """Versions, descriptors, memory."""
+    """Look at versions, descriptors and memory."""
     from shoal.version import __version__
     from shoal.wire import PROTOCOL_VERSION
 
@@ -140,7 +140,7 @@ def _memory() -> Finding:
 
 
 def look_at_port(dht: DHT) -> Iterator[Finding]:
-    """The address where a peer listens here, and the one it announces."""
+    """Look at the address where a peer listens here, and the one that it announces."""
     from shoal.transport.sockets import is_loopback
 
     listens_at = dht.core().endpoint.listens_at[0]
@@ -156,7 +156,7 @@ def look_at_port(dht: DHT) -> Iterator[Finding]:
 
 
 def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Finding]:
-    """The way to each peer of the invite, the way back, clocks, and how fast a peer takes bytes."""
+    """Look at the way to each peer of the invite, the way back, clocks, and how fast a peer takes bytes."""
     core = dht.core()
     for address in addresses:
         took_s = dht.loop_thread.run(_way_there(core, address), 2 * _ANSWER_S)
@@ -237,7 +237,7 @@ async def _speed(core: PeerCore) -> Finding:
 
 
 def look_at_run(dht: DHT, run_id: str | None) -> Iterator[Finding]:
-    """The peers that train the run, and its settings, which must be equal here."""
+    """Look at the peers that train the run, and at its settings, which must be equal here."""
     from shoal.cli.status import read_run, summary_of
 
     if not run_id:

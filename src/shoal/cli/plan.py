@@ -78,7 +78,7 @@ def _table(found: Sequence[Cost]) -> Table:
 
 
 def size_of(nbytes: float) -> str:
-    """Bytes as people say them: three digits or so, and a decimal unit."""
+    """A number of bytes for people: about three digits, and a decimal unit."""
     for unit, name in _UNITS:
         if nbytes >= unit:
             value = nbytes / unit

@@ -1,9 +1,9 @@
 """`shoal status`: the peers that train in a run, and their progress.
 
 It joins the network as a client, reads the entries that the peers of the run publish (`shoal.wire.Progress`, in the DHT
-under `RUN_ID_progress`), and asks each peer for a sign of life. A peer that gives none, and has not renewed its entry
-for some seconds either, is gone, and is left out. An entry is shown as its peer wrote it; unreadable entries are left
-out.
+under `RUN_ID_progress`), and asks each peer for a sign of life. It leaves out a peer that gives none and has not
+renewed its entry for some seconds: that peer is gone. An entry is shown as its peer wrote it; unreadable entries are
+left out.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ __all__ = ["RunStatus", "read_run", "status", "summary_of", "table_of"]
 EXIT_NOT_FOUND = 3
 _ANSWER_S = 2.0
 _RENEWED_S = 3.0
-"""Peers renew their entries every two seconds."""
+"""An entry that is older was not renewed: peers renew their entries every two seconds."""
 
 _WATCH_S = 2.0
 _MOST = 1e18
-"""Samples a second: larger numbers count as this, so that sums stay finite."""
+"""The highest rate that counts, samples a second, so that sums stay finite."""
 
 _ABSURD = 1e12
-"""Numbers from here on are shown rounded."""
+"""Numbers from this one on are shown rounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class RunStatus:
     """A run as its peers describe it.
 
     Attributes:
-        run_id: its name.
+        run_id: the run's name.
         peers: the entry of each peer, the best state first.
-        answering: the ids of those that gave a sign of life.
+        answering: the ids of the peers that gave a sign of life.
     """
 
     run_id: str
@@ -56,7 +56,7 @@ class RunStatus:
 
     @property
     def best(self) -> Progress:
-        """A peer at the state that the others catch up with."""
+        """A peer at the best state, to which the others catch up."""
         return self.peers[0]
 
     @property
@@ -65,17 +65,17 @@ class RunStatus:
         return tuple(peer for peer in self.peers if peer.digest == self.best.digest)
 
     def differs(self, peer: Progress) -> bool:
-        """Whether it is at the best state by name, and its parameters were others at the last check."""
+        """Whether a peer is at the best state by name, but had other parameters at the last check."""
         return peer in self.together and peer.check is not None and peer.check[2] != self._state_at(peer.check[0])
 
     def _state_at(self, epoch: int) -> bytes | None:
-        """The digest that most peers at the best state have found at the check of this epoch."""
+        """The digest of parameters that most peers at the best state found at the check of this epoch."""
         found = [peer.check[2] for peer in self.together if peer.check is not None and peer.check[0] == epoch]
         return max(sorted(set(found)), key=found.count, default=None)
 
     @property
     def checked(self) -> str | None:
-        """The result of the last check of the parameters, of the peers at the best state; None if there was none."""
+        """The result of the last check of the parameters by the peers at the best state; None if there was none."""
         checks = [peer.check for peer in self.together if peer.check is not None]
         if not checks:
             return None
@@ -90,17 +90,17 @@ class RunStatus:
 
     @property
     def samples(self) -> int:
-        """Samples accumulated for the next step."""
+        """The samples accumulated for the next step."""
         return sum(peer.samples for peer in self.together)
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of all peers."""
+        """The rate of all peers together, samples per second."""
         return sum(map(_rate, self.peers))
 
     @property
     def target_batch_size(self) -> int | None:
-        """Samples in one step; None if the peers do not say."""
+        """The samples of one step; None if the peers do not say."""
         text = self.best.settings.get("target_batch_size", "")
         return int(text) if text.isdecimal() and len(text) < 16 else None
 
@@ -116,7 +116,7 @@ class RunStatus:
         return _rate(peer) / self.samples_per_s if self.samples_per_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, for JSON."""
+        """The whole status, for JSON."""
         return {
             "run_id": self.run_id,
             "epoch": self.best.epoch,
@@ -216,9 +216,9 @@ def read_run(dht: DHT, run_id: str, *, lost: frozenset[str] = frozenset()) -> Ru
     """Read the progress of a run's peers from the network; None if there are none.
 
     Args:
-        dht: reads it.
-        run_id: names the run.
-        lost: peers whose link was lost a moment ago: they need not be waited for.
+        dht: the peer that reads.
+        run_id: the run's name.
+        lost: peers whose link was lost a moment ago, so that they are not waited for.
     """
     import asyncio
 
@@ -260,7 +260,7 @@ def _decode(entries: object) -> list[Progress]:
 
 
 async def _answering(core: PeerCore, peers: Sequence[Progress]) -> list[str]:
-    """The ids of those that answer a ping."""
+    """The ids of the peers that answer a ping."""
     import asyncio
 
     from shoal.errors import PeerError
@@ -278,7 +278,7 @@ async def _answering(core: PeerCore, peers: Sequence[Progress]) -> list[str]:
 
 
 def table_of(found: RunStatus) -> Table:
-    """One row for each peer."""
+    """A table with a row for each peer."""
     from rich.table import Table
     from rich.text import Text
 
@@ -336,7 +336,7 @@ def _rate(peer: Progress) -> float:
 
 
 def _short(number: float) -> str:
-    """A text of a peer, in a few printable characters."""
+    """A peer's text in a few printable characters."""
     if number >= _ABSURD:
         return f"{number:.1e}"
     return str(number) if isinstance(number, int) else f"{number:.1f}"

@@ -1,4 +1,4 @@
-"""How tensor values become bytes: codecs, chosen per tensor and named on the wire.
+"""How tensor values become bytes: codecs, which are chosen for each tensor and named on the wire.
 
 `base` defines a codec and its promises, `memory` sees tensors as bytes without copies. `floating` has the codecs that
 convert each element by itself. Codecs whose elements share a scale or a codebook build on `packed`: `scaled`,

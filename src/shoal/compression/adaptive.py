@@ -1,8 +1,8 @@
-"""Codecs that are none: they choose one for each tensor, by its size, its role or its key.
+"""Codecs that only choose another one for each tensor, by its size, its role or its key.
 
-`choose` returns the concrete codec, whose name goes on the wire; if the chosen codec is of this kind itself, it chooses
-in its turn. They choose only by the `CompressionInfo`, so that peers with equal tensors agree. Argument names are those
-of hivemind 1.1.12.
+`choose` returns the concrete codec, whose name goes on the wire. If the chosen codec is of this kind itself, it chooses
+in its turn. The choice follows from the `CompressionInfo` alone, so peers with equal tensors agree. Argument names are
+those of hivemind 1.1.12.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class AdaptiveCompression(CompressionBase):
 
     @abstractmethod
     def pick(self, info: CompressionInfo) -> CompressionBase:
-        """The codec for this tensor, which may be another one that chooses."""
+        """The codec for this tensor, which may itself be one that chooses."""
 
     def choose(self, info: CompressionInfo) -> CompressionBase:
         """The concrete codec for this tensor.
 
         Raises:
-            ConfigError: there is none for its key, or no codec can send its dtype.
+            ConfigError: there is no codec for the tensor's key, or none can send its dtype.
         """
         return self.pick(info).choose(info)
 
@@ -75,7 +75,7 @@ class SizeAdaptiveCompression(AdaptiveCompression):
         greater_equal: codec for the others.
 
     Raises:
-        ConfigError: an argument is no such number or no codec.
+        ConfigError: `threshold` is no such number, or another argument is no codec.
     """
 
     def __init__(self, threshold: int, less: CompressionBase, greater_equal: CompressionBase) -> None:
@@ -140,7 +140,7 @@ class PerTensorCompression(AdaptiveCompression):
         tensor_compressions: a mapping from keys to codecs, or a sequence where the key is the position.
 
     Raises:
-        ConfigError: it is neither, or holds other values than codecs.
+        ConfigError: the argument is neither, or holds values that are no codecs.
     """
 
     def __init__(self, tensor_compressions: Sequence[CompressionBase] | Mapping[str | int, CompressionBase]) -> None:
@@ -173,9 +173,9 @@ def choose_codecs(
     A value that is not a tensor keeps `codec`: it is refused when the tensors are described.
 
     Args:
-        codec: chooses.
-        tensors: in order.
-        role: the role of all of them.
+        codec: the codec that chooses.
+        tensors: the tensors, in order.
+        role: the role of all tensors.
     """
     return [
         codec.choose(CompressionInfo.from_tensor(tensor, key=key, role=role))

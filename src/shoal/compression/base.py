@@ -49,7 +49,7 @@ __all__ = [
 ]
 
 MAX_NAME = 64
-"""Characters."""
+"""The longest name of a codec, characters."""
 
 _SHOWN = 48
 _FEW_BYTES = 1 << 16
@@ -106,7 +106,7 @@ class CompressionInfo:
 
 
 class CompressionBase(ABC):
-    """Base of all codecs. Codecs are values: equal if their names are.
+    """Base of all codecs. Codecs are values: two are equal if their names are.
 
     Attributes:
         has_scales: whether the code of an element may depend on the size of its neighbours, so that pieces of several
@@ -135,14 +135,14 @@ class CompressionBase(ABC):
 
     @abstractmethod
     def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Exact size of the encoding of `numel` elements of `dtype`."""
+        """The exact size of the encoding of `numel` elements of `dtype`, bytes."""
 
     @abstractmethod
     def error_bound(self, values: torch.Tensor) -> torch.Tensor:
-        """Upper bound of |decoded - value| for each element (float64), if all values are finite.
+        """An upper bound of |decoded - value| for each element (float64), if all values are finite.
 
-        It holds for what `decode` returns; `decode_into` a narrower dtype adds the rounding to that. A codec that keeps
-        elements apart holds it wherever the value is finite.
+        The bound holds for the result of `decode`; `decode_into` a narrower dtype adds the rounding to that dtype. A
+        codec that keeps elements apart holds it for each finite value.
         """
 
     @abstractmethod
@@ -154,16 +154,16 @@ class CompressionBase(ABC):
 
     @abstractmethod
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
-        """Fill `out`, which has the right size and is not empty."""
+        """Encode to `out`, which has the right size and is not empty."""
 
     @abstractmethod
     def _decode(self, data: memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The `numel` values in `data`, which has the right size and is not empty."""
 
     def choose(self, info: CompressionInfo) -> CompressionBase:
-        """The codec for this tensor: this one where it supports the dtype, else none at all.
+        """The codec for this tensor: this one if it supports the dtype, otherwise `NoCompression`.
 
-        Integer tensors (step counters, masks) thus stay exact under any codec.
+        So integer tensors (step counters, masks) stay exact under any codec.
 
         Raises:
             ConfigError: no codec can send this dtype.
@@ -172,26 +172,26 @@ class CompressionBase(ABC):
         return self if self.supports(info.descriptor.dtype) else codec_by_name("none")
 
     def pieces_bytes(self, sizes: Sequence[int], dtype: torch.dtype) -> int:
-        """Exact size of the encoding of pieces of tensors that have so many elements each."""
+        """The exact size of the encoding of pieces of tensors that have so many elements each, bytes."""
         if not self.has_scales:
             return self.encoded_bytes(sum(sizes), dtype)
         return sum(self.encoded_bytes(size, dtype) for size in sizes)
 
     def pieces_bound(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """`error_bound` of values that are such pieces, one after another."""
+        """The `error_bound` of values that are such pieces, one after another."""
         if not self.has_scales:
             return self.error_bound(values)
         return torch.cat([self.error_bound(piece) for piece in torch.split(values, list(sizes))])
 
     def _encode_pieces(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        """As `_encode`, of pieces of several tensors; `values` is 1-D."""
+        """Encode pieces of several tensors, as `_encode`; `values` is 1-D."""
         stop = 0
         for piece in torch.split(values, list(sizes)):
             start, stop = stop, stop + self.encoded_bytes(piece.numel(), piece.dtype)
             self._encode(piece, out[start:stop])
 
     def _decode_pieces(self, data: memoryview, dtype: torch.dtype, sizes: tuple[int, ...]) -> torch.Tensor:
-        """As `_decode`, of pieces of several tensors."""
+        """Decode pieces of several tensors, as `_decode`."""
         stop, pieces = 0, []
         for size in sizes:
             start, stop = stop, stop + self.encoded_bytes(size, dtype)
@@ -199,13 +199,13 @@ class CompressionBase(ABC):
         return torch.cat(pieces)
 
     def encode_into(self, values: torch.Tensor, out: memoryview, sizes: Sequence[int] = ()) -> None:
-        """Encode a tensor. Any shape, strides and device; elements in row-major order.
+        """Encode a tensor of any shape, strides and device, in row-major order.
 
         Args:
             values: the tensor to encode; it is not changed.
             out: writable bytes, exactly `encoded_bytes(values.numel(), values.dtype)` of them.
-            sizes: where `values` are pieces of several tensors, one after another in one dimension: how many elements
-                each has, none of them 0. `out` then has `pieces_bytes(sizes, values.dtype)`.
+            sizes: the number of elements of each piece, none of them 0, if `values` are pieces of several tensors, one
+                after another in one dimension. `out` then has `pieces_bytes(sizes, values.dtype)`.
 
         Raises:
             ConfigError: the codec does not support the dtype.
@@ -218,7 +218,7 @@ class CompressionBase(ABC):
         self._fill(values.detach(), out, sizes)
 
     def encode(self, values: torch.Tensor, sizes: Sequence[int] = ()) -> memoryview:
-        """As `encode_into`, into new memory."""
+        """Encode to new memory; see `encode_into`."""
         self._check_dtype(values.dtype)
         nbytes = self._needed(values.numel(), values.dtype, sizes)
         # To set few bytes to 0 takes less time than to see a tensor as bytes.
@@ -245,9 +245,9 @@ class CompressionBase(ABC):
 
         Args:
             data: one encoding, writable or not.
-            numel: number of elements that were encoded.
+            numel: the number of elements that were encoded.
             dtype: the dtype that they had.
-            sizes: as they were encoded.
+            sizes: as in `encode_into`.
 
         Raises:
             ConfigError: the size of `data` is not that of such an encoding, or the codec does not support `dtype`.
@@ -271,7 +271,7 @@ class CompressionBase(ABC):
     def _checked(
         self, data: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype, sizes: Sequence[int]
     ) -> memoryview:
-        """One encoding, as bytes; raises `ConfigError` as `decode` says."""
+        """The bytes of one encoding; raises `ConfigError` as `decode`."""
         self._check_dtype(dtype)
         view, needed = memoryview(data).cast("B"), self._needed(numel, dtype, sizes)
         if view.nbytes != needed:
@@ -281,7 +281,7 @@ class CompressionBase(ABC):
         return view
 
     def estimate_compression_ratio(self, info: CompressionInfo) -> float:
-        """Encoded bytes by bytes of a tensor like this; 1 for an empty one."""
+        """The encoded bytes of a tensor like this, divided by its own bytes; 1 for an empty one."""
         raw = info.descriptor.numel * info.descriptor.dtype.itemsize
         return self.encoded_bytes(info.descriptor.numel, info.descriptor.dtype) / raw if raw else 1.0
 
@@ -314,7 +314,7 @@ def register_codec(family: str, factory: CodecFactory) -> None:
 
     Args:
         family: the part of the name before `:`.
-        factory: makes a codec from the part after it (empty if there is none); raises `ConfigError` if it is wrong.
+        factory: makes a codec from the part after `:` (empty if there is none); raises `ConfigError` if it is wrong.
 
     Raises:
         ConfigError: the family is taken.
@@ -325,7 +325,7 @@ def register_codec(family: str, factory: CodecFactory) -> None:
 
 
 def codec_by_name(name: str) -> CompressionBase:
-    """The codec of this name, as it came over the wire.
+    """The codec of this name, which may have come over the wire.
 
     Raises:
         ConfigError: no such codec is known here.
@@ -339,7 +339,7 @@ def codec_by_name(name: str) -> CompressionBase:
 
 
 def wire_view(out: memoryview, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-    """A tensor to write the bytes `out` through; False if it has other memory, as `out` is not aligned for `dtype`."""
+    """A tensor to write the bytes `out` through; False if it has other memory, because `out` is not aligned."""
     tensor = torch.frombuffer(out, dtype=dtype)
     if tensor.data_ptr() % dtype.itemsize:
         return torch.empty_like(tensor), False

@@ -45,12 +45,12 @@ __all__ = ["BlockwiseQuantization"]
 _MIN_BLOCK, _MAX_BLOCK = 16, 1 << 16
 
 _LEVELS = (-127, -92, -67, -48, -33, -20, -9, 0, 7, 16, 27, 40, 55, 73, 96, 127)
-"""The multiples of the scale that four bits can say."""
+"""The multiples of the scale that the codes of four bits stand for."""
 
 _WIDEST_GAP = 35
 
 _TOP = torch.tensor(127.0)
-"""The largest code; to divide by a tensor takes a third of the time that a number takes."""
+"""The largest code. It is a tensor: dividing by a number takes three times as long."""
 
 
 class BlockwiseQuantization(PackedCompression):
@@ -129,13 +129,13 @@ class BlockwiseQuantization(PackedCompression):
 
 
 def _gather(table: torch.Tensor, pairs: torch.Tensor, *, out: torch.Tensor) -> None:
-    """Look up each pair of neighbouring bytes."""
+    """Look up each pair of neighbouring bytes in a table."""
     torch.index_select(table, 0, pairs.view(torch.uint16).to(torch.int32), out=out)
 
 
 @cache
 def _pack_table() -> torch.Tensor:
-    """For each pair of codes from -128 to 127, little-endian: the byte with their nearest levels."""
+    """The byte with the nearest levels, for each pair of codes from -128 to 127, little-endian."""
     levels = torch.tensor(_LEVELS)
     codes = torch.arange(256).to(torch.int8).to(torch.int64)
     nearest = torch.bucketize(codes * 2, levels[1:] + levels[:-1]).to(torch.uint8)
@@ -144,7 +144,7 @@ def _pack_table() -> torch.Tensor:
 
 @cache
 def _unpack_table() -> torch.Tensor:
-    """For each pair of bytes, little-endian: the four codes that they stand for, as one int32."""
+    """The four codes that each pair of bytes, little-endian, stands for, as one int32."""
     levels = torch.tensor(_LEVELS, dtype=torch.int8)
     byte = torch.arange(256)
     two = torch.stack([levels[byte % 16], levels[byte // 16]], dim=1)

@@ -1,10 +1,10 @@
 """Differences from the last average, so that small updates of parameters survive a coarse codec.
 
-8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth, and an update is
-smaller: sent by itself it would be rounded away, or drowned. With `Differences`, a round of averaging encodes the
-difference from the last committed average, which all members of the group hold bit by bit
-(`shoal.allreduce.run_buffers`; decisions 0011 and 0014). If they do not, the round is lossless. Where nothing is
-averaged, as in downloads of a state, it acts as the inner codec.
+8 bits of a parameter are steps of about a hundredth of its size, 16 bits of about a thousandth. An update is smaller:
+rounding would swallow it. With `Differences`, a round of averaging encodes the difference from the last committed
+average, which all members of the group hold bit by bit
+(`shoal.allreduce.segments`; decisions 0011 and 0014). If they do not, the round is lossless. Without averaging, as
+in downloads of a state, it acts as the inner codec.
 
 The name on the wire is `difference:NAME`.
 """
@@ -22,33 +22,33 @@ from shoal.compression.wrapped import WrappedCompression
 __all__ = ["Differences", "for_parameters"]
 
 _ELEMENTS = 1 << 12
-"""Enough that no codec sends them as they are because they are few."""
+"""So many elements that no codec sends them as they are because they are few."""
 
 
 class Differences(WrappedCompression):
     """A codec of the changes since the last average: for parameters, and other tensors that change little.
 
-    Tensors that the codec sends as they are have no use for it. For error feedback write
+    Tensors that the codec sends as they are gain nothing by it. For error feedback write
     ``Differences(ErrorFeedback(codec))``.
 
     Args:
-        codec: any other, also one that chooses.
+        codec: any other codec, also one that chooses.
 
     Raises:
-        ConfigError: it is no codec, or codes differences already.
+        ConfigError: the argument is no codec, or codes differences already.
     """
 
     family = "difference"
     may_hold = (ErrorFeedback,)
 
     def choose(self, info: CompressionInfo) -> CompressionBase:
-        """The concrete codec for this tensor, of differences unless it loses nothing."""
+        """The concrete codec for this tensor: of differences, unless it loses nothing."""
         chosen = self.codec.choose(info)
         return chosen if chosen.name == "none" or isinstance(chosen, Differences) else Differences(chosen)
 
 
 def for_parameters(codec: CompressionBase, dtype: torch.dtype) -> CompressionBase:
-    """The codec that averages parameters of this dtype if this one was chosen: differences, unless it is exact.
+    """The codec that averages parameters of this dtype when this codec was chosen: differences, unless it is exact.
 
     An update may be smaller than any float16, so that `Float16Compression` becomes `ScaledFloat16Compression`.
     """

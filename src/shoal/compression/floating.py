@@ -11,11 +11,11 @@ bfloat16 float64, float32,     2                   ``|x| · (2^-8 + 2^-23) + 2^-
 ======== ===================== =================== =========================================================
 
 Both casts round to nearest, ties to even, and cut *finite* values to the largest of the 16-bit format, so that finite
-values stay finite; an infinity stays one and NaN stays NaN, so that values that are not finite can still be seen.
+values stay finite. Infinities and NaN stay what they are, so that they can still be seen.
 
-`bfloat16` keeps the range of float32 with three significant digits fewer than `float16` has bits for. float16 tensors
-it sends as they are: there is nothing to save. `float16` loses most of the precision of float64, and for bfloat16 it
-saves nothing (it sends what bfloat16 holds exactly between 2^-17 and 65504): use `NoCompression` there.
+`bfloat16` keeps the range of float32, with three significant bits fewer than `float16`. It sends float16 tensors as
+they are: there is nothing to save. `float16` loses most of the precision of float64. For bfloat16 it saves nothing (it
+is exact for values of bfloat16 between 2^-17 and 65504): use `NoCompression` there.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class NoCompression(_Cast):
         if not (values.is_cpu and values.is_contiguous()):
             super()._encode(values, out)
         elif out.nbytes <= _FEW_BYTES:
-            # A fifth of the time; more of them would keep other threads out meanwhile.
+            # This takes a fifth of the time. With more bytes it would keep other threads out meanwhile.
             out[:] = ctypes.string_at(values.data_ptr(), out.nbytes)
         else:  # bytes need no alignment, and so no memory beside
             torch.frombuffer(out, dtype=torch.uint8).copy_(values.view(-1).view(torch.uint8))
@@ -127,7 +127,7 @@ class _Rounding(_Cast):
 
 
 def _surely_within(values: torch.Tensor, limit: float) -> bool:
-    """True only if no absolute value is larger: so is the sum of squares. Takes half as long as the extremes."""
+    """True only if no absolute value is larger. It uses the sum of squares, which takes half as long as extremes."""
     if values.dtype is not torch.float32 or values.device.type != "cpu" or not values.is_contiguous():
         return False
     flat = values.view(-1)

@@ -1,8 +1,8 @@
 """Tensors as raw bytes, without copies and without numpy.
 
-Values are always sent as little-endian. Every machine that PyTorch has wheels for holds them so in memory, so the
-conversion only looks at the same bytes. Invariants: a view keeps the memory that it shows alive; the bytes of an empty
-tensor are an empty view; a view is writable and of format `B`.
+Values are always sent little-endian. Every machine for which PyTorch has wheels holds them so in memory, so nothing is
+converted. Invariants: a view keeps its memory alive; the bytes of an empty tensor are an empty view; a view is writable
+and of format `B`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DTYPES: dict[str, torch.dtype] = {
         "bool",
     )
 }
-"""Every dtype that can be sent, by the name it has on the wire."""
+"""Every dtype that can be sent, by its name on the wire."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -85,16 +85,16 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-    """A new 1-D tensor, not initialised, and its bytes: for receiving straight into it."""
+    """A new 1-D tensor, not initialised, and its bytes, into which to receive."""
     tensor = torch.empty(numel, dtype=dtype)
     return tensor, view_bytes(tensor)
 
 
 def populate(views: Iterable[memoryview]) -> None:
-    """Make the system provide the memory behind these views now, in this thread, whatever its content.
+    """Make the system provide the memory behind these views now, in this thread, and keep its content.
 
-    Touching new memory takes longer than filling it: the thread that fills it later finds it there. Other threads run
-    meanwhile. Where the system does not know how (it takes Linux 5.14), nothing is done.
+    Touching new memory takes longer than filling it. The thread that fills it later finds it there, and other threads
+    run meanwhile. This needs Linux 5.14; elsewhere nothing is done.
     """
     if _madvise is None:
         return
@@ -106,7 +106,7 @@ def populate(views: Iterable[memoryview]) -> None:
 
 
 def as_tensor(data: bytes | bytearray | memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as a 1-D tensor; shares their memory if that is writable and aligned, else a copy.
+    """Bytes as a 1-D tensor. It shares their memory if that is writable and aligned; otherwise it is a copy.
 
     Raises:
         ConfigError: the length is not a multiple of the element size.

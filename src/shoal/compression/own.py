@@ -3,7 +3,7 @@
 A subclass of `CompressionBase` that has both becomes a whole codec: it gets its missing methods from here when the
 class is made. Each call sees a piece of one tensor, in one dimension. Sizes must be known before a byte arrives, so the
 encoding of as many zeros is measured: its size must depend only on the number of elements and the dtype. The name on
-the wire is that of the class and its attributes; all peers make the codec themselves, nothing is pickled.
+the wire consists of the names of the class and its attributes. All peers make the codec themselves; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SerializedTensor", "complete"]
 
 _FAMILY = "own"
 _TRIED = 257
-"""Elements that a new codec is tried with."""
+"""The number of elements with which a new codec is tried."""
 
 _made: dict[str, CompressionBase] = {}
 
@@ -34,10 +34,10 @@ class SerializedTensor:
 
     Attributes:
         buffer: the bytes.
-        size: shape of the tensor.
-        dtype: name of its dtype, as `float32`.
-        requires_grad: as the tensor had it; False where it arrives.
-        compression: anything; the name of the codec where it arrives.
+        size: the tensor's shape.
+        dtype: the name of the tensor's dtype, such as `float32`.
+        requires_grad: the tensor's; False at the receiver.
+        compression: any value; at the receiver the name of the codec.
     """
 
     buffer: bytes
@@ -112,7 +112,7 @@ def complete(codec: type[CompressionBase]) -> None:
     """Make a class that has `compress` or `extract` a codec.
 
     Raises:
-        ConfigError: it has one of them only, or changes a codec that does not work through them.
+        ConfigError: the class has only one of them, or changes a codec that does not work through them.
     """
     title, parent = codec.__name__, codec.__mro__[1]
     encodes = next(vars(base)["_encode"] for base in codec.__mro__[1:] if "_encode" in vars(base))
@@ -157,7 +157,7 @@ def _plain(codec: CompressionBase, key: str, value: object) -> str:
 
 
 def _try(codec: CompressionBase) -> None:
-    """Raise `ConfigError` if the codec does not return the given values, or values near to them."""
+    """Raise `ConfigError` if the codec does not return the values that it is given, or values near them."""
     values = torch.linspace(-1.0, 1.0, _TRIED)
     data = codec.encode(values)
     decoded = codec.extract(SerializedTensor(bytes(data), (_TRIED,), "float32", compression=codec.name))  # type: ignore[attr-defined]

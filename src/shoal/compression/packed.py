@@ -9,7 +9,7 @@ It does the work that does not depend on how they round:
 - **Decoded values fit the tensor's dtype**: a step of a 16-bit tensor's largest value may be rounded up, out of its
   range. Such values are cut to the range.
 
-Non-finite values: `_pack` writes a header that decodes the unit that they are in to NaN. It sees them for free, in the
+Values that are not finite: `_pack` writes a header that decodes their whole unit to NaN. It notices them in the
 extremes that it computes anyway.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["MIN_STEP", "TINY", "PackedCompression"]
 _LARGEST = torch.finfo(torch.float32).max
 
 MIN_STEP = 2.0**-100
-"""No scale is smaller, so that its inverse is finite: values below half of it become 0."""
+"""The smallest scale, so that its inverse is finite. Values below half of it become 0."""
 
 TINY = 16
 """Tensors of fewer elements, scalars for instance, are averaged and downloaded as they are."""
@@ -41,11 +41,11 @@ class PackedCompression(CompressionBase):
 
     @abstractmethod
     def packed_bytes(self, sizes: tuple[int, ...]) -> int:
-        """Size of header and codes of pieces of tensors."""
+        """The size of header and codes of pieces of tensors, bytes."""
 
     @abstractmethod
     def _pack(self, values: torch.Tensor, out: memoryview, sizes: tuple[int, ...]) -> None:
-        """Fill `out`; `values` must not be changed."""
+        """Encode to `out`; `values` must not be changed."""
 
     @abstractmethod
     def _unpack(self, data: memoryview, sizes: tuple[int, ...], out: torch.Tensor) -> None:
@@ -53,10 +53,10 @@ class PackedCompression(CompressionBase):
 
     @abstractmethod
     def _packed_bound(self, values: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-        """Error bound for values as they are packed (but in float64), without what `float64` itself loses."""
+        """The error bound for values as they are packed (but in float64), without the rounding of float64 values."""
 
     def choose(self, info: CompressionInfo) -> CompressionBase:
-        """The codec for this tensor: none at all for less than `TINY` elements."""
+        """The codec for this tensor: `NoCompression` for fewer than `TINY` elements."""
         return _RAW if info.descriptor.numel < TINY else super().choose(info)
 
     def supports(self, dtype: torch.dtype) -> bool:
@@ -85,7 +85,7 @@ class PackedCompression(CompressionBase):
         return tuple(sizes) if self.has_scales else (sum(sizes),)
 
     def _is_raw(self, sizes: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether these are sent as they are."""
+        """Whether values of these sizes are sent as they are."""
         return self.packed_bytes(self._apart(sizes)) >= sum(sizes) * dtype.itemsize
 
     def _encode(self, values: torch.Tensor, out: memoryview) -> None:
@@ -100,7 +100,7 @@ class PackedCompression(CompressionBase):
     def decode_into(
         self, data: bytes | bytearray | memoryview, dtype: torch.dtype, out: torch.Tensor, sizes: Sequence[int] = ()
     ) -> None:
-        """As the base's; float32 values without a copy."""
+        """Decode as the base does; float32 values without a copy."""
         pieces, flat = self._apart(sizes or (out.numel(),)), out.detach()
         alike = out.dtype is dtype is torch.float32 and out.is_cpu and out.dim() == 1 and out.is_contiguous()
         if alike and out.numel() and not self._is_raw(pieces, dtype):
@@ -123,7 +123,7 @@ class PackedCompression(CompressionBase):
 
 
 def _as_float32(values: torch.Tensor) -> torch.Tensor:
-    """The values in row-major order; the tensor's own memory where it has that form already."""
+    """The values as float32 in row-major order; the tensor's own memory if it has that form already."""
     if values.dtype is torch.float32 and values.dim() == 1 and values.is_cpu and values.is_contiguous():
         return values
     flat = values.to(device="cpu", dtype=torch.float32).contiguous().view(-1)

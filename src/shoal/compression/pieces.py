@@ -1,8 +1,8 @@
 """Units that share a scale: finding and applying scales when values of several tensors are encoded at once.
 
 A part of a round holds pieces of several tensors, one after another, and no scale crosses a tensor's border. A few
-pieces are worked on one by one, as fast as torch is. With many, for instance biases between weights, the number of
-operations takes the time: all are worked on together, as rows of neighbours.
+pieces are worked on one by one, as fast as torch is. With many pieces, such as biases between weights, the number of
+operations would take the time: they are worked on together, as rows of neighbours.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 __all__ = ["Blocks", "Pieces", "blocks_of", "pieces_of"]
 
 _FEW = 24
-"""So many pieces, or fewer, are faster worked on one by one, whatever their sizes."""
+"""Up to so many pieces it is faster to work on them one by one, whatever their sizes."""
 
 _ROW = 64
-"""Values in a row. Most tensors are whole rows; shorter rows take longer for each value."""
+"""The values in a row. Most tensors are whole rows. Shorter rows take longer for each value."""
 
 _SHORT = 1 << 10
 """A piece of fewer values is cut to blocks together with its neighbours."""
@@ -29,10 +29,10 @@ class Pieces:
     """Pieces of tensors with a scale for each.
 
     Many pieces are seen as rows, which begin where most pieces do. The values before and after all rows, and those
-    of rows that a border crosses, are *loose*: of each of them it is known which piece it belongs to.
+    of rows that a border crosses, are *loose*: the piece of each such value is known.
 
     Args:
-        sizes: their numbers of values.
+        sizes: the number of values of each piece.
     """
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
@@ -51,7 +51,7 @@ class Pieces:
         self._fragments, self._counts = torch.unique_consecutive(loose, return_counts=True)
 
     def extremes(self, values: torch.Tensor) -> list[tuple[float, float]]:
-        """The smallest and the largest value of each piece; both NaN if it holds one."""
+        """The smallest and the largest value of each piece; both NaN if it holds a NaN."""
         if self._apart:
             pairs = map(torch.aminmax, self._split(values))
             return [(low.item(), high.item()) for low, high in pairs]
@@ -68,7 +68,7 @@ class Pieces:
         return out.scatter_reduce_(0, self._owners, of_rows, which)
 
     def affine(self, addends: Sequence[float], factors: Sequence[float], values: torch.Tensor) -> torch.Tensor:
-        """The addend of its piece plus each value times the factor of its piece."""
+        """Each value times the factor of its piece, plus the addend of its piece."""
         out = torch.empty_like(values)
         if not self._apart:
             return self.shift(self._each(torch.mul, values, factors, out), addends)
@@ -96,7 +96,7 @@ class Pieces:
     def _each(
         self, do: Callable[..., torch.Tensor], values: torch.Tensor, each: Sequence[float], out: torch.Tensor
     ) -> torch.Tensor:
-        """Put into `out` what `do` makes of each value and the number of its piece."""
+        """Write to `out` the result of `do` for each value and the number of its piece."""
         if self._apart:
             for part, number, made in zip(self._split(values), each, self._split(out), strict=True):
                 do(part, number, out=made)
@@ -131,11 +131,11 @@ class Blocks:
     """Blocks of neighbours with a scale for each; the last one of a piece may be shorter.
 
     Args:
-        sizes: numbers of values of the pieces.
+        sizes: the number of values of each piece.
         width: the number of values in a block.
 
     Attributes:
-        count: how many blocks there are.
+        count: the number of blocks.
     """
 
     def __init__(self, sizes: tuple[int, ...], width: int) -> None:
@@ -170,7 +170,7 @@ class Blocks:
             self._cuts.append(sum(sizes))
 
     def top(self, values: torch.Tensor) -> torch.Tensor:
-        """The largest absolute value of each block; NaN if it holds one."""
+        """The largest absolute value of each block; NaN if it holds a NaN."""
         out = torch.empty(self.count, dtype=values.dtype)
         for part, (first, last, lengths) in zip(self._split(values), self._groups, strict=True):
             if lengths is not None:

@@ -52,11 +52,11 @@ _LEVELS = 256
 _SAMPLE = 1024
 _GAPS = 256
 _EVEN = 0.25
-"""Share of the levels that is spread evenly."""
+"""The share of the levels that is spread evenly."""
 
 _TINY = 1e-300
 _HALVES = 0x7C00
-"""Finite float16 numbers of one sign."""
+"""The number of finite float16 numbers of one sign."""
 
 _LARGEST = 2.0**15
 """The number to which the farthest value from the center is scaled."""
@@ -117,7 +117,7 @@ class Quantile8BitQuantization(PackedCompression):
 
 
 def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float]], float, float]:
-    """The scale and the center of each piece, and the limits between which all values are then.
+    """The scale and the center of each piece, and the limits of all values after scaling.
 
     One piece stays as it is. A piece with a value that is not finite has a scale of NaN.
     """
@@ -135,7 +135,7 @@ def _fits(pieces: Pieces, values: torch.Tensor) -> tuple[list[tuple[float, float
 
 
 def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float, float]]) -> torch.Tensor:
-    """About `_SAMPLE` of the finite values, scaled and centered as their pieces, sorted."""
+    """About `_SAMPLE` of the finite values, sorted; each is scaled and centered like its piece."""
     if fits == [(1.0, 0.0)]:
         sample = values[:: (values.numel() // _SAMPLE) | 1]
     else:
@@ -150,8 +150,8 @@ def _sample(values: torch.Tensor, sizes: tuple[int, ...], fits: list[tuple[float
 def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of several pieces that are in the sample, and the piece of each.
 
-    Half of them are as many of each piece, so that the levels suit the small ones too, half of all. An odd stride meets
-    all columns of a matrix.
+    One half has as many values of each piece, so that the levels suit small pieces too. The other half is drawn from
+    all values. An odd stride meets all columns of a matrix.
     """
     stops = list(accumulate(sizes))
     each = max(_SAMPLE // 2 // len(sizes), 1)
@@ -162,7 +162,7 @@ def _sampled(sizes: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _middle(sample: torch.Tensor, sizes: tuple[int, ...]) -> float:
-    """Where the table is finest: at the median; with several pieces, which are centered already, at 0."""
+    """The place where the table is finest: the median; 0 for several pieces, which are centered already."""
     return sample[sample.numel() // 2].item() if len(sizes) == 1 else 0.0
 
 
@@ -191,7 +191,7 @@ def _fractions() -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _places(count: int) -> torch.Tensor:
-    """Where in a sorted sample of this size the knots are."""
+    """The places of the knots in a sorted sample of this size."""
     return torch.linspace(0, count - 1, min(_GAPS, count - 1) + 1, dtype=torch.float64).round_().to(torch.int64)
 
 

@@ -33,7 +33,7 @@ from shoal.compression.pieces import pieces_of
 __all__ = ["FIT_BYTES", "ScaledFloat16Compression", "fit", "read_fits", "write_fits"]
 
 FIT_BYTES = 5
-"""Bytes of the center (float32) and the scale of one piece."""
+"""The bytes of the center (float32) and the scale of one piece."""
 
 _NEAR_OVERFLOW = 2.0**126
 _LARGEST = 32752.0
@@ -81,7 +81,7 @@ class ScaledFloat16Compression(PackedCompression):
 
 
 def fit(low: float, high: float) -> tuple[float, float]:
-    """The scale and the center for values between `low` and `high`; no scale, but NaN, if these are not finite."""
+    """The scale and the center for values between `low` and `high`. The scale is NaN if these are not finite."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return math.nan, 0.0
     center = 0.0
@@ -95,13 +95,13 @@ def fit(low: float, high: float) -> tuple[float, float]:
 
 
 def write_fits(fits: list[tuple[float, float]], out: memoryview) -> None:
-    """All centers, then a byte for each scale: its exponent as float32 has it, 255 for NaN."""
+    """Write all centers, then a byte for each scale: its exponent in float32, 255 for NaN."""
     struct.pack_into(f"<{len(fits)}f", out, 0, *(center for _, center in fits))
     out[4 * len(fits) :] = bytes([255 if math.isnan(scale) else math.frexp(scale)[1] + 126 for scale, _ in fits])
 
 
 def read_fits(data: memoryview) -> tuple[list[float], tuple[float, ...]]:
-    """Scales and centers."""
+    """Read scales and centers."""
     count = len(data) // FIT_BYTES
     return [_SCALES[exponent] for exponent in data[4 * count :]], struct.unpack_from(f"<{count}f", data)
 

@@ -7,14 +7,14 @@ topk:FRACTION  from 1/256: 3 k + 1 per 255 elements;               what `bfloat1
                below: 4 k + 2 per 65,535 elements                  values; all of every other
 =============  ==================================================  ====================================================
 
-So 0.01 takes 0.034 bytes for each element of float32. k is of all that is encoded at once: of each part of a round.
+So 0.01 takes 0.034 bytes for each element of float32. The elements are all that are encoded at once: a part of a round.
 
 It is made for use with `ErrorFeedback`, which sends the left-out values later: otherwise small elements are never sent.
 
-*On the wire*: the k values (bfloat16), in the order of their places; for each its offset in its block; for each block
-how many of its elements are sent. Offsets and counts are of one byte and blocks of 255 elements, or of two bytes and
-65,535: a block has one element fewer than its count has values, so that a full one can be told. Gaps between places
-would take as much in the worst case, and could not be decoded at once. Bytes that name no k places decode to NaN.
+*On the wire*: the k values (bfloat16), in the order of their places; the offset of each in its block; for each block
+the number of its elements that are sent. Blocks have 255 elements, with offsets and counts of one byte, or 65,535, with
+two bytes: so the count of a full block fits. Gaps between places would take as much in the worst case, and could not be
+decoded at once. Bytes that do not name k places decode to NaN.
 
 It is not defined which of several equal elements is sent, and encoding decoded values again may choose other zeros.
 """
@@ -45,7 +45,7 @@ class TopKCompression(PackedCompression):
         fraction: 1e-6 to 0.5.
 
     Raises:
-        ConfigError: it is not within these.
+        ConfigError: `fraction` is not within these limits.
     """
 
     has_scales = False  # but for raw parts, each value is sent by itself, and the largest of all tensors are wanted
@@ -120,8 +120,8 @@ class TopKCompression(PackedCompression):
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
     """The places of the `count` largest absolute values, ascending.
 
-    It looks only among values above a threshold, which about a third more of a sample reach: this takes half of the
-    time.
+    It looks only among values above a threshold. In a sample about a third more values than needed reach it. This takes
+    half of the time.
     """
     size = values.abs()
     sample = size[:: (size.numel() // _SAMPLE) | 1]

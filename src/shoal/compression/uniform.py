@@ -38,15 +38,15 @@ __all__ = ["Uniform8BitQuantization"]
 
 _HEADER_BYTES = 3
 _MAGIC = 1.5 * 2**23
-"""Added to a small float32 it rounds that to an integer, ties to even, and leaves it in the low bits of the sum."""
+"""Adding this to a small float32 rounds that to an integer, ties to even, in the low bits of the sum."""
 
 _LESS = 128
-"""Codes from 0 to 255 are written less this, as signed bytes."""
+"""This is subtracted from codes from 0 to 255, which are written as signed bytes."""
 
 _KEEPS_15_BITS = 2.0 ** (53 - 15) + 1
 
 _ROUNDS_TO_ZERO = 0.5 + 2.0**-20
-"""In steps. Slightly more than a half, so that larger values surely do not round to 0, however they are computed."""
+"""Larger values, in steps, surely do not round to 0, however they are computed: it is slightly more than a half."""
 
 
 class Uniform8BitQuantization(PackedCompression):
@@ -90,7 +90,7 @@ class Uniform8BitQuantization(PackedCompression):
 
 
 def _write_steps(out: memoryview, fits: list[tuple[float, bool]]) -> None:
-    """The upper three bytes of each step, of which the lowest bit says whether codes go from 0 to 255."""
+    """Write the upper three bytes of each step. Their lowest bit says whether codes go from 0 to 255."""
     steps = struct.pack(f"<{len(fits)}f", *(step for step, _ in fits))
     lowest = bytes([byte | one_sided for byte, (_, one_sided) in zip(steps[1::4], fits, strict=True)])
     for place, each in enumerate((lowest, steps[2::4], steps[3::4])):
@@ -98,7 +98,7 @@ def _write_steps(out: memoryview, fits: list[tuple[float, bool]]) -> None:
 
 
 def _read_steps(data: memoryview) -> tuple[Sequence[float], list[int]]:
-    """The steps, and the offsets that were subtracted from the codes."""
+    """Read the steps, and the offsets that were subtracted from the codes."""
     lowest = bytes(data[::_HEADER_BYTES])
     words = bytearray(4 * len(lowest))
     words[1::4] = bytes([byte & 254 for byte in lowest])
@@ -107,7 +107,7 @@ def _read_steps(data: memoryview) -> tuple[Sequence[float], list[int]]:
 
 
 def _fit(low: float, high: float) -> tuple[float, bool]:
-    """The step for values between `low` and `high`, NaN unless they are finite; whether codes go from 0 to 255."""
+    """The step for values between `low` and `high` (NaN unless they are finite), and whether codes go from 0 to 255."""
     top = max(-low, high)
     if not top < math.inf:
         return math.nan, False
@@ -118,7 +118,7 @@ def _fit(low: float, high: float) -> tuple[float, bool]:
 
 
 def _step(top: float, codes: int) -> float:
-    """`top / codes` with 15 significant bits. Of the largest float32 it is rounded down: `codes` steps are finite."""
+    """`top / codes` with 15 significant bits. For the largest float32 it is rounded down, to stay finite."""
     exact = max(top / codes, MIN_STEP)
     large = exact * _KEEPS_15_BITS  # Veltkamp's splitting
     return large - (large - exact)

@@ -1,4 +1,4 @@
-"""Base of codecs whose bytes are those of another one: they define the work around it in a round of averaging."""
+"""Base of codecs whose bytes are those of another codec. They define the work around it in a round of averaging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class WrappedCompression(CompressionBase):
         codec: any codec, also one that chooses.
 
     Raises:
-        ConfigError: it is no codec, or one that must not be within this one.
+        ConfigError: the argument is no codec, or one that must not be within this one.
     """
 
     family = ""

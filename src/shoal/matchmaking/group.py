@@ -1,32 +1,19 @@
-"""The result and the needs of matchmaking: the formed group, the directory, the checks of what peers say.
-
-Everything that comes from the network is checked here before it is used: a `Join` before the machine hears of it, a
-`Begin` before it becomes a `Group`. A message that does not pass costs its sender its place and nothing else.
-"""
+"""The result of matchmaking, a `Group`, and what it needs from others: a `GroupDirectory`."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from shoal.errors import PeerProtocolError
-from shoal.matchmaking.signals import MAX_GROUP_SIZE
 from shoal.peer import PeerID
 from shoal.rpc import Stream
-from shoal.wire import Begin, Contact, Join, Member
+from shoal.wire import Contact, Member
 
-__all__ = ["MAX_GATHERED_BYTES", "WHERE", "ControlStream", "Group", "GroupDirectory", "check_begin", "check_join"]
+__all__ = ["ControlStream", "Group", "GroupDirectory"]
 
 ControlStream = Stream[Any, Any]
 """A stream that began with `Join`, seen from either side."""
-
-WHERE = "matchmaking"
-"""The `where` of the events of matchmaking."""
-
-MAX_GATHERED_BYTES = 65536
-"""The longest `gathered` value of one member."""
 
 
 class GroupDirectory(Protocol):
@@ -105,57 +92,3 @@ class Group:
         The owner of the group must call this once, whatever the outcome of the round: until then the streams stay open.
         """
         self.on_release()
-
-
-def _broken(text: str, peer: PeerID) -> PeerProtocolError:
-    return PeerProtocolError(text, peer)
-
-
-def _check_member(member: Member, peer: PeerID) -> None:
-    contact, bandwidth = member.contact, member.bandwidth
-    if any(address.peer_id != contact.peer for address in contact.addresses):
-        raise _broken("a member's address names another peer", peer)
-    if bandwidth is not None and not (math.isfinite(bandwidth) and bandwidth >= 0):
-        raise _broken(f"a member's bandwidth is {bandwidth}", peer)
-    if member.reduces and (not contact.addresses or bandwidth == 0):
-        raise _broken("a member would reduce, but has no address or no bandwidth", peer)
-    if not member.reduces and not member.contributes:
-        raise _broken("a member neither contributes nor reduces", peer)
-
-
-def check_join(join: Join, peer: PeerID) -> None:
-    """Check a peer's word about itself when it asks to join.
-
-    Raises:
-        PeerProtocolError: it names another peer, or contradicts itself.
-    """
-    if join.member.contact.peer != peer:
-        raise _broken("asks to join in another peer's name", peer)
-    if not math.isfinite(join.expiration):
-        raise _broken(f"asks to join with the expiration {join.expiration}", peer)
-    _check_member(join.member, peer)
-
-
-def check_begin(begin: Begin, *, mine: Member, leader: PeerID, min_size: int) -> int:
-    """Check a leader's `Begin` and return our index in it.
-
-    Raises:
-        PeerProtocolError: it is not a group that we can be in.
-    """
-    members, count = begin.members, len(begin.members)
-    peers = [member.contact.peer for member in members]
-    if len(set(peers)) != count:
-        raise _broken("begins a group with a member twice", leader)
-    if not min_size <= count <= MAX_GROUP_SIZE:
-        raise _broken(f"begins a group of {count}", leader)
-    if mine not in members:
-        raise _broken("begins a group without us, or says of us what we did not say", leader)
-    if not 0 <= begin.coordinator < count or peers[begin.coordinator] != leader:
-        raise _broken("begins a group with another coordinator than itself", leader)
-    if len(begin.slices) != count or begin.part_bytes < 1:
-        raise _broken("begins a group without a slice for each member", leader)
-    for member, elements in zip(members, begin.slices, strict=True):
-        _check_member(member, leader)
-        if elements < 0 or (elements and not member.reduces):
-            raise _broken("begins a group in which one reduces that cannot", leader)
-    return members.index(mine)

@@ -29,56 +29,26 @@ from the leader that is followed. A peer that left a leader before the leader kn
 expirations decide which peer leads and how long a peer waits, never which peers are in a group.
 
 *When a leader starts* a group that is not full: a read of the directory *begun* after the last join, and after a quiet
-time (`lookout`), shows no live declarer that has not joined. Every peer declares before it looks (each holder of the
-key takes a declaration, then shows its entries), so a peer that is not in that read came too late. A declarer that does
-not come is *nudged*: the leader asks to join it. The declarer refuses, because the leader is earlier; but it learns of
-the leader, and the leader learns whether it is alive.
+time (`declarations`), shows no live declarer that has not joined. Every peer declares before it looks (each holder of
+the key takes a declaration, then shows its entries), so a peer that is not in that read came too late. A declarer that
+does not come is *nudged*: the leader asks to join it. The declarer refuses, because the leader is earlier; but it
+learns of the leader, and the leader learns whether it is alive.
 """
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Sequence
 
-from shoal.matchmaking.declarers import Declarers
-from shoal.matchmaking.followers import Follower, Followers
-from shoal.matchmaking.lookout import Lookout
-from shoal.matchmaking.signals import (
-    Accept,
-    Action,
-    Ask,
-    AskAccepted,
-    AskLost,
-    AskRedirected,
-    AskRefused,
-    BeginReceived,
-    Cancel,
-    Declaration,
-    Declared,
-    DeclareFailed,
-    DirectoryFailed,
-    DirectoryRead,
-    Event,
-    Fail,
-    JoinAsked,
-    JoinGone,
-    Key,
-    Memory,
-    Mismatched,
-    Nudged,
-    PeerGone,
-    Redirect,
-    Refuse,
-    Rules,
-    Start,
-    StopAsking,
-    Tick,
-)
+from shoal.matchmaking import events
+from shoal.matchmaking.config import SETTLE_MAX_S, SETTLE_S, MatchmakingConfig
+from shoal.matchmaking.declarations import DirectoryPoller, KnownDeclarations, Memory
+from shoal.matchmaking.events import TRANSITIONS, Answer, Declaration, SearchPhase
 from shoal.peer import PeerID
-from shoal.wire import Contact
+from shoal.rpc.rhythm import LOOK_S
+from shoal.wire import Begin, Contact, JoinAccepted, JoinRedirected, JoinRefused, Member
 
-__all__ = ["LOOKED_AT", "GroupMachine", "Phase"]
+__all__ = ["LOOKED_AT", "GroupMachine"]
 
 LOOKED_AT = 32
 """Of more peers than this only a leader looks at all."""
@@ -96,82 +66,115 @@ _CROWD_GROUPS = 4
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
 """The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""
+_TEXT_CHARACTERS = 1000
+_CODE_CHARACTERS = 64
 
-_Answer = AskAccepted | AskRefused | AskRedirected | AskLost | BeginReceived
 
+class Followers(dict[PeerID, events.JoinRequested]):
+    """The peers that a leader has accepted and that have neither left nor been sent away. Are they a group with it?
 
-class Phase(enum.Enum):
-    """The state of a search."""
+    Args:
+        leader: the leader's word about itself.
+        config: the sizes of groups.
+    """
 
-    LOOKING = enum.auto()
-    """Follows and asks nobody; leads the peers that ask it."""
-    ASKING = enum.auto()
-    """Has asked another peer to lead; still leads the peers that ask it, but does not start."""
-    FOLLOWING = enum.auto()
-    """Waits for its leader's Begin."""
-    OVER = enum.auto()
-    """Started, begun, failed or cancelled."""
+    def __init__(self, leader: Member, config: MatchmakingConfig) -> None:
+        super().__init__()
+        self._leader, self._config = leader, config
+        self._leads = bool(leader.contact.addresses)
+
+    @property
+    def size(self) -> int:
+        """The size of the group, including the leader."""
+        return 1 + len(self)
+
+    @property
+    def full(self) -> bool:
+        """Return whether nobody else may join."""
+        return self._leads and self.size >= self._config.full_size and self.contributes
+
+    @property
+    def enough(self) -> bool:
+        """Return whether there are enough members for a group."""
+        return self._leads and self.size >= self._config.min_group_size
+
+    @property
+    def reduces(self) -> bool:
+        """Return whether anybody can reduce a slice."""
+        return self._leader.reduces or any(each.reduces for each in self.values())
+
+    @property
+    def contributes(self) -> bool:
+        """Return whether anybody has values."""
+        return self._leader.contributes or any(each.contributes for each in self.values())
+
+    @property
+    def can_start(self) -> bool:
+        """Return whether these are a group. One without values fails at once on each of its members (decision 0007)."""
+        return self.enough and self.reduces
 
 
 class GroupMachine:
     """One search for a group.
 
     Args:
-        me: this peer.
-        rules: sizes and times.
+        member: this peer's word about itself, which all others will see. Without addresses it is a client: it leads
+            nobody.
+        config: sizes and times.
         memory: the memory that is kept between searches; changed in place.
         now: loop time, seconds.
         wall_offset_s: wall clock minus loop time, seconds; only used to write and read expirations.
+        deadline_s: seconds from now after which the search is over, even in the middle of something; None: one window
+            only, plus the time that a leader that was found needs to answer and to begin.
+        one_window: no second window begins, even if there is a deadline.
         expected: returns the peers that are expected to join, None if not known. Called often; the group starts as soon
             as all of them that are alive have joined, and otherwise waits for them to the end of the window.
-        silent: called every `look_s` for a peer that is waited for; returns whether to stop waiting for it. The
+        is_silent: called every `LOOK_S` for a peer that is waited for; returns whether to stop waiting for it. The
             second argument is True for an expected member: giving up the leader costs more.
         contact_of: returns what is known of an expected peer's addresses.
 
     Attributes:
         over_at: when the search is over, whatever goes on (loop time, seconds); infinity without a deadline.
+        phase: the state of the search.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (all but three by name)
         self,
-        me: PeerID,
-        rules: Rules,
+        member: Member,
+        config: MatchmakingConfig,
         memory: Memory,
         *,
         now: float,
         wall_offset_s: float,
+        deadline_s: float | None = None,
+        one_window: bool = False,
         expected: Callable[[], frozenset[PeerID] | None] | None = None,
-        silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
+        is_silent: Callable[[PeerID, bool], bool] = lambda _, soon: False,
         contact_of: Callable[[PeerID], Contact] = Contact,
     ) -> None:
-        self._me, self._rules, self._memory, self._expected, self._silent = me, rules, memory, expected, silent
-        self._contact_of = contact_of
-        self._asked_unseen: list[PeerID] = []  # beside the directory, in this search
-        self._asked_unseen_at = -math.inf
-        self._declarers = Declarers(me, rules, memory, wall_offset_s=wall_offset_s)
-        self._lookout = Lookout(me, rules, memory, self._declarers, now=now)
-        self._out: list[Action] = []
-        self._phase = Phase.LOOKING
+        self._me, self._leads = member.contact.peer, bool(member.contact.addresses)
+        self._config, self._memory, self._expected = config, memory, expected
+        self._is_silent, self._contact_of = is_silent, contact_of
+        self._known = KnownDeclarations(self._me, config, memory, wall_offset_s=wall_offset_s)
+        self._poller = DirectoryPoller(self._me, leads=self._leads, memory=memory, known=self._known, now=now)
+        self._followers = Followers(member, config)
+        self._out: list[events.Action] = []
+        self.phase, self._cause = SearchPhase.LOOKING, "start"
         self._started_at = self._decided_at = self._window_end = now
-        self.over_at = math.inf if rules.deadline_s is None else now + rules.deadline_s
-        one_window = rules.one_window or rules.deadline_s is None
-        self._end = min(now + rules.window_s, self.over_at) if one_window else self.over_at
+        self.over_at = math.inf if deadline_s is None else now + deadline_s
+        last_window = one_window or deadline_s is None
+        self._end = min(now + config.window_s, self.over_at) if last_window else self.over_at
         self._expiration = math.inf
         self._leader: Contact | None = None
-        self._chain: set[PeerID] = set()
-        self._group = Followers(rules)
-        self._followers = self._group.members
-        self._met = False
+        self._asked_in_a_row: set[PeerID] = set()
+        self._met_one = False
         self._mismatches: dict[PeerID, str] = {}
         self._lost_now: set[PeerID] = set()  # in this search
+        self._asked_hidden: list[PeerID] = []  # beside the directory, in this search
+        self._asked_hidden_at = -math.inf
         self._trouble: tuple[str, tuple[PeerID, ...]] = ("nobody else is looking for one", ())
 
     # --------------------------------------------------------------------------------------------------- outside
-
-    @property
-    def phase(self) -> Phase:
-        """The state of the search."""
-        return self._phase
 
     @property
     def followers(self) -> tuple[PeerID, ...]:
@@ -184,298 +187,309 @@ class GroupMachine:
         return self._leader.peer if self._leader else None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> events.Key:
         """Our place in the order."""
         return self._expiration, self._me
 
     def set_wall_clock(self, offset_s: float) -> None:
         """Take over the current offset of the wall clock: the loop's time stands still while the process is stopped."""
-        self._declarers.wall_offset_s = offset_s
+        self._known.wall_offset_s = offset_s
 
-    def start(self, now: float) -> list[Action]:
+    def start(self, now: float) -> list[events.Action]:
         """Begin the search; call it once, before `handle`."""
-        self._new_window(now)
+        self._begin_window(now)
         leader, expected = self._memory.leader, self._expected_members() or ()
-        if leader is not None and leader.peer in expected and not self._silent(leader.peer, False):
+        if leader is not None and leader.peer in expected and not self._is_silent(leader.peer, False):
             self._ask(leader)  # it expects us and searches now too: asking at once saves a read
-        return self._done(now)
+        return self._decided(now)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: events.Event, now: float) -> list[events.Action]:
         """The actions upon `event`. After the search is over there are none, but joins are refused."""
+        self._cause = type(event.answer if isinstance(event, events.Answered) else event).__name__
+        if self.phase is not SearchPhase.OVER:
+            self._take(event, now)
+        elif isinstance(event, events.JoinRequested):
+            self._refuse(event.contact.peer, "not-looking", "not looking for a group now")
+        return self._decided(now)
+
+    def _take(self, event: events.Event, now: float) -> None:
         match event:
-            case JoinAsked(contact) if self._phase is Phase.OVER:
-                self._out.append(Refuse(contact.peer, "not-looking", "not looking for a group now"))
-            case _ if self._phase is Phase.OVER:
-                pass
-            case JoinAsked():
+            case events.JoinRequested():
                 self._on_join(event, now)
-            case JoinGone(peer):
+            case events.JoinEnded(peer):
                 self._followers.pop(peer, None)
-            case Mismatched(peer, text):
-                self._mismatch(peer, text)
-            case AskAccepted() | AskRefused() | AskRedirected() | AskLost() | BeginReceived():
+            case events.Mismatched(peer, text):
+                self._note_mismatch(peer, text)
+            case events.Answered():
                 self._on_answer(event, now)
-            case PeerGone(peer):
+            case events.LeaderLost(peer, reason) if peer == self.leader:
+                self._lose_leader(peer, reason)
+            case events.Nudged():
+                self._on_nudged(event)
+            case events.PeerLost(peer):
                 self._followers.pop(peer, None)
                 self._lost_now.add(peer)
                 if peer == self.leader:
                     self._abandon(peer, "its connection is lost")
-            case Tick():
+            case events.Tick():
                 self._on_tick(now)
-            case Cancel():
+            case events.Cancel():
                 self._give_up("its search was cancelled")
-            case _:
+            case events.Declared() | events.DeclareFailed() | events.DirectoryRead() | events.DirectoryFailed():
                 self._on_directory(event, now)
-        return self._done(now)
 
     def deadline(self) -> float | None:
         """Return when to call with `Tick` if nothing happens before (loop time, seconds); None: not needed."""
-        look_at = self._decided_at + self._rules.look_s
-        if self._phase is Phase.FOLLOWING:
-            return min(self._follow_end, self.over_at, look_at)
-        if self._phase is Phase.ASKING:
-            return min(self.over_at, look_at)
-        if self._phase is Phase.OVER:
+        if self.phase is SearchPhase.OVER:
             return None
-        due = self._lookout.due(self.key, self._followers, self._decided_at)
-        due = min(due, self._window_end, self._declarers.next_change(self._decided_at))
+        look_at = self._decided_at + LOOK_S
+        if self.phase is not SearchPhase.LOOKING:
+            return min(self._follow_end if self.phase is SearchPhase.FOLLOWING else math.inf, self.over_at, look_at)
+        due = self._poller.due(self.key, self._followers, self._decided_at)
+        due = min(due, self._window_end, self._known.next_change(self._decided_at))
         return min(due, look_at if self._expected is None else self._decided_at + _EXPECTED_POLL_S)
 
-    def _on_directory(
-        self, event: Declared | DeclareFailed | DirectoryRead | DirectoryFailed | Nudged, now: float
-    ) -> None:
+    def _on_directory(self, event: events.DirectoryEvent, now: float) -> None:
         match event:
-            case Declared(declarations):
-                self._lookout.declared(declarations, now)
-            case DeclareFailed(error):
-                self._lookout.declare_failed(now)
+            case events.Declared(declarations):
+                self._poller.note_declared(declarations, now)
+            case events.DeclareFailed(error):
+                self._poller.note_declared(None, now)
                 self._trouble = (f"could not declare ourselves: {error}", ())
-            case DirectoryRead(declarations):
-                self._lookout.read_done(declarations, now)
-            case DirectoryFailed(error):
-                self._lookout.read_failed()
+            case events.DirectoryRead(declarations):
+                self._poller.note_read(declarations, now)
+            case events.DirectoryFailed(error):
+                self._poller.note_read(None, now)
                 self._trouble = (f"could not read who is looking: {error}", ())
-            case Nudged():
-                self._on_nudged(event)
+
+    def _change_phase(self, phase: SearchPhase, leader: Contact | None = None) -> None:
+        assert (self.phase, self._cause, phase) in TRANSITIONS, (self.phase, self._cause, phase)
+        self.phase, self._leader = phase, leader
+
+    def _refuse(self, peer: PeerID, code: str, text: str) -> None:
+        self._out.append(Answer(peer, JoinRefused(code, text[:_TEXT_CHARACTERS])))
+
+    def _refuse_followers(self, code: str, text: str) -> None:
+        for peer in self._followers:
+            self._refuse(peer, code, text)
+        self._followers.clear()
 
     # ------------------------------------------------------------------------------------------------ being asked
 
-    def _on_join(self, event: JoinAsked, now: float) -> None:
+    def _on_join(self, event: events.JoinRequested, now: float) -> None:
         peer = event.contact.peer
         asker = Declaration(event.contact, event.expiration)
-        self._met = True
+        self._met_one = True
         self._lost_now.discard(peer)
-        self._declarers.hear(asker, now)
-        if self._phase is Phase.FOLLOWING and peer == self.leader and asker.key > self.key:
+        self._known.hear(asker, now)
+        if self.phase is SearchPhase.FOLLOWING and peer == self.leader and asker.key > self.key:
             # It has declared anew, so it no longer leads us; its message about that is on the way.
-            self._out.append(StopAsking(peer))
+            self._out.append(events.LeaveLeader(peer))
             self._look_again()
-        if self._phase is Phase.FOLLOWING and self._leader is not None:
+        full = f"the group has its {self._config.full_size} members"
+        has_place = peer in self._followers or self._followers.size < self._config.full_size
+        if self.phase is SearchPhase.FOLLOWING and self._leader is not None:
             if peer == self.leader:
-                self._out.append(Refuse(peer, "later", "I follow you"))  # its nudge and our Join have crossed
+                self._refuse(peer, "later", "I follow you")  # its nudge and our Join have crossed
             else:
-                self._out.append(Redirect(peer, self._leader))
-        elif not self._rules.leads:
-            self._out.append(Refuse(peer, "not-looking", "a client does not lead"))
+                self._out.append(Answer(peer, JoinRedirected(self._leader)))
+        elif not self._leads:
+            self._refuse(peer, "not-looking", "a client does not lead")
         elif event.contact.addresses and asker.key < self.key:
             self._followers.pop(peer, None)
-            self._out.append(Refuse(peer, "later", "you are earlier: lead me"))
-        elif not self._group.has_room(peer, contributes=event.contributes):
-            self._out.append(Refuse(peer, "full", self._full_text()))
+            self._refuse(peer, "later", "you are earlier: lead me")
+        elif not has_place and (self._followers.contributes or not event.contributes):
+            self._refuse(peer, "full", full)
         else:
             if peer not in self._followers:
-                self._lookout.joined(now)
-            if (other := self._group.in_the_way(peer)) is not None:
-                del self._followers[other]
-                self._out.append(Refuse(other, "full", self._full_text()))
-            self._followers[peer] = Follower(event.reduces, event.contributes)
-            self._out.append(Accept(peer))
+                self._poller.note_join(now)
+            if not has_place:  # nobody has values yet: one that has takes the place of an auxiliary peer
+                last, _ = self._followers.popitem()
+                self._refuse(last, "full", full)
+            self._followers[peer] = event
+            self._out.append(Answer(peer, JoinAccepted()))
 
-    def _full_text(self) -> str:
-        return f"the group has its {self._rules.full_size} members"
-
-    def _mismatch(self, peer: PeerID, text: str) -> None:
-        self._declarers.spend(peer, math.inf)
+    def _note_mismatch(self, peer: PeerID, text: str) -> None:
+        self._known.spend(peer, math.inf)
         if len(self._mismatches) < _MAX_MISMATCHES:
             self._mismatches[peer] = text
 
     # ----------------------------------------------------------------------------------------- asking, following
 
     def _ask(self, contact: Contact) -> None:
-        self._phase, self._leader = Phase.ASKING, contact
-        self._chain.add(contact.peer)
-        self._silent(contact.peer, False)  # the first look at it: the next one is a while later
-        self._out.append(Ask(contact, self._expiration))
+        self._change_phase(SearchPhase.ASKING, contact)
+        self._asked_in_a_row.add(contact.peer)
+        self._is_silent(contact.peer, False)  # the first look at it: the next one is a while later
+        self._out.append(events.AskToLead(contact, self._expiration))
 
-    def _on_answer(self, event: _Answer, now: float) -> None:
-        match event:
-            case _ if event.peer != self.leader:
-                pass  # the answer of a peer that we no longer ask
-            case AskAccepted(peer) if peer in self._followers:
+    def _on_answer(self, event: events.Answered, now: float) -> None:
+        peer, leader = event.peer, self._leader
+        if leader is None or peer != leader.peer:
+            return  # the answer of a peer that we no longer ask
+        match event.answer:
+            case JoinAccepted() if peer in self._followers:
                 self._abandon(peer, "it follows us and would lead us")
-            case AskAccepted(peer) if self._phase is Phase.ASKING:
-                self._follow()
-            case AskAccepted():
+            case JoinAccepted() if self.phase is SearchPhase.ASKING:
+                # Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our
+                # leader.
+                self._change_phase(SearchPhase.FOLLOWING, leader)
+                self._met_one = True
+                self._out += [Answer(follower, JoinRedirected(leader)) for follower in self._followers]
+                self._followers.clear()
+            case JoinAccepted():
                 pass  # said twice
-            case BeginReceived() if self._phase is Phase.FOLLOWING:
-                self._phase = Phase.OVER
-                self._out += self._lookout.withdraw()
-            case BeginReceived(peer):
+            case Begin() as begin if self.phase is SearchPhase.FOLLOWING:
+                self._change_phase(SearchPhase.OVER)
+                self._out += [events.Enter(begin), *self._poller.withdraw()]
+            case Begin():
                 self._abandon(peer, "it began without having accepted us")
-            case AskRefused(peer, code, text):
+            case JoinRefused(code, text):
                 self._on_refused(peer, code, text, now)
-            case AskRedirected(peer, leader):
-                self._on_redirected(peer, leader, now)
-            case AskLost(peer, reason):
-                self._lost(peer, reason)
-
-    def _follow(self) -> None:
-        """Our declaration stands until Begin: we send on peers that ask us, and can be found if we lose our leader."""
-        if self._leader is not None:
-            self._phase, self._met = Phase.FOLLOWING, True
-            self._out += [Redirect(peer, self._leader) for peer in self._followers]
-            self._followers.clear()
+            case JoinRedirected(other):
+                self._on_redirected(peer, other, now)
 
     def _on_refused(self, peer: PeerID, code: str, text: str, now: float) -> None:
         if code != "later":  # it comes to us instead
-            self._trouble = (f"refused by the peer that was asked to lead: {text or code}", (peer,))
+            reason = text or code[:_CODE_CHARACTERS]
+            self._trouble = (f"refused by the peer that was asked to lead: {reason}", (peer,))
         if code in MISMATCH_CODES:
-            self._mismatch(peer, text)
+            self._note_mismatch(peer, text)
         else:
-            self._met = True
-            if code in SOFT_CODES or self._declarers.expiration_of(peer) is None:
+            self._met_one = True
+            if code in SOFT_CODES or self._known.expiration_of(peer) is None:
                 # We know the latter from a redirection only, without its expiration: we cannot tell which declaration
                 # is of no use.
-                self._declarers.pause(peer, now + 4 * self._rules.settle_s)
+                self._known.pause(peer, now + 4 * SETTLE_S)
             else:
-                self._declarers.spend(peer, self._expiration_of(peer))
+                self._known.spend(peer, self._expiration_of(peer))
         self._look_again()
 
     def _on_redirected(self, peer: PeerID, leader: Contact, now: float) -> None:
-        self._met = True
-        unfit = leader.peer in self._chain or leader.peer == self._me or leader.peer in self._followers
-        if unfit or len(self._chain) >= _MAX_HOPS or self._declarers.set_aside(leader.peer, now):
+        self._met_one = True
+        unfit = leader.peer in self._asked_in_a_row or leader.peer == self._me or leader.peer in self._followers
+        if unfit or len(self._asked_in_a_row) >= _MAX_HOPS or self._known.is_set_aside(leader.peer, now):
             # One of us knows less than the other; the next messages mend that.
             self._trouble = ("sent in a circle, or to a peer that is gone or has no place", (peer, leader.peer))
-            self._declarers.pause(peer, now + 2 * self._rules.settle_s)
+            self._known.pause(peer, now + 2 * SETTLE_S)
             self._look_again()
         else:
             self._ask(leader)
 
-    def _on_nudged(self, event: Nudged) -> None:
-        expiration = self._lookout.nudged(event.peer)
-        if event.code in MISMATCH_CODES:
-            self._mismatch(event.peer, event.text)
-        elif event.code == "lost":
-            self._memory.lose(event.peer, expiration)
-            self._lost_now.add(event.peer)
-        else:
-            self._met = True
-            if event.code != "later":
-                self._declarers.spend(event.peer, expiration)
-            if event.leader is not None:
-                self._on_other_leader(event.leader)
-
-    def _on_other_leader(self, leader: Contact) -> None:
-        """There is another leader. If it is earlier it will take us; if not, it will refuse and come to us."""
-        peer = leader.peer
-        unknown = self._declarers.expiration_of(peer) is None and not self._declarers.is_lost(peer)
-        if self._phase is Phase.LOOKING and unknown and peer != self._me and peer not in self._followers:
-            self._chain.clear()
-            self._ask(leader)
+    def _on_nudged(self, event: events.Nudged) -> None:
+        peer, expiration = event.peer, self._poller.note_nudged(event.peer)
+        match event.answer:
+            case None:
+                self._memory.lose(peer, expiration)
+                self._lost_now.add(peer)
+            case JoinRefused(code, text) if code in MISMATCH_CODES:
+                self._note_mismatch(peer, text)
+            case JoinRefused("later"):
+                self._met_one = True
+            case JoinRefused():
+                self._met_one = True
+                self._known.spend(peer, expiration)
+            case JoinRedirected(leader):
+                self._met_one = True
+                self._known.spend(peer, expiration)
+                other = leader.peer
+                unknown = self._known.expiration_of(other) is None and not self._known.is_lost(other)
+                if self.phase is SearchPhase.LOOKING and unknown and other not in {self._me, *self._followers}:
+                    # If this other leader is earlier it will take us; if not, it will refuse and come to us.
+                    self._asked_in_a_row.clear()
+                    self._ask(leader)
 
     def _on_tick(self, now: float) -> None:
-        if self._leader is not None and now >= self.over_at:
-            late = "did not begin" if self._phase is Phase.FOLLOWING else "gave no answer"
-            self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (self._leader.peer,))
-        elif self._phase is Phase.FOLLOWING and self._leader is not None and now >= self._follow_end:
-            self._abandon(self._leader.peer, "it did not begin in time")
-        elif self._leader is not None:
-            self._look_at_expected()
-            if self._silent(self._leader.peer, False):
-                self._abandon(self._leader.peer, "it is silent")
-
-    def _look_at_expected(self) -> None:
-        """Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well."""
-        expected = (self._expected() if self._expected is not None else None) or frozenset()
-        if len(expected) <= LOOKED_AT:
-            for peer in expected - {self._me, self.leader}:
-                self._silent(peer, True)
+        if self._leader is None:
+            return
+        peer, follows = self._leader.peer, self.phase is SearchPhase.FOLLOWING
+        if now >= self.over_at:
+            late = "did not begin" if follows else "gave no answer"
+            self._fail(f"{self._waited(now)}: the peer that was asked to lead {late}", (peer,))
+        elif follows and now >= self._follow_end:
+            self._abandon(peer, "it did not begin in time")
+        else:
+            # Look at the other followers: if our leader is silent, the next one is not to wait for silent ones as well.
+            expected = (self._expected() if self._expected is not None else None) or frozenset()
+            for other in expected - {self._me, peer} if len(expected) <= LOOKED_AT else ():
+                self._is_silent(other, True)
+            if self._is_silent(peer, False):
+                self._abandon(peer, "it is silent")
 
     def _abandon(self, peer: PeerID, reason: str) -> None:
-        """Leave the one that we ask or follow."""
-        self._out.append(StopAsking(peer))
-        self._lost(peer, reason)
+        """Leave the peer that we ask or follow."""
+        self._out.append(events.LeaveLeader(peer))
+        self._lose_leader(peer, reason)
 
-    def _lost(self, peer: PeerID, reason: str) -> None:
+    def _lose_leader(self, peer: PeerID, reason: str) -> None:
         self._memory.lose(peer, self._expiration_of(peer))
         self._lost_now.add(peer)
         self._trouble = (f"the peer that was to lead is gone: {reason}", (peer,))
         self._look_again()
 
     def _look_again(self) -> None:
-        self._phase, self._leader = Phase.LOOKING, None
-        self._chain.clear()
-        self._lookout.disappointed()
+        self._change_phase(SearchPhase.LOOKING)
+        self._asked_in_a_row.clear()
+        self._poller.doubt()
 
     def _expiration_of(self, peer: PeerID) -> float:
-        known = self._declarers.expiration_of(peer)
+        known = self._known.expiration_of(peer)
         # A leader that is known from a redirection only is earlier than we are.
         return self._expiration if known is None else known
 
     @property
     def _follow_end(self) -> float:
-        return self._window_end + self._rules.follow_grace_s
+        return self._window_end + self._config.request_timeout_s
 
     # -------------------------------------------------------------------------------------------------- deciding
 
-    def _done(self, now: float) -> list[Action]:
+    def _decided(self, now: float) -> list[events.Action]:
         self._decided_at = now
-        if self._phase is Phase.LOOKING:
+        if self.phase is SearchPhase.LOOKING:
+            self._cause = "decision"
             self._decide(now)
         out, self._out = self._out, []
         return out
 
     def _decide(self, now: float) -> None:
-        self._part_with_silent()
-        if self._group.full or now >= self._window_end:
+        self._dismiss_silent()
+        if self._followers.full or now >= self._window_end:
             self._conclude(now)
             return
         expected = self._expected_members()
-        if self._group.can_start and expected is not None and expected <= self._followers.keys():
+        if self._followers.can_start and expected is not None and expected <= self._followers.keys():
             self._start()
             return
-        self._out += self._lookout.declare(self._expiration, now)
-        earlier = self._declarers.earlier(self.key if self._rules.leads else None, self._followers, now)
-        leader = self._whom_to_ask(earlier, now)
-        may_start = self._group.can_start and not earlier and expected is None
-        if leader is not None and not self._lookout.outdated(now):
+        self._out += self._poller.declare(self._expiration, now)
+        earlier = self._known.earlier(self.key if self._leads else None, self._followers, now)
+        leader = self._choose_leader(earlier, now)
+        may_start = self._followers.can_start and not earlier and expected is None
+        if leader is not None and not self._poller.is_outdated(now):
             self._ask(leader.contact)
-        elif (unseen := self._unseen(expected or frozenset(), now)) is not None:
-            self._asked_unseen_at = now
-            self._asked_unseen.append(unseen.peer)
-            self._ask(unseen)
-        elif may_start and self._lookout.all_joined(self._followers, now, lambda peer: self._silent(peer, False)):
+        elif (hidden := self._choose_hidden(expected or frozenset(), now)) is not None:
+            self._asked_hidden_at = now
+            self._asked_hidden.append(hidden.peer)
+            self._ask(hidden)
+        elif may_start and self._poller.all_joined(self._followers, now, lambda peer: self._is_silent(peer, False)):
             self._start()
         else:
-            self._out += self._lookout.nudge(self.key, self._followers, now)
-            self._out += self._lookout.read(self._followers, now)
+            self._out += self._poller.nudge(self.key, self._followers, now)
+            self._out += self._poller.read(self._followers, now)
 
-    def _part_with_silent(self) -> None:
+    def _dismiss_silent(self) -> None:
         """Send away followers that fell silent while others were waited for: the round would wait for them, too."""
         if self._expected is None or len(self._followers) > LOOKED_AT:
             return
-        for peer in [peer for peer in self._followers if self._silent(peer, True)]:
+        for peer in [peer for peer in self._followers if self._is_silent(peer, True)]:
             del self._followers[peer]
-            self._out.append(Refuse(peer, "not-looking", "it gave no sign of life while the group formed"))
+            self._refuse(peer, "not-looking", "it gave no sign of life while the group formed")
 
-    def _whom_to_ask(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
+    def _choose_leader(self, earlier: Sequence[Declaration], now: float) -> Declaration | None:
         """The peer among these that should lead us; None if there is none, or if we should rather lead.
 
         All ask the earliest one, unless there is a crowd. With several full groups before us we split by our order:
         every `full_size`-th peer leads those after it. Otherwise the groups would fill one after another.
         """
-        full = self._rules.full_size
+        full = self._config.full_size
         first = len(earlier) // full * full
         if first < _CROWD_GROUPS * full:
             return earlier[0] if earlier else None
@@ -483,69 +497,68 @@ class GroupMachine:
             return earlier[first]
         # We are such a leader. If nobody has come for a while, the others do not see us as one: then ask the peer
         # before us.
-        return None if self._rules.leads and self._lookout.awaits_followers(now) else earlier[-1]
+        return None if self._leads and self._poller.awaits_followers(now) else earlier[-1]
 
     def _expected_members(self) -> frozenset[PeerID] | None:
         """The peers that are expected to join and not known to be gone; None if none, or if not known."""
         expected = self._expected() if self._expected is not None else None
         if expected is None:
             return None
-        return frozenset(p for p in expected - {self._me} if p in self._followers or not self._gone(p)) or None
+        return frozenset(p for p in expected - {self._me} if p in self._followers or not self._is_gone(p)) or None
 
-    def _unseen(self, expected: frozenset[PeerID], now: float) -> Contact | None:
+    def _choose_hidden(self, expected: frozenset[PeerID], now: float) -> Contact | None:
         """An expected peer to ask, as none has come here or stands in the directory: lying nodes there may hide them.
 
         Whatever it says shows the way: it leads, sends us to its leader, or has heard of us now and comes here.
         """
-        due = max(self._lookout.declared_at, self._asked_unseen_at) + self._rules.settle_max_s
+        due = max(self._poller.declared_at, self._asked_hidden_at) + SETTLE_MAX_S
         if now < due or not expected or self._followers:
             return None
-        if any(each.peer in expected for each in self._declarers.earlier(None, (), now)):
+        if any(each.peer in expected for each in self._known.earlier(None, (), now)):
             return None
-        able = [peer for peer in expected if not self._declarers.set_aside(peer, now)]
-        able.sort(key=lambda peer: (self._asked_unseen.count(peer), peer < self._me, peer))
+        able = [peer for peer in expected if not self._known.is_set_aside(peer, now)]
+        able.sort(key=lambda peer: (self._asked_hidden.count(peer), peer < self._me, peer))
         return next((contact for contact in map(self._contact_of, able) if contact.addresses), None)
 
-    def _gone(self, peer: PeerID) -> bool:
-        """Return whether an expected peer is not waited for. One that was lost before this search may be here again."""
-        return peer in self._lost_now or self._silent(peer, True)
+    def _is_gone(self, peer: PeerID) -> bool:
+        # One that was lost before this search may be here again.
+        return peer in self._lost_now or self._is_silent(peer, True)
 
     def _start(self) -> None:
-        self._phase = Phase.OVER
-        self._out.append(Start(tuple(self._followers)))
-        self._out += self._lookout.withdraw()
+        self._change_phase(SearchPhase.OVER)
+        self._out += [events.Start(tuple(self._followers)), *self._poller.withdraw()]
 
-    def _new_window(self, now: float) -> None:
-        self._window_end = min(now + self._rules.window_s, self._end)
+    def _begin_window(self, now: float) -> None:
+        window_s = self._config.window_s
+        self._window_end = min(now + window_s, self._end)
         # Later than our last expiration: others were told between two searches that the last one is over.
-        last, self._expiration = self._memory.declared, self._window_end + self._declarers.wall_offset_s
+        last, self._expiration = self._memory.declared, self._window_end + self._known.wall_offset_s
         if self._memory.led:
-            self._expiration -= min(_HEAD_START_S, self._rules.window_s / 10)
-        if 0 <= last - self._expiration < self._rules.window_s:  # a larger gap means that the clock was set back
+            self._expiration -= min(_HEAD_START_S, window_s / 10)
+        if 0 <= last - self._expiration < window_s:  # a larger gap means that the clock was set back
             self._expiration = last + _LATER_S
         self._memory.declared = self._expiration
-        self._lookout.renew()
+        self._poller.renew()
 
     def _conclude(self, now: float) -> None:
         """The group is full, or the window ended."""
-        too_few = self._group.why_not()
-        waited = self._waited(now)
-        if self._group.can_start:
+        group, waited = self._followers, self._waited(now)
+        too_few = f"the window ended with {group.size} of at least {self._config.min_group_size} peers"
+        if group.can_start:
             self._start()
-        elif self._group.enough and not self._group.reduces:
-            self._fail("nobody in the group can reduce: all are clients or have bandwidth 0", tuple(self._followers))
-        elif self._mismatches and not self._met:
+        elif group.enough and not group.reduces:
+            self._fail("nobody in the group can reduce: all are clients or have bandwidth 0", self.followers)
+        elif self._mismatches and not self._met_one:
             peers = tuple(self._mismatches)
             self._fail(self._mismatches[peers[0]], peers, mismatch=True)
         elif now < self._end:
-            if self._followers:
+            if group:
                 self._trouble = (too_few, ())
-            self._out += [Refuse(peer, "too-few", too_few) for peer in self._followers]
-            self._followers.clear()
-            self._new_window(now)
-            self._lookout.disappointed()
+            self._refuse_followers("too-few", too_few)
+            self._begin_window(now)
+            self._poller.doubt()
             self._decide(now)
-        elif self._followers:
+        elif group:
             self._fail(f"{waited}: {too_few}", ())
         else:
             self._fail(f"{waited}: {self._trouble[0]}", self._trouble[1])
@@ -555,13 +568,13 @@ class GroupMachine:
 
     def _fail(self, reason: str, peers: tuple[PeerID, ...], *, mismatch: bool = False) -> None:
         self._give_up(reason)
-        self._out.append(Fail(reason, peers, mismatch))
+        self._out.append(events.Fail(reason, peers, mismatch))
 
     def _give_up(self, reason: str) -> None:
         if self._leader is not None:
-            self._out.append(StopAsking(self._leader.peer))
-        code = "not-looking" if self._group.reduces else "no-reducer"
-        self._out += [Refuse(peer, code, f"the leader gave up: {reason}") for peer in self._followers]
-        self._followers.clear()
-        self._phase, self._leader = Phase.OVER, None
-        self._out += self._lookout.withdraw()
+            self._out.append(events.LeaveLeader(self._leader.peer))
+        self._refuse_followers(
+            "not-looking" if self._followers.reduces else "no-reducer", f"the leader gave up: {reason}"
+        )
+        self._change_phase(SearchPhase.OVER)
+        self._out += self._poller.withdraw()

@@ -1,13 +1,14 @@
 """The collaborative optimizer: one swarm-wide large-batch step behind an ordinary torch optimizer.
 
-Read `training_state` (what a peer trains: no network), then `collaboration` (when the swarm steps: no threads), then
-`optimizer` (the class that users hold). Beside them: `state_name` (what a state is called), `gossip` (how peers tell
-where they stand), `shared_state` (what newcomers download), `rate`, `settings`.
+Read `training_state` (what a peer trains: no network), then `phases` (when the swarm steps: a pure machine), then
+`participant` (the shell that does it, in the loop), then `optimizer` (the class that users hold). Beside them:
+`state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
+download).
 """
 
-from shoal.optim.collaboration import Collaboration
 from shoal.optim.optimizer import Optimizer
-from shoal.optim.settings import CollaborationSettings
+from shoal.optim.participant import Participant
+from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
 
-__all__ = ["Collaboration", "CollaborationSettings", "Optimizer", "TrainingState"]
+__all__ = ["Optimizer", "Participant", "RunSettings", "TrainingState"]

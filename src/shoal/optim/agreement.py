@@ -57,7 +57,7 @@ Contributors = Annotated[list[Contributor], msgspec.Meta(max_length=256)]
 
 
 class Agreement(msgspec.Struct, frozen=True, array_like=True):
-    """How the step of a round is taken.
+    """The agreement of a round's members on its step.
 
     Attributes:
         options: by all members; None if nobody has said any.

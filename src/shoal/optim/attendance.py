@@ -25,6 +25,7 @@ import math
 from collections.abc import Collection
 
 from shoal.peer import PeerID
+from shoal.progress import bound
 
 __all__ = ["Attendance"]
 
@@ -40,7 +41,7 @@ long."""
 
 
 class _Account:
-    """Of the time that rounds may wait in vain for some peers, seconds."""
+    """An account of the time that rounds may wait in vain for some peers, seconds."""
 
     def __init__(self, most_s: float, part: float) -> None:
         self._most_s, self._part = most_s, part
@@ -59,12 +60,12 @@ class _Account:
             self._since = min(self._since, now)
 
     def left_s(self, now: float) -> float:
-        """How long a search that begins now may wait."""
+        """The time that a search which begins now may wait."""
         return min(self._most_s, self._left_s + max(0.0, now - self._at) * self._part)
 
     @property
     def patience_s(self) -> float:
-        """How long this search may wait."""
+        """The time that this search may wait."""
         return self.left_s(self._since)
 
     def over(self, now: float, least_s: float = 0.0) -> bool:
@@ -112,8 +113,12 @@ class Attendance:
         for account in (self._known, self._beside, self._alone):
             account.begin()
 
-    def awaited(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
-        """The peers among these others that the group is to wait for (`now`: local time, seconds). Called often."""
+    def wait_for(self, expected: frozenset[PeerID], now: float) -> frozenset[PeerID]:
+        """Wait for these others, as far as that is of use (`now`: local time, seconds); called often in a search.
+
+        Returns:
+            The peers among them that the group is to wait for now.
+        """
         present = expected - self.absent(expected, now)
         strangers = self._strangers_among(present)
         known = present - strangers
@@ -156,8 +161,7 @@ class Attendance:
             self._missed[peer] = missed, now + windows * self._window_s
             if windows:
                 given_up.append((peer, missed))
-        while len(self._missed) > _MAX_REMEMBERED:
-            del self._missed[next(iter(self._missed))]
+        bound(self._missed, _MAX_REMEMBERED)
         self._known.formed(members, now)
         if vain := self._strange.formed(members, now):
             self._vain += 1

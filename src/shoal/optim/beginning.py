@@ -19,6 +19,7 @@ import enum
 from collections.abc import Collection, Iterable, Mapping
 
 from shoal.peer import PeerID
+from shoal.progress import bound
 
 __all__ = ["Beginning", "Stance"]
 
@@ -41,7 +42,7 @@ class Beginning:
         required: whether this peer needs a state that others have.
 
     Attributes:
-        stance: what `look` said last.
+        stance: what `judge` said last.
     """
 
     def __init__(self, patience_s: float, *, required: bool = False) -> None:
@@ -51,7 +52,7 @@ class Beginning:
         self._gave: set[PeerID] = set()  # of those that are named
         self._since: float | None = None
 
-    def had(self) -> None:
+    def state_taken(self) -> None:
         """A state of the run was taken over: states that were named before do not matter any more."""
         self._named.clear()
         self._gave.clear()
@@ -71,11 +72,11 @@ class Beginning:
         """Until when a donor is waited for: local time, seconds."""
         return (now if self._since is None else self._since) + self.patience_s
 
-    def gave(self, peers: Iterable[PeerID]) -> None:
+    def note_giving(self, peers: Iterable[PeerID]) -> None:
         """These peers gave their state so fast that it could have been here in time, or steps of the run."""
         self._gave.update(peer for peer in peers if peer in self._named)
 
-    def look(
+    def judge(
         self,
         named: Mapping[PeerID, int],
         *,
@@ -95,17 +96,15 @@ class Beginning:
         """
         for peer in sorted(named)[:_REMEMBERED]:
             self._named[peer] = max(named[peer], self._named.get(peer, 0))
-        while len(self._named) > _REMEMBERED:
-            oldest = next(iter(self._named))
-            del self._named[oldest]
-            self._gave.discard(oldest)
-        self.gave(giving)
+        bound(self._named, _REMEMBERED)
+        self._gave &= self._named.keys()
+        self.note_giving(giving)
         given = not self._gave.isdisjoint(giving) or not self._gave.issubset(named)
         refused = bool(self._named) and all(peer in named and peer in refusing for peer in self._named)
-        self.stance = self._judge(len(named), others_here, now, refused=refused, given=given)
+        self.stance = self._stance(len(named), others_here, now, refused=refused, given=given)
         return self.stance
 
-    def _judge(self, naming: int, others_here: int, now: float, *, refused: bool, given: bool) -> Stance:
+    def _stance(self, naming: int, others_here: int, now: float, *, refused: bool, given: bool) -> Stance:
         alone = self.required and not others_here
         if not self._named and not alone:
             return Stance.FREE

@@ -36,7 +36,7 @@ from shoal.peer import PeerID
 __all__ = ["BOUND", "Check", "Checks", "Verdict", "check_of", "is_due", "judge"]
 
 BOUND = 1e-5
-"""Of the difference between samples, against their size (root mean squares), where arithmetic differs, in float32.
+"""The most that samples differ where arithmetic differs, against their size (root mean squares), in float32.
 
 Measured by `python -m benchmarks.drift`: AdamW with AVX-512 against `ATEN_CPU_CAPABILITY=default`: 1.0e-8 after 10
 steps, 1.0e-7 after 1,000; in bfloat16 2.0e-5.
@@ -73,7 +73,7 @@ class Check(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(NamedTuple):
-    """What follows from the checks of all members.
+    """The conclusion from the checks of all members.
 
     Attributes:
         digest: of the state.
@@ -115,7 +115,7 @@ def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
 
 
 def _most(checks: Mapping[PeerID, Check]) -> tuple[Check, frozenset[PeerID]]:
-    """What most of these hold, and who does; of several the one that the lowest peer holds."""
+    """The check that most of these hold, with its holders; of several the one that the lowest peer holds."""
     counts = Counter(checks[peer].digest for peer in sorted(checks))
     digest = max(counts, key=lambda each: counts[each])
     holders = frozenset(peer for peer, check in checks.items() if check.digest == digest)
@@ -143,8 +143,8 @@ class Checks:
         self._in_a_row = self._in_a_row + 1 if wrong else 0
         return wrong and self._in_a_row.bit_count() == 1
 
-    def is_news(self, verdict: Verdict) -> bool:
-        """Whether to say that somebody's parameters differ: the first, second, fourth, ... time in a row."""
+    def count_difference(self, verdict: Verdict) -> bool:
+        """Count this verdict. True if it is to be told: for the first, second, fourth, ... difference in a row."""
         self._told = self._told + 1 if verdict.others else 0
         return self._told.bit_count() == 1
 

@@ -23,7 +23,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmView
+from shoal.progress import StateKey, SwarmView, bound
 
 __all__ = ["Companions"]
 
@@ -35,14 +35,14 @@ _FORGIVEN, _LATE = 2.0, 2.0
 0.4 between two times (`tests/sim/test_together.py`)."""
 
 _FREE = 0.05
-"""Of an epoch: shorter waits are charged to nobody."""
+"""A part of an epoch: shorter waits are charged to nobody."""
 
 _MOST_SKIPPED = 64
 _MAX_REMEMBERED = 1024
 
 
 class _Charge(NamedTuple):
-    """What a peer has cost since its samples counted.
+    """The cost of waiting for a peer since its samples counted.
 
     Attributes:
         epochs: of waiting for it.
@@ -93,7 +93,7 @@ class Companions:
         self._members, self._before, self._round_s = frozenset(members), before, round_s
         self._awaited = None
 
-    def renamed(self, now: float, *, step: bool = False) -> None:
+    def state_changed(self, now: float, *, step: bool = False) -> None:
         """We have another state now (`now`: local time, seconds), if `step` by a step of the swarm."""
         self._enough_at, self._over = None, False
         self._since = {}
@@ -119,7 +119,7 @@ class Companions:
             self._awaited = frozenset() if self._over else self._members - left
         return self._awaited
 
-    def look(self, view: SwarmView, target: int, now: float) -> bool:
+    def observe(self, view: SwarmView, target: int, now: float) -> bool:
         """Take in a view of the swarm (`now`: local time, seconds). True if the wait for companions has just ended."""
         if view.samples < target:
             self._enough_at = None
@@ -147,17 +147,16 @@ class Companions:
             times += 1
             until = self._rounds + min(2**times, _MOST_SKIPPED)
         self._charged[peer] = _Charge(spent, times, until)
-        while len(self._charged) > _MAX_REMEMBERED:
-            del self._charged[next(iter(self._charged))]
+        bound(self._charged, _MAX_REMEMBERED)
 
     @property
     def until(self) -> float | None:
-        """When nobody is waited for any more: local time, seconds; None as long as the swarm lacks samples."""
+        """The time from which on nobody is waited for: local time, seconds; None as long as the swarm lacks samples."""
         return None if self._over or self._enough_at is None else self._enough_at + self.patience_s
 
     @property
     def patience_s(self) -> float:
-        """How long to wait for companions once the swarm has its samples, seconds."""
+        """The time to wait for companions once the swarm has its samples, seconds."""
         return max(_LEAST_S, self._epoch_s)
 
     @property

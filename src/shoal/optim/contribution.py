@@ -1,4 +1,4 @@
-"""The contribution of a peer: how many of its samples went into the swarm's steps. Pure bookkeeping."""
+"""The samples of a peer: how fast it makes them, and how many go into the swarm's steps. Pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -6,15 +6,47 @@ from typing import NamedTuple
 
 from shoal.events import duration
 
-__all__ = ["Contribution"]
+__all__ = ["Contribution", "RateMeter"]
+
+_PERIOD_S, _NEW_SHARE = 0.5, 0.3
 
 _LOST = 5
 _LOOKED_AT, _PART = 30, 5
-"""So many states are looked at together; a peer is told if its samples count in no more than a fifth of them."""
+"""So many states are looked at together. A peer is told if its samples count in no more than a fifth of them."""
+
+
+class RateMeter:
+    """Measures the speed of a peer. It counts samples, from any thread; `measure` is called now and then.
+
+    Attributes:
+        rate: samples per second, smoothed over the last seconds; 0 before anything was measured.
+        processed: samples so far.
+        batches: in how many batches.
+    """
+
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self.processed = self.batches = 0
+        self._last: tuple[int, float] | None = None
+
+    def count(self, samples: int) -> None:
+        """So many were processed, whether they counted for a step or not."""
+        self.processed += samples
+        self.batches += 1
+
+    def measure(self, now: float) -> None:
+        """Bring the rate up to date; `now` in seconds."""
+        if self._last is None:
+            self._last = self.processed, now
+        processed, since = self._last
+        if now - since >= _PERIOD_S:
+            rate = (self.processed - processed) / (now - since)
+            self.rate = (1 - _NEW_SHARE) * self.rate + _NEW_SHARE * rate if self.rate else rate
+            self._last = self.processed, now
 
 
 class _Mark(NamedTuple):
-    """What was there at a change of the state."""
+    """The counts at a change of the state."""
 
     epoch: int
     contributed: int
@@ -43,7 +75,7 @@ class Contribution:
         """So many of this peer's samples went into a step."""
         self.contributed += samples
 
-    def look(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
+    def state_changed(self, epoch: int, *, processed: int, batches: int, held: int, now: float) -> str | None:
         """The state has changed. Returns a warning for the user, once, if few of this peer's samples count, or none.
 
         Args:

@@ -23,11 +23,12 @@ from msgspec.structs import replace
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
-from shoal.optim.settings import CollaborationSettings
+from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_s, write_s
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.rpc import LOOK_S
+from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
 
 __all__ = ["ProgressGossip"]
@@ -90,8 +91,8 @@ class ProgressGossip:
         core: this peer.
         settings: of the run.
         known: where it is noted what others said.
-        mine: where this peer stands now.
-        on_news: called when something was heard that changes the picture, or it is time to look again.
+        news: told when something was heard that changes the picture, or it is time to look again.
+        next_word: returns where this peer stands now, newer than all that it has told.
 
     Attributes:
         enough: whether the swarm has the samples of the next step, as it was known here last.
@@ -103,19 +104,19 @@ class ProgressGossip:
     def __init__(
         self,
         core: PeerCore,
-        settings: CollaborationSettings,
+        settings: RunSettings,
         known: SwarmProgress,
+        news: Changes,
         *,
-        mine: Callable[[], Progress],
-        on_news: Callable[[], None],
+        next_word: Callable[[], Progress],
     ) -> None:
-        self._core, self._run_id, self._known, self._mine, self._on_news = core, settings.run_id, known, mine, on_news
+        self._core, self._run_id, self._known = core, settings.run_id, known
+        self._news, self._next_word = news, next_word
         self._publish_period_s, self._tell_period_s = settings.publish_period_s, settings.tell_period_s
         self._ttl_s = settings.ttl_s
         self.looked = asyncio.Event()
         self.enough = self.has_twin = False
-        self._renamed = asyncio.Event()
-        self._renames = 0
+        self._to_write = Changes()  # of our progress, that are to be in the DHT soon
         self._target = settings.target_batch_size
         self._countdown = Countdown(self._target)
         self._duty = _Duty(b"", frozenset(), (), 0.0, Order(b"", []), [], [])
@@ -129,7 +130,7 @@ class ProgressGossip:
         self._why_deaf: dict[PeerID, str] = {}
         self._called, self._tell_again_at = b"", 0.0  # at which state all were told that there is enough, and when next
         self._found_at = float("-inf")  # the last time that the DHT showed somebody new
-        self._look_anew = asyncio.Event()
+        self._doubts = Changes()  # of what we know: somebody may be there who is not known here
         self._written = self._twin_wrote = float("-inf")  # in our name: when we, and another peer, wrote last
         self._complete = b""  # the state of which we know that there is enough, and that everybody is here
         self._passed_on, self._passed_at = 0, float("-inf")  # samples, and when the other keepers were told
@@ -151,7 +152,7 @@ class ProgressGossip:
         return [self._publish_loop(), self._look_loop()]
 
     async def leave(self) -> None:
-        """Tell everybody that we take part no more, as `mine` says now: directly, and in the DHT."""
+        """Tell everybody that we take part no more, as our next word says: directly, and in the DHT."""
         others = [peer for peer in self._known.peers if self._core.endpoint.reachable(peer)]
         with suppress(TimeoutError):
             async with asyncio.timeout(_LEAVE_S):
@@ -195,7 +196,7 @@ class ProgressGossip:
         at_least = self._before if asyncio.get_running_loop().time() < self._renamed_at + _LATE_S else self._at
         if StateKey.of_peer(note.progress) < at_least and self._corrected.get(peer) != self._at:
             self._corrected[peer] = self._at
-            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._mine()))
+            self._core.endpoint.tell([peer], TellProgress(self._run_id, self._next_word()))
 
     def _take(self, peer: PeerID, told: TellProgress) -> None:
         if told.progress.contact.peer != peer:
@@ -203,7 +204,7 @@ class ProgressGossip:
         self._hear_directly(told.progress, told.others)
 
     def _what_we_know(self) -> tuple[Progress, list[Standing]]:
-        mine = self._mine()
+        mine = self._next_word()
         return mine, self._known.standings(mine, asyncio.get_running_loop().time()) if self.enough else []
 
     def _hear_directly(self, progress: Progress, others: Sequence[Standing]) -> None:
@@ -211,23 +212,23 @@ class ProgressGossip:
             self._met.add(progress.contact.peer)
             self._hear(progress)
             if self._known.lacks(others):
-                self._look_anew.set()
+                self._doubts.notify()
             now = asyncio.get_running_loop().time()
             if progress.digest != self._complete and self._known.relayed(progress, others, now):
-                self._on_news()
+                self._news.notify()
 
     def _hear(self, progress: Progress, *, direct: bool = True) -> None:
         self._core.endpoint.learn(progress.contact)
         if (contact := self._core.endpoint.dialable(progress.contact)) is not progress.contact:
             progress = replace(progress, contact=contact)
         if self._known.heard(progress, asyncio.get_running_loop().time(), direct=direct):
-            self._on_news()
+            self._news.notify()
 
     def _peer_lost(self, peer: PeerID, reason: str) -> None:
         self._met.discard(peer)
         self._corrected.pop(peer, None)
         if self._known.lost(peer, asyncio.get_running_loop().time()):
-            self._on_news()
+            self._news.notify()
 
     # ------------------------------------------------------------------------------------------------ through the DHT
 
@@ -235,22 +236,21 @@ class ProgressGossip:
     def _key(self) -> str:
         return f"{self._run_id}_progress"
 
-    def renamed(self, view: SwarmView, *, expected: bool) -> None:
-        """Our state has another name, or the end of the run another epoch: write it to the DHT, and tell it, at once.
+    def announce_state(self, view: SwarmView, *, expected: bool) -> None:
+        """Our state has another name: write it to the DHT, and tell it, at once.
 
         Args:
             view: the swarm as it is known here now.
             expected: it is by a step that the others take, too.
         """
-        mine = self._mine()
+        mine = self._next_word()
         self._before, self._at = self._at, StateKey.of_peer(mine)
         self._renamed_at = asyncio.get_running_loop().time()
         few = len(view.peers) - 1 <= FEW
         if few or not expected:
-            self._renames += 1
-            self._renamed.set()
+            self._to_write.notify()
         if not expected:
-            self._look_anew.set()  # others may have come while this peer stood still, and do not know it either
+            self._doubts.notify()  # others may have come while this peer stood still, and do not know it either
             # A peer that was cut off has found the others silent: they have no reason to say anything to it, and do not
             # count here until they do.
             for peer in [peer for peer in self._known.peers if peer not in view.peers][:_ASKED_ANEW]:
@@ -269,22 +269,16 @@ class ProgressGossip:
             self._note([peer for peer in here if peer not in view.together][:_ALL], mine, [])
 
     async def _publish_loop(self) -> None:
-        """Write our progress to the DHT: soon when it was renamed, else from time to time, not all at one time."""
-        loop = asyncio.get_running_loop()
+        """Write our progress to the DHT: soon after a change of our state, else now and then, not all at one time."""
         while True:
-            renames = self._renames
+            written = self._to_write.count
             await self._publish()
             if len(self._known.peers) <= FEW:  # they write at each step, and short epochs are not worth a write each
                 await asyncio.sleep(self._tell_period_s)
-            until = loop.time() + self._about(write_s(len(self._known.peers), self._publish_period_s))
-            while (left_s := until - loop.time()) > 0 and renames == self._renames:
-                self._renamed.clear()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(left_s):
-                        await self._renamed.wait()
+            await self._to_write.after(written, self._about(write_s(len(self._known.peers), self._publish_period_s)))
 
     async def _publish(self) -> None:
-        core, mine = self._core, self._mine()
+        core, mine = self._core, self._next_word()
         self._written = mine.time
         with suppress(ShoalError):
             expiration = core.env.clock.time() + self._known.ttl_s
@@ -296,14 +290,14 @@ class ProgressGossip:
         And soon when this peer may have missed others that came: half a second after the last look at the earliest.
         """
         for looks in itertools.count(1):
-            self._look_anew.clear()
+            doubts = self._doubts.count
             found = await self._look()
             if looks == 1:
                 await self._ask_who_lives(found)
             await self._look_behind(found)
             if not self._known.strangers or self._known.mismatch or looks == _LOOKS_AT_STRANGERS:
                 self.looked.set()
-            self._on_news()
+            self._news.notify()
             peers = len(self._known.peers)
             lives_s = _LIVES * (write_s(peers, self._publish_period_s) + look_s(peers))
             self._known.ttl_s = max(self._ttl_s, lives_s)
@@ -312,9 +306,7 @@ class ProgressGossip:
             pause_s = self._publish_period_s / 2 if often else self._about(look_s(peers))
             least_s = min(pause_s, look_s(peers) / 10)
             await asyncio.sleep(least_s)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s - least_s):
-                    await self._look_anew.wait()
+            await self._doubts.after(doubts, pause_s - least_s)
 
     def _about(self, period_s: float) -> float:
         return period_s * (0.75 + 0.5 * self._core.env.rng.random())
@@ -448,7 +440,7 @@ class ProgressGossip:
         if len(view.peers) - 1 > FEW:
             self._tell_keepers(view, at)
             return
-        place = _place(self._mine())
+        place = _place(self._next_word())
         if place == self._told_place and view.peers == self._told_peers and at < self._told_at + _SILENCE_S:
             return
         if not now and at < self._told_at + self._tell_period_s:
@@ -459,9 +451,9 @@ class ProgressGossip:
             self._call(peer)
 
     def _tell_keepers(self, view: SwarmView, now: float) -> None:
-        mine = self._mine()
+        mine = self._next_word()
         self._meet(view)
-        near = self._countdown.is_near(mine, view, now)
+        near = self._countdown.observe(mine, view, now)
         duty = self._duty = self._duties(view, mine.digest, now)
         self._complete = mine.digest if self.enough and not view.coming else b""
         place, soon = (*_place(mine), *duty.keepers), self._told_at + self._tell_period_s
@@ -563,7 +555,7 @@ class ProgressGossip:
         if self._waking is None or not loop.time() < self._waking.when() <= at:
             if self._waking is not None:
                 self._waking.cancel()
-            self._waking = loop.call_at(at, self._on_news)
+            self._waking = loop.call_at(at, self._news.notify)
 
     def _can_keep(self, peer: PeerID, now: float) -> bool:
         contact = self._core.endpoint.contact if peer == self._core.peer_id else self.contact(peer)

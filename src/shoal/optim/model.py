@@ -82,7 +82,7 @@ class TrainedModel:
                     "weights without assign=True, or make a new shoal.Optimizer"
                 )
 
-    def changed(self) -> str | None:
+    def find_change(self) -> str | None:
         """A tensor that is not trained, and has other values than at first; None if there is none. Each is told once.
 
         Values are looked at only where torch has counted a change, or the memory is another: a change through `.data`

@@ -31,16 +31,17 @@ class Notices:
     def __init__(self, events: EventBus, run_id: str) -> None:
         self._events, self._run_id = events, run_id
         self._left_out = self._downloads_in_a_row = 0
-        self._broken_told = False
-        self._stance_told, self._without_told = Stance.FREE, False
-        self._schedule_told = self._kept_back_told = False
         self._options_told: set[tuple[str, int]] = set()
-        self._end_told: int | None = None
-        self._beyond_told: int | None = None
+        self._last: dict[str, object] = {}
 
     def warn(self, message: str) -> None:
         """Tell this."""
         self._events.emit(Warned(where="optimizer", message=message))
+
+    def _note(self, what: str, value: object) -> bool:
+        """Remember this value. True if the last one was another one, and this one is neither False nor None."""
+        before, self._last[what] = self._last.get(what), value
+        return value is not None and value is not False and value != before
 
     def absent(self, given_up: Iterable[tuple[PeerID, int]]) -> None:
         """Rounds no longer wait for these peers, after so many rounds that they have missed."""
@@ -65,9 +66,9 @@ class Notices:
             return
         reason = "gradients that are not finite, or too large to be summed: their batch is left out"
         self.rejected(training.left_out_for, reason)
-        told, self._broken_told = self._broken_told, training.broken is not None
+        is_news = self._note("broken", training.broken is not None)
         if training.broken is not None:
-            if not told:
+            if is_news:
                 self.warn(training.broken)
         elif not before or len(str(before)) < len(str(self._left_out)):
             what = "1 batch was" if self._left_out == 1 else f"{self._left_out} batches were"
@@ -116,11 +117,9 @@ class Notices:
     def stepped(self, training: TrainingState) -> None:
         """The swarm's step was taken to its end. Look whether the schedule was moved, too."""
         self._downloads_in_a_row = 0
-        if training.schedule_error is not None and not self._schedule_told:
-            self._schedule_told = True
+        if training.schedule_error is not None and self._note("schedule", value=True):
             self.warn(f"{training.schedule_error}; the learning rates stay as they are")
-        if training.kept_back is not None and not self._kept_back_told:
-            self._kept_back_told = True
+        if training.kept_back is not None and self._note("kept back", value=True):
             self.warn(training.kept_back)
 
     def alone(self, epoch: int | None, reasons: Iterable[str]) -> None:
@@ -131,10 +130,9 @@ class Notices:
         )
 
     def beginning(self, beginning: Beginning, *, behind: bool) -> None:
-        """What a newcomer without the state of the run does. Each is told once."""
+        """A newcomer without the state of the run waits, or begins. Each is told once."""
         stance = Stance.FREE if behind else beginning.stance
-        told, self._stance_told = self._stance_told, stance
-        if stance in (told, Stance.FREE):
+        if not self._note("beginning", stance) or stance is Stance.FREE:
             return
         if beginning.peers:
             named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, but no peer gives it now"
@@ -153,8 +151,7 @@ class Notices:
 
     def without(self, further: Mapping[PeerID, int], epoch: int) -> None:
         """We go on from our own state, though these are further and have not given theirs. Once until none is."""
-        told, self._without_told = self._without_told, bool(further)
-        if further and not told:
+        if self._note("without", bool(further)):
             self.warn(
                 f"{_names(further)} named a state of epoch {max(further.values())} and did not give it: training goes "
                 f"on from epoch {epoch} without them, so there are two runs. Check whether they can be reached from "
@@ -163,8 +160,7 @@ class Notices:
 
     def ends(self, epoch: int | None, said: int | None) -> None:
         """The run ends now, at `epoch` (None: it goes on); `said` is the end that this peer announced. Told once."""
-        told, self._end_told = self._end_told, epoch
-        if epoch is None or epoch in (told, said):
+        if not self._note("end", epoch) or epoch == said:
             return
         own = "this peer announced none" if said is None else f"this peer announced epoch {said}"
         self.warn(
@@ -174,9 +170,8 @@ class Notices:
 
     def beyond(self, epoch: int, said: int | None) -> None:
         """The run goes on, and is beyond the end that this peer has announced. Once for each such end."""
-        if said is None or epoch <= said or said == self._beyond_told:
+        if said is None or epoch <= said or not self._note("beyond", said):
             return
-        self._beyond_told = said
         self.warn(
             f"the run is at epoch {epoch} and goes on, though this peer announced its end for epoch {said}: the peers "
             "that make most samples announced a later end or none, or that epoch was over already. This peer trains "

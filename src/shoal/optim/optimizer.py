@@ -16,16 +16,16 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned, print_log
-from shoal.optim.collaboration import Collaboration, Phase
-from shoal.optim.fingerprint import run_settings
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.model import TrainedModel
+from shoal.optim.participant import Participant
+from shoal.optim.phases import RunPhase
 from shoal.optim.schedule import ScheduleWatch, follow
-from shoal.optim.settings import CollaborationSettings
+from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
-from shoal.runtime.arguments import client_argument
+from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S, LoopThread
@@ -44,7 +44,7 @@ _MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 _LONGEST_RUN_ID = 240
-"""Of characters: the names of its averagers and messages are somewhat longer, and may have 256."""
+"""In characters: the names of its averagers and messages are somewhat longer, and may have 256."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -147,7 +147,8 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
-        _check_codecs(codecs)
+        for name, codec in codecs.items():
+            codec_argument(name, codec)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
         timeouts = choose_timeouts(
             {
@@ -192,7 +193,7 @@ class Optimizer(torch.optim.Optimizer):
             **timeouts,
         )
         averager.check()
-        settings = CollaborationSettings(
+        settings = RunSettings(
             run_id=run_id,
             target_batch_size=target_batch_size,
             averager=averager,
@@ -214,12 +215,12 @@ class Optimizer(torch.optim.Optimizer):
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
-        self._collaboration = self._run(
+        self._participant = self._run(
             self._begin(dht.core(), settings, grad_compression, state_averaging_compression), 60.0
         )
-        self._forget_closer = dht.at_shutdown(self._collaboration.close)
+        self._forget_closer = dht.at_shutdown(self._participant.close)
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
-        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._collaboration, self._forget_closer)
+        self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participant, self._forget_closer)
         if self._model is not None and self._model.unshared_statistics:
             names = self._model.unshared_statistics
             self._warn(
@@ -230,13 +231,13 @@ class Optimizer(torch.optim.Optimizer):
     async def _begin(
         self,
         core: PeerCore,
-        settings: CollaborationSettings,
+        settings: RunSettings,
         compression: CompressionBase | None,
         state_compression: CompressionBase | None,
-    ) -> Collaboration:
+    ) -> Participant:
         others = len(core.leavers)
         try:
-            collaboration = Collaboration(
+            participant = Participant(
                 core,
                 self._training,
                 settings,
@@ -249,12 +250,12 @@ class Optimizer(torch.optim.Optimizer):
                 await leave(0.0)
             raise
         try:
-            await collaboration.start()
-            await collaboration.check_settings(_OTHERS_S)
+            await participant.start()
+            await participant.check_settings(_OTHERS_S)
         except BaseException:
-            await collaboration.close()
+            await participant.close()
             raise
-        return collaboration
+        return participant
 
     def _run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
@@ -264,7 +265,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def local_epoch(self) -> int:
         """Swarm steps that went into this peer's parameters."""
-        return self._collaboration.epoch
+        return self._participant.epoch
 
     @property
     def finished(self) -> bool:
@@ -273,12 +274,12 @@ class Optimizer(torch.optim.Optimizer):
         At the end a peer has the best state that it knows, and waits some seconds, in `step`, until the others that it
         knows have it too.
         """
-        return self._collaboration.finished
+        return self._participant.finished
 
     @property
-    def collaboration(self) -> Collaboration:
+    def collaboration(self) -> Participant:
         """The async core: phase, progress and last round."""
-        return self._collaboration
+        return self._participant
 
     def announce_end(self, epoch: int | None) -> None:
         """Say where the run ends as far as this peer is concerned: call it on every peer.
@@ -298,7 +299,7 @@ class Optimizer(torch.optim.Optimizer):
         last = None if epoch is None else whole("epoch", epoch, most=MAX_EPOCH)
 
         async def announce() -> None:
-            self._collaboration.announce_end(last)
+            self._participant.announce_end(last)
 
         self._run(announce(), GRACE_S)
 
@@ -358,7 +359,7 @@ class Optimizer(torch.optim.Optimizer):
         self._follow_schedule()
         if self._model is not None:
             self._model.check()
-            if (name := self._model.changed()) is not None:
+            if (name := self._model.find_change()) is not None:
                 self._warn(
                     f"{name} of the model is not trained, but has changed since the run began: other peers do not have "
                     "its new values. Leave it as it is; if it is meant to move, give it in extra_tensors"
@@ -397,38 +398,38 @@ class Optimizer(torch.optim.Optimizer):
         self.dht.loop_thread.call_soon(partial(self.dht.events.emit, warning))
 
     def _count(self, samples: int, loss: Any) -> Any:
-        collaboration = self._collaboration
-        if collaboration.finished:
+        participant = self._participant
+        if participant.finished:
             if not self._told_end:
                 self._told_end = True
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             return loss
-        if not collaboration.at_end:
+        if not participant.at_end:
             with self._lock.holding():
                 worth = self._training.accumulate(samples) or self._training.holds_average
             if worth:
-                collaboration.speed.count(samples)
-        enough = self._training.samples + collaboration.others_samples >= self.target_batch_size
-        if collaboration.epoch == 0 or enough or collaboration.phase is not Phase.COLLECTING:
+                participant.speed.count(samples)
+        enough = self._training.samples + participant.others_samples >= self.target_batch_size
+        if participant.epoch == 0 or enough or participant.phase is not RunPhase.COLLECTING:
             self._take_turn()
         else:
-            self.dht.loop_thread.call_soon(collaboration.accumulated)
+            self.dht.loop_thread.call_soon(participant.accumulated)
         return loss
 
     def _take_turn(self) -> None:
-        phase = self._run(self._collaboration.decide(self.averaging_timeout), self.averaging_timeout)
-        if phase is Phase.STEPPING:
+        phase = self._run(self._participant.decide(self.averaging_timeout), self.averaging_timeout)
+        if phase is RunPhase.STEPPING:
             with self._lock.holding():
-                self._collaboration.step()
-            self._run(self._collaboration.stepped(), GRACE_S)
-            if self._collaboration.at_end:
+                self._participant.step()
+            self._run(self._participant.stepped(), GRACE_S)
+            if self._participant.at_end:
                 self._take_turn()  # the last one: wait for the others
-        elif phase is Phase.BEHIND:
+        elif phase is RunPhase.BEHIND:
             timeout_s = self.load_state_timeout
             try:
-                self._run(self._collaboration.download(timeout_s, patient=False), timeout_s)
+                self._run(self._participant.download(timeout_s, patient=False), timeout_s)
             except StateUnavailable as error:
-                self._collaboration.check_beginning()
+                self._participant.check_beginning()
                 if str(error) != self._not_taken:
                     self._not_taken = str(error)
                     self._warn(str(error))
@@ -451,14 +452,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         self._check_open()
         timeout_s = seconds("timeout", timeout, self.load_state_timeout)
-        return self._run(self._collaboration.download(timeout_s), timeout_s)
+        return self._run(self._participant.download(timeout_s), timeout_s)
 
     # ------------------------------------------------------------------------------------------- torch's interface
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
         with self._lock.holding():
-            state, training = self._collaboration.state, self._training
+            state, training = self._participant.state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": training.fingerprint().hex()}
             return {**training.optimizer.state_dict(), "shoal": where}
@@ -488,8 +489,8 @@ class Optimizer(torch.optim.Optimizer):
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             unchanged = where is not None and where[2] == self._training.fingerprint().hex()
-            self._collaboration.loaded(where and where[0], unchanged=unchanged)
-        self._run(self._collaboration.tell_loaded(), GRACE_S)
+            self._participant.loaded(where and where[0], unchanged=unchanged)
+        self._run(self._participant.tell_loaded(), GRACE_S)
 
     def eval(self) -> None:
         """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.
@@ -511,7 +512,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: always, afterwards.
         """
-        if hasattr(self, "_collaboration"):
+        if hasattr(self, "_participant"):
             raise ConfigError("parameters cannot be added to a run that has begun: make a new optimizer")
         super().add_param_group(param_group)
 
@@ -519,7 +520,7 @@ class Optimizer(torch.optim.Optimizer):
         """Leave the run. The DHT goes on. Safe to call twice. Also done once nothing refers to the optimizer."""
         self._closed = True
         if not self._left and self.dht.is_alive():
-            self._run(self._collaboration.close(), self._shutdown_timeout)
+            self._run(self._participant.close(), self._shutdown_timeout)
             self._forget_closer()
         self._dropped.detach()
         self._left = True
@@ -542,13 +543,13 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _leave_when_dropped(
-    swarm: Optimizer, thread: LoopThread, collaboration: Collaboration, forget_closer: Callable[[], None]
+    swarm: Optimizer, thread: LoopThread, participant: Participant, forget_closer: Callable[[], None]
 ) -> weakref.finalize[[], Optimizer]:
     """Once nobody holds the optimizer, other peers shall not wait for it, and its run's name is free."""
 
     def leave() -> None:
         with suppress(ClosedError):
-            thread.submit(collaboration.close())
+            thread.submit(participant.close())
             forget_closer()
 
     dropped = weakref.finalize(swarm, leave)
@@ -591,13 +592,6 @@ def _check_run_id(run_id: object) -> None:
         run_id.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(f"run_id has a character that UTF-8 cannot write: {run_id!r:.80}") from error
-
-
-def _check_codecs(codecs: dict[str, CompressionBase | None]) -> None:
-    for name, codec in codecs.items():
-        if not isinstance(codec, CompressionBase | None):
-            example = "shoal.compression.Float16Compression()"
-            raise ConfigError(f"{name} must be a codec, such as {example}, got {codec!r}")
 
 
 def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -49,7 +49,7 @@ AnyTensor = torch.Tensor | StateTensorSpec
 
 
 class Prepared(NamedTuple):
-    """What an optimizer holds after `switch`.
+    """The options and statistics that an optimizer holds after `switch`.
 
     Attributes:
         options: of each group, without its parameters.
@@ -89,7 +89,7 @@ class OptimizerState:
 
     @property
     def needs(self) -> str | None:
-        """What it says that it cannot step without: see `trial.needs`; None if it has stepped."""
+        """The need that its step names, see `trial.needs`; None if it has stepped."""
         return needs(self._optimizer, self._states)
 
     # ------------------------------------------------------------------------------------------------------- take out
@@ -104,7 +104,7 @@ class OptimizerState:
         return {**marks, _CHANCE: bytes(torch.get_rng_state().numpy())}
 
     def changed_outside(self, before: Mapping[str, object]) -> list[str]:
-        """What `outside` names and a step has changed; `before` is what that gave before the step."""
+        """The things that `outside` names and a step has changed; `before` is its result before the step."""
         after = self.outside()
         changed = [name for name, mark in after.items() if name in before and before[name] != mark]
         if _CHANCE in changed and not draws_random_numbers(self._optimizer):
@@ -379,7 +379,7 @@ def _merged(
 
 
 def _misfit(name: str, mine: Any, theirs: Any) -> str | None:
-    """Why an option cannot take this value; None if it can. `mine` is None where there is none."""
+    """The reason why an option cannot take this value; None if it can. `mine` is None where there is none."""
     if mine is not None and (here := _kind(mine)) != (there := _kind(theirs)):
         return f"is {there} there and {here} here ({_shown(theirs)}, {_shown(mine)})"
     if isinstance(theirs, list | tuple):

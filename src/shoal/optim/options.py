@@ -29,8 +29,8 @@ HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 _KEPT_BY_SCHEDULES = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 LEFT_OUT = HOW | _KEPT_BY_SCHEDULES | {"params", "param_names", "train_mode"}
-"""What each peer has of its own in its parameter groups; `train_mode` says what the weights are (ScheduleFree): what
-travels are those of training."""
+"""Options that each peer has of its own in its parameter groups. `train_mode` tells two kinds of weights apart
+(ScheduleFree): those of training travel."""
 
 
 _MAX_BYTES = 32768
@@ -42,7 +42,7 @@ Value = Scalar | Annotated[list[Scalar], msgspec.Meta(max_length=16)]
 
 
 class Options(msgspec.Struct, frozen=True, array_like=True):
-    """What the parameter groups of one peer hold.
+    """The options in the parameter groups of one peer.
 
     Attributes:
         groups: how many there are.
@@ -61,7 +61,7 @@ class Options(msgspec.Struct, frozen=True, array_like=True):
         return values * self.groups if len(values) == 1 else values
 
     def problem(self) -> str | None:
-        """Why no step can be taken with these; None if one can."""
+        """The reason why no step can be taken with these; None if one can."""
         for name, values in self.values.items():
             if len(values) not in (1, self.groups):
                 return f"{len(values)} values of {name[:40]} for {self.groups} groups"
@@ -128,7 +128,7 @@ def agreed(proposals: Iterable[Options]) -> Options | None:
 
 
 def misfit(mine: Options, theirs: Options) -> str | None:
-    """Why a peer with the options `mine` cannot take over `theirs`; None if it can."""
+    """The reason why a peer with the options `mine` cannot take over `theirs`; None if it can."""
     if mine.groups != theirs.groups:
         return f"{theirs.groups} parameter groups, and there are {mine.groups} here"
     for name in sorted(mine.values.keys() & theirs.values.keys()):

@@ -1,16 +1,15 @@
-"""The rounds of a run: the tensors that are averaged, and taking part as long as it is of use."""
+"""The rounds of a run: the tensors that are averaged, and how long a peer takes part. Loop only, but for `Counts`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
-from shoal.allreduce.run_buffers import RoundMemory
-from shoal.averager import Averager, AveragerSettings, StepResult, TensorLock
+from shoal.averager import Averager, StepResult
 from shoal.clock import Env
 from shoal.compression import (
     BFloat16Compression,
@@ -20,31 +19,41 @@ from shoal.compression import (
     TensorRole,
     choose_codecs,
     for_parameters,
+    view_bytes,
 )
 from shoal.core import PeerCore
 from shoal.errors import RoundFailed, SchemaMismatch
 from shoal.events import Warned
-from shoal.optim.settings import CollaborationSettings
+from shoal.optim.settings import RunSettings
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import SwarmView
-from shoal.state import SharedState
+from shoal.tasks import Changes
 
-__all__ = ["Rounds", "gradient_averager", "state_averager"]
+__all__ = ["Counts", "Rounds", "gradient_averager", "state_averager"]
 
 _TOLD_AFTER = 3
 """A round fails now and then; so many in a row stop the run, and the user is told why."""
+
+_MOST_BYTES = 4096
 
 
 def gradient_averager(
     core: PeerCore,
     training: TrainingState,
-    settings: CollaborationSettings,
-    lock: TensorLock,
+    settings: RunSettings,
     compression: CompressionBase | None,
-    memory: RoundMemory,
+    **options: Any,
 ) -> Averager:
-    """Of the accumulators. Without a codec gradients travel as wide as their parameters, not as they are summed."""
+    """The averager of the accumulators. Without a codec gradients travel as wide as their parameters.
+
+    Args:
+        core: this peer.
+        training: what it trains.
+        settings: of the run.
+        compression: codec; None for none.
+        options: for `Averager`.
+    """
     if compression is None:
         narrow: dict[torch.dtype, CompressionBase] = {
             torch.float16: Float16Compression(),
@@ -53,29 +62,23 @@ def gradient_averager(
         codecs = [narrow.get(parameter.dtype, NoCompression()) for parameter in training.trained]
     else:
         codecs = choose_codecs(compression, training.accumulators, TensorRole.GRADIENT)
-    name = f"{settings.run_id}_grad"
-    return Averager(core, training.accumulators, name, _averaging(settings), lock=lock, codecs=codecs, memory=memory)
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    return Averager(core, training.accumulators, f"{settings.run_id}_grad", averaging, codecs=codecs, **options)
 
 
 def state_averager(
     core: PeerCore,
     training: TrainingState,
-    settings: CollaborationSettings,
-    lock: TensorLock,
+    settings: RunSettings,
     compression: CompressionBase | None,
-    share: Callable[[], SharedState],
-    memory: RoundMemory,
+    **options: Any,
 ) -> Averager:
-    """Of the parameters and extra tensors; it gives newcomers what `share` gives."""
-    chosen = choose_codecs(compression or NoCompression(), training.state_tensors, TensorRole.PARAMETER)
-    codecs = [for_parameters(*each) for each in zip(chosen, (t.dtype for t in training.state_tensors), strict=True)]
-    name = f"{settings.run_id}_state"
-    tensors, averaging = training.state_tensors, _averaging(settings)
-    return Averager(core, tensors, name, averaging, lock=lock, codecs=codecs, state=share, memory=memory)
-
-
-def _averaging(settings: CollaborationSettings) -> AveragerSettings:
-    return msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    """The averager of the parameters and extra tensors; arguments as for `gradient_averager`."""
+    tensors = training.state_tensors
+    chosen = choose_codecs(compression or NoCompression(), tensors, TensorRole.PARAMETER)
+    codecs = [for_parameters(codec, tensor.dtype) for codec, tensor in zip(chosen, tensors, strict=True)]
+    averaging = msgspec.structs.replace(settings.averager, settings=settings.fingerprint)
+    return Averager(core, tensors, f"{settings.run_id}_state", averaging, codecs=codecs, **options)
 
 
 class Rounds:
@@ -83,11 +86,11 @@ class Rounds:
 
     Args:
         env: chance and events.
-        look: the swarm as it is known now; tells the others where we stand.
-        news: set when there is reason to look.
+        look: looks at the swarm as it is now, and tells the others where we stand.
+        news: reasons to look.
     """
 
-    def __init__(self, env: Env, look: Callable[[], SwarmView], news: asyncio.Event) -> None:
+    def __init__(self, env: Env, look: Callable[[], SwarmView], news: Changes) -> None:
         self._env, self._look, self._news = env, look, news
         self._failed: dict[str, int] = {}
         self._last: Averager | None = None
@@ -116,7 +119,7 @@ class Rounds:
         self._last = averager
         averager.group_tag = tag
         step = averager.step(
-            timeout_s=settings.averaging_expiration_s + settings.allreduce_timeout_s,
+            timeout_s=settings.window_s + settings.allreduce_timeout_s,
             allow_retries=False,
             expected=expected,
             **options,
@@ -124,9 +127,8 @@ class Rounds:
         round_ = loop.create_task(step)
         try:
             while not round_.done():
-                self._news.clear()
-                news = loop.create_task(self._news.wait())
-                await asyncio.wait({round_, news}, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                news = loop.create_task(self._news.next(1.0))
+                await asyncio.wait({round_, news}, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 view = self._look()
                 if averager.looking and hopeless(view):
@@ -149,3 +151,48 @@ class Rounds:
 
     def _warn(self, message: str) -> None:
         self._env.events.emit(Warned(where="optimizer", message=message))
+
+
+class Counts:
+    """The whole numbers (and flags) among the extra tensors, as of batch norm: equal on all at the end of a run.
+
+    They have no mean. So with the last averaging of states each member says its own, and all take those of one member:
+    of those whose values are in the average, the one with the lowest peer id. They are few: what has more than
+    `_MOST_BYTES` in all (an index, a large mask) is not said, and stays each peer's own.
+
+    Args:
+        extra_tensors: of the state.
+    """
+
+    def __init__(self, extra_tensors: Sequence[torch.Tensor]) -> None:
+        found = [each for each in extra_tensors if not (each.is_floating_point() or each.is_complex())]
+        self._bytes = sum(each.nbytes for each in found)
+        self._tensors = found if self._bytes <= _MOST_BYTES else []
+
+    def __bool__(self) -> bool:
+        """Whether there are any that are said."""
+        return bool(self._tensors)
+
+    def said(self) -> bytes:
+        """Their values now."""
+        return b"".join(view_bytes(each.detach().to("cpu").contiguous()) for each in self._tensors)
+
+    def chosen(self, gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> bytes | None:
+        """The values that all members take; None if no contributor has said its own as it should."""
+        fit = (said for peer, said in sorted(gathered.items()) if peer in contributors and self._fits(said))
+        return next(fit, None)
+
+    def _fits(self, said: object) -> bool:
+        return bool(self) and isinstance(said, bytes) and len(said) == self._bytes
+
+    def take(self, said: bytes) -> None:
+        """Write these values (under the lock of the state)."""
+        begin = 0
+        for tensor in self._tensors:
+            stop = begin + tensor.nbytes
+            values = torch.frombuffer(bytearray(said[begin:stop]), dtype=torch.uint8) if stop > begin else None
+            if values is not None:
+                # A flag is one byte, and any other than 0 and 1 would be no flag.
+                typed = values != 0 if tensor.dtype is torch.bool else values.view(tensor.dtype)
+                tensor.copy_(typed.view(tensor.shape))
+            begin = stop

@@ -80,7 +80,7 @@ class RunEnd:
         """Whether a peer at this epoch may leave, by what it saw when it looked last."""
         return self.reached(epoch) and self._over_at == epoch
 
-    def look(self, epoch: int, view: SwarmView, now: float) -> bool:
+    def observe(self, epoch: int, view: SwarmView, now: float) -> bool:
         """A peer at this epoch sees the swarm. True if it may leave now, and could not before.
 
         It may leave when all peers that it knows have its state, or when it has waited long enough for them; never

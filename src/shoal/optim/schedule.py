@@ -111,7 +111,7 @@ class ScheduleWatch:
 
 
 def _marks(groups: Sequence[dict[str, Any]]) -> tuple[list[bool], list[object]]:
-    """Which groups a schedule was made over; and the values that change when one moves."""
+    """The groups that a schedule was made over; and the values that change when one moves."""
     rates = [group.get("lr") for group in groups]
     return (
         ["initial_lr" in group for group in groups],

@@ -1,18 +1,31 @@
-"""The settings by which one peer takes part in a run."""
+"""The settings by which a peer takes part in a run, and those that must be equal on all peers."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
+import torch
 
 from shoal.averager import AveragerSettings
+from shoal.compression import CompressionBase
+from shoal.optim.model import TrainedModel
+from shoal.optim.options import HOW
+from shoal.optim.training_state import TrainingState
+from shoal.version import __version__
 
-__all__ = ["CollaborationSettings"]
+__all__ = ["RunSettings", "run_settings"]
+
+_SCHEDULED = frozenset({"lr", "betas", "momentum"})
+"""Schedules change these in the groups, and a peer that resumes has others: the optimizer's first values count."""
+
+_MAX_GROUPS = 16
 
 
-class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a run is trained together.
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The settings of one peer of a run.
 
     Attributes:
         run_id: names the run; all its peers give the same.
@@ -43,3 +56,73 @@ class CollaborationSettings(msgspec.Struct, frozen=True, kw_only=True):
     require_state: bool = False
     catch_up_bytes: int = 4 << 30
     fingerprint: Mapping[str, str] = {}
+
+
+def run_settings(
+    training: TrainingState,
+    target_batch_size: int,
+    average_state_every: int,
+    *,
+    model: TrainedModel | None = None,
+    **codecs: CompressionBase | None,
+) -> dict[str, str]:
+    """The settings that must be equal on all peers, by name, so that a difference is told before training.
+
+    Args:
+        training: what is trained.
+        target_batch_size: of the swarm.
+        average_state_every: epochs.
+        model: that is trained, if it was given.
+        codecs: by the names of their arguments.
+    """
+    optimizer = training.optimizer
+    return {
+        "target_batch_size": str(target_batch_size),
+        "tensors": training.summary(),
+        "optimizer": type(optimizer).__name__,
+        "scheduler": type(training.scheduler).__name__ if training.scheduler is not None else "none",
+        "learning rate": _text(optimizer.defaults.get("lr", "none")),
+        **{name: _text(value) for name, value in _options(optimizer.defaults).items() if name != "lr"},
+        **_groups(optimizer),
+        **(model.settings() if model is not None else {}),
+        "average_state_every": str(average_state_every),
+        **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
+        "shoal version": ".".join(__version__.split(".")[:2]),
+    }
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """The options in which parameter groups differ from the optimizer's defaults."""
+    several = len(optimizer.param_groups) > 1
+    found = {}
+    for index, group in enumerate(optimizer.param_groups):
+        own = {
+            name: group[name]
+            for name, value in _options(optimizer.defaults).items()
+            if name not in _SCHEDULED and name in group and _text(group[name]) != _text(value)
+        }
+        if several and "lr" in group:
+            own["lr"] = group.get("initial_lr", group["lr"])
+        if own:
+            found[f"parameter group {index}"] = ", ".join(f"{name} {_text(own[name])}" for name in sorted(own))
+    if len(found) > _MAX_GROUPS:
+        return {"parameter groups": hashlib.sha256(repr(found).encode()).hexdigest()[:8]}
+    return found
+
+
+def _options(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in HOW and value is not None}
+
+
+def _text(value: object) -> str:
+    """Equal for equal numbers, whether they are of Python, numpy or torch."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, bool | str):
+        return str(value)
+    try:
+        return f"{float(value):g}"  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return type(value).__name__

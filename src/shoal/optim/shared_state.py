@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from shoal.compression import dtype_name
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.committed import Committed
-from shoal.optim.misfits import Misfits
+from shoal.optim.optimizer_state import AnyTensor
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN, StateName
 from shoal.optim.training_state import TrainingState
-from shoal.progress import StateKey
+from shoal.progress import StateKey, bound
 from shoal.state import Manifest, SharedState
+from shoal.wire import encode
 
-__all__ = ["committed_of", "name_of", "share", "why_not_ours"]
+__all__ = ["Misfits", "committed_of", "name_of", "share", "why_not_ours"]
+
+_DOWNLOADS, _REMEMBERED = 2, 64
 
 
 def share(training: TrainingState, name: StateName, committed: Committed) -> SharedState:
@@ -64,7 +70,7 @@ def committed_of(metadata: Any) -> Committed:
 def why_not_ours(
     training: TrainingState, manifest: Manifest, mine: StateKey | None, misfits: Misfits | None = None
 ) -> str | None:
-    """Why an offered state cannot be ours; None if it can. Of the optimizer's tensors it may have more, or none yet.
+    """The reason why an offered state cannot be ours; None if it can. It may have more optimizer's tensors, or none.
 
     Infinities are for extra tensors (masks): a state with others went wrong, and so would training from it.
 
@@ -72,7 +78,7 @@ def why_not_ours(
         training: the state that is trained here.
         manifest: of the offered state.
         mine: a state that is no better than this is not wanted.
-        misfits: nor one that was downloaded in vain.
+        misfits: a state that was downloaded in vain is not wanted either.
     """
     try:
         theirs = name_of(manifest.metadata)
@@ -93,5 +99,42 @@ def why_not_ours(
 
 
 def _extra(training: TrainingState) -> range:
-    """Where the extra tensors are in a state."""
+    """The places of the extra tensors in a state."""
     return range(len(training.parameters), len(training.describe()))
+
+
+class Misfits:
+    """The states that were downloaded and did not fit: one of the same kind is not downloaded a third time.
+
+    Most misfits are seen in the manifest, before anything is downloaded. The rest shows when a step is tried. A single
+    donor's state may be broken, so a kind has two downloads. States are of one kind if they differ in numbers only: the
+    next epoch's is.
+    """
+
+    def __init__(self) -> None:
+        self._failed: dict[bytes, tuple[int, str]] = {}
+
+    def add(self, values: Any, tensors: Sequence[AnyTensor], why: str) -> None:
+        """A downloaded state did not fit."""
+        kind = _kind(values, tensors)
+        times, _ = self._failed.pop(kind, (0, ""))
+        self._failed[kind] = times + 1, why
+        bound(self._failed, _REMEMBERED)
+
+    def why_not(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
+        """The reason why a state like this is not downloaded again; None if it may be."""
+        times, why = self._failed.get(_kind(values, tensors), (0, "")) if self._failed else (0, "")
+        return f"{why} (it was downloaded {times} times)" if times >= _DOWNLOADS else None
+
+
+def _kind(values: Any, tensors: Sequence[AnyTensor]) -> bytes:
+    forms = [[list(tensor.shape), dtype_name(tensor.dtype)] for tensor in tensors]
+    return hashlib.sha256(encode([_without_numbers(values), forms])).digest()
+
+
+def _without_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return [[_without_numbers(key), _without_numbers(item)] for key, item in value.items()]
+    if isinstance(value, list):
+        return [_without_numbers(item) for item in value]
+    return 0 if isinstance(value, int | float) and not isinstance(value, bool) else value

@@ -22,7 +22,7 @@ They are more than any run takes, and bounded: a peer that takes over a state st
 
 
 class StateName(NamedTuple):
-    """What the parameters of a peer are: swapped as one value whenever they change.
+    """The name of what the parameters of a peer are: swapped as one value whenever they change.
 
     Every name that is made of one within the bounds is within the bounds: samples are counted up to the bound, and
     there is no step beyond the last epoch.
@@ -85,7 +85,7 @@ class StateName(NamedTuple):
         return StateName(self._next_epoch if step else self.epoch, digest, self.samples)
 
     def after_difference(self, chance: bytes, peer: bytes) -> StateName:
-        """Of parameters that others do not have under this name: worse than any of its epoch."""
+        """The name of parameters that others do not have under this name: worse than any of its epoch."""
         return StateName(self.epoch, hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest(), 0)
 
     @property
@@ -100,5 +100,5 @@ class StateName(NamedTuple):
 
 
 def _history(result: StepResult) -> bytes:
-    """What a round adds to the history of a state: its id, and all of its verdict."""
+    """The addition of a round to the history of a state: its id, and all of its verdict."""
     return result.round_id + hashlib.sha256(encode(result.outcome.commit)).digest()

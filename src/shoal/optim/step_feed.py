@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 
 import torch
 
 from shoal.allreduce.vector import Vector
-from shoal.averager import StepResult
+from shoal.averager import Averager, StepResult
 from shoal.core import PeerCore
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.optim.agreement import Agreement
@@ -25,6 +26,7 @@ from shoal.rpc import Stream
 from shoal.state import Pacer
 from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
 from shoal.state.upload import Upload
+from shoal.tasks import Changes
 from shoal.wire import FollowSteps, StepBytes, StepGone, StepsFrom, StepTaken, WantStep
 
 __all__ = ["HOLD_S", "KEPT", "MAX_FOLLOWERS", "StepFeed"]
@@ -50,7 +52,7 @@ class StepFeed:
         core: this peer.
         run_id: names the run.
         state: returns the state from which a new follower is told of all steps, as soon as there is one.
-        between_rounds: returns when no round of this peer is under way, or after so many seconds; says whether.
+        averagers: of this peer; their rounds come first.
     """
 
     def __init__(
@@ -58,9 +60,9 @@ class StepFeed:
         core: PeerCore,
         run_id: str,
         state: Callable[[], Awaitable[StateName]],
-        between_rounds: Callable[[float], Awaitable[bool]],
+        averagers: Sequence[Averager],
     ) -> None:
-        self._core, self._state, self._between_rounds = core, state, between_rounds
+        self._core, self._state, self._averagers = core, state, averagers
         self._followers: set[_Follower] = set()
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
@@ -98,7 +100,7 @@ class StepFeed:
     async def _serve(self, stream: Stream[_Answer, WantStep], opening: FollowSteps) -> None:
         if len(self._followers) >= MAX_FOLLOWERS:
             raise PeerRefused("busy: too many peers catch up at the moment", code="busy")
-        follower = _Follower(stream, self._core.pacer(), self._between_rounds)
+        follower = _Follower(stream, self._core.pacer(), self._averagers)
         self._followers.add(follower)
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
@@ -111,16 +113,14 @@ class StepFeed:
 class _Follower:
     """One peer that catches up: the steps that it was told of, and those that it has asked for."""
 
-    def __init__(
-        self, stream: Stream[_Answer, WantStep], pacer: Pacer, between_rounds: Callable[[float], Awaitable[bool]]
-    ) -> None:
-        self._stream, self._pacer, self._between_rounds = stream, pacer, between_rounds
+    def __init__(self, stream: Stream[_Answer, WantStep], pacer: Pacer, averagers: Sequence[Averager]) -> None:
+        self._stream, self._pacer, self._averagers = stream, pacer, averagers
         self._kept: dict[bytes, Step] = {}  # by the digest of the state before
         self._untold: deque[StepTaken] = deque()
         self._wanted: dict[bytes, int] = {}  # and how much of it was sent
-        self._news = asyncio.Event()
+        self._news = Changes()
         self._reader = asyncio.get_running_loop().create_task(self._read())
-        self._reader.add_done_callback(lambda _: self._news.set())
+        self._reader.add_done_callback(lambda _: self._news.notify())
 
     def add(self, step: Step) -> None:
         """Tell it of this step, and forget the oldest that is not being sent."""
@@ -129,19 +129,19 @@ class _Follower:
             if not self._wanted.get(digest):
                 del self._kept[digest]
         self._untold.append(step.header)
-        self._news.set()
+        self._news.notify()
 
     async def run(self, state: StateName) -> None:
         """Serve it until it follows no more."""
         await self._send(StepsFrom(*state))
         while not self._reader.done():
-            self._news.clear()
+            seen = self._news.count
             if self._untold:
                 await self._send(self._untold.popleft())
             elif self._wanted:
                 await self._send_some(next(iter(self._wanted)))
             else:
-                await self._news.wait()
+                await self._news.after(seen)
         self._reader.result()
 
     async def close(self) -> None:
@@ -158,7 +158,7 @@ class _Follower:
             await self._send(StepGone(digest))
             return
         sent, total = self._wanted[digest], len(step.data)
-        most = FREE_PIECE_BYTES if await self._between_rounds(HOLD_S) else HELD_PIECE_BYTES
+        most = FREE_PIECE_BYTES if await self._between_rounds() else HELD_PIECE_BYTES
         nbytes = min(self._pacer.piece_bytes(total - sent), most)
         if (wait_s := self._pacer.reserve(nbytes, asyncio.get_running_loop().time())) > 0:
             await asyncio.sleep(wait_s)
@@ -166,6 +166,15 @@ class _Follower:
         await self._send(StepBytes(digest, sent), memoryview(step.data)[sent : sent + nbytes])
         if sent + nbytes == total:
             del self._wanted[digest]
+
+    async def _between_rounds(self) -> bool:
+        """Wait until no round is under way, for `HOLD_S` at most; whether there is none."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HOLD_S):
+                for averager in self._averagers:
+                    await averager.between_rounds()
+                return True
+        return False
 
     async def _send(self, message: _Answer, payload: memoryview | None = None) -> None:
         async with asyncio.timeout(_SEND_WITHIN_S):
@@ -182,4 +191,4 @@ class _Follower:
             if len(self._wanted) > MAX_WANTED:
                 raise PeerProtocolError("wants more steps than are kept", self._stream.peer_id)
             self._wanted.setdefault(message.digest, 0)
-            self._news.set()
+            self._news.notify()

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from shoal.allreduce.interface import Outcome
-from shoal.allreduce.run_buffers import common_reference
+from shoal.allreduce.segments import common_reference
 from shoal.allreduce.vector import PartDigests, Vector
 from shoal.averager import StepResult
 from shoal.compression import view_bytes
@@ -134,7 +134,7 @@ def name_after(header: StepTaken) -> StateName:
 
 
 def agreement_of(header: StepTaken) -> Agreement | None:
-    """How the step is taken; None if states were averaged.
+    """The agreement on the step; None if states were averaged.
 
     Raises:
         PeerProtocolError: what it says of that cannot be.
@@ -151,7 +151,7 @@ def agreement_of(header: StepTaken) -> Agreement | None:
 
 
 def size_of(header: StepTaken, vector: Vector) -> int:
-    """How many bytes its averages take, by our own tensors: nothing else is received.
+    """The number of bytes that its averages take, by our own tensors: nothing else is received.
 
     Raises:
         PeerProtocolError: the header contradicts itself, or is of other tensors.

@@ -112,8 +112,8 @@ class Countdown:
         self._samples = self._batch = self._gave = 0
         self._left = self._told_left = 1.0
 
-    def is_near(self, mine: Progress, view: SwarmView, now: float) -> bool:
-        """Return whether a further batch may be the last one (`now`: local time, seconds)."""
+    def observe(self, mine: Progress, view: SwarmView, now: float) -> bool:
+        """Take in a view (`now`: local time, seconds). True if a further batch may be the last one."""
         if mine.digest != self._digest:
             self._digest, self._began, self._gave = mine.digest, now, self._samples
             self._samples, self._batch, self._over_since = 0, 0, float("inf")

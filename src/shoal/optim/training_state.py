@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from blake3 import blake3
 
-from shoal.allreduce.run_buffers import LARGEST, sum_dtype
+from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
@@ -231,30 +231,29 @@ class TrainingState:
         return f"{what}. {made}. {do}, and begin from a finite state"
 
     def _check_parameters(self) -> None:
+        """Raise `ConfigError` if other parameters are to be trained than when the run began."""
         if self.evaluates:
             raise ConfigError("the optimizer is in eval mode: call train() of the shoal.Optimizer before step()")
-        listed = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        if (number := len(listed)) == len(self.parameters):
-            for index, (parameter, known) in enumerate(zip(listed, self.parameters, strict=True)):
-                if parameter is not known:
-                    raise ConfigError(
-                        f"parameter {index} of the optimizer was replaced since the run began: make a new "
-                        "shoal.Optimizer to train others"
-                    )
-        else:
+        listed, known = [each for group in self.optimizer.param_groups for each in group["params"]], self.parameters
+        if len(listed) != len(known):
             raise ConfigError(
-                f"the optimizer has {number} parameters, and had {len(self.parameters)} when the run began: make a new "
+                f"the optimizer has {len(listed)} parameters, and had {len(known)} when the run began: make a new "
                 "shoal.Optimizer to train others"
             )
-        if (dtypes := [parameter.dtype for parameter in self.parameters]) != self._dtypes:
-            index = next(i for i, dtype in enumerate(dtypes) if dtype is not self._dtypes[i])
-            raise ConfigError(
-                f"parameter {index} of the optimizer is {dtypes[index]} now, and was {self._dtypes[index]} when the "
-                "run began: convert the model before, or make a new shoal.Optimizer"
-            )
+        for index, (parameter, before, dtype) in enumerate(zip(listed, known, self._dtypes, strict=True)):
+            if parameter is not before:
+                raise ConfigError(
+                    f"parameter {index} of the optimizer was replaced since the run began: make a new shoal.Optimizer "
+                    "to train others"
+                )
+            if parameter.dtype is not dtype:
+                raise ConfigError(
+                    f"parameter {index} of the optimizer is {parameter.dtype} now, and was {dtype} when the run began: "
+                    "convert the model before, or make a new shoal.Optimizer"
+                )
         for parameter in self._frozen:
             if parameter.requires_grad:
-                index = next(i for i, each in enumerate(self.parameters) if each is parameter)
+                index = next(i for i, each in enumerate(known) if each is parameter)
                 raise ConfigError(
                     f"parameter {index} of the optimizer requires a gradient, and did not when the run began: unfreeze "
                     "it before, or make a new shoal.Optimizer"
@@ -265,7 +264,7 @@ class TrainingState:
         self._stale = False
 
     def absent(self) -> bytes:
-        """Of which trained parameters there is no gradient since the last step: bits, the lowest first."""
+        """The trained parameters that got no gradient since the last step: bits, the lowest first."""
         mask = sum(1 << index for index, given in enumerate(list(self._given)) if not given)
         return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
@@ -276,7 +275,7 @@ class TrainingState:
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
 
     def unfit(self) -> int | None:
-        """Which trained parameter's accumulator cannot be averaged; None if all can. Stricter than a round is."""
+        """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
         return None if self._stale else _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit))
 
     def use_own_mean(self) -> None:
@@ -361,7 +360,7 @@ class TrainingState:
 
     @property
     def scheduled(self) -> int:
-        """Where the schedule stands: by its own count, which the user may have loaded."""
+        """The steps of the schedule, by its own count, which the user may have loaded."""
         count = getattr(self.scheduler, "last_epoch", None)
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
@@ -397,7 +396,7 @@ class TrainingState:
     # ---------------------------------------------------------------------------------------------------- the state
 
     def summary(self) -> str:
-        """Of parameters and extra tensors, with a hash of their shapes in order, dtypes, and which are trained."""
+        """A text about parameters and extra tensors: shapes in order (as a hash), dtypes, and which are trained."""
         tensors = self.describe()
         specs = [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in tensors]
         digest = hashlib.sha256(repr(specs).encode()).hexdigest()[:8]
@@ -418,7 +417,7 @@ class TrainingState:
         return bytes(digest.digest())
 
     def steps_before(self) -> int:
-        """How many steps the optimizer has taken, as its statistics, or its groups, say."""
+        """The number of steps that the optimizer has taken, by its statistics or its groups."""
         entries = [entry for entry in self.optimizer.state.values() if isinstance(entry, dict)]
         counts = [entry["step"] for entry in (*entries, *self.optimizer.param_groups) if "step" in entry]
         steps = max((float(each) for each in counts if is_number(each)), default=0.0)
@@ -441,7 +440,7 @@ class TrainingState:
         return [*self.parameters, *self.extra_tensors]
 
     def check(self, values: Any, tensors: Sequence[AnyTensor]) -> str | None:
-        """Why an offered state cannot be taken over; None if nothing speaks against it before its values are here.
+        """The reason why an offered state cannot be taken over; None if none is seen before its values are here.
 
         Args:
             values: what `export` of another peer gave.
@@ -576,7 +575,7 @@ def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Of all their values: `torch.nn.utils.get_total_norm` without what it does besides."""
+    """The norm of all their values: `torch.nn.utils.get_total_norm` without what it does besides."""
     norms = torch._foreach_norm(list(tensors))  # noqa: SLF001 (as torch itself does)
     if len({each.device for each in norms}) > 1:
         norms = tuple(each.cpu() for each in norms)

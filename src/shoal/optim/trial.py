@@ -49,7 +49,7 @@ def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, An
 
 
 def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]]) -> str | None:
-    """What an optimizer that has not stepped yet needs beside gradients, as its step says. It is not changed.
+    """The need of an optimizer beside gradients before its first step, as that step says. It is not changed.
 
     One with statistics or gradients is not asked: if it wraps another one, its twin might touch its parameters.
 
@@ -133,7 +133,7 @@ def _step(
     options: Mapping[str, Any],
     state: Mapping[Any, Any],
 ) -> tuple[str | None, Mapping[Any, Any]]:
-    """Why the step failed, None if it did not; and the statistics afterwards."""
+    """The reason why the step failed, None if it did not; and the statistics afterwards."""
     own = parameter.detach()
     substitute = torch.nn.Parameter(own.clone())
     substitute.grad = torch.full_like(own, _GRADIENT)
@@ -168,7 +168,7 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 
 def _difference(expected: Mapping[Any, Any], offered: Mapping[Any, Any]) -> str | None:
-    """Which statistic is not as it should be."""
+    """A sentence that names the statistic that is not as it should be; None if all are."""
     for name, mine in expected.items():
         what = f"statistic {name!r}"
         if name not in offered:

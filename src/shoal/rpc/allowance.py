@@ -1,6 +1,7 @@
-"""How much one host may ask of us: calls cost, and a host that has spent too much is not read for a while. Bookkeeping.
+"""How much one host may ask of us: calls cost, and a host that has spent too much is not read for a while.
 
-Keys are free, so the host counts, with all its peers and links together. Honest peers stay far below the limit: the
+This is pure bookkeeping. Keys are free, so a host counts with all its peers and links. Honest peers stay far below the
+limit: the
 messages of 1,000 others take 2% of a core, some 200 calls a second. TCP holds back data that is not read.
 
 An honest peer may share a host with one that floods: behind one router, or on one machine. So each link has an equal
@@ -15,17 +16,18 @@ from collections.abc import Hashable
 __all__ = ["Allowance", "call_cost", "reply_cost"]
 
 _BURST_S = 4.0
-"""So much of the future may be spent at once."""
+"""A host may spend the allowance of this time at once."""
 
 _LEAST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
-"""Each time that a link is read again disturbs the trainer: rather seldom and more at once. But never so seldom that
-the link seems dead."""
+"""The pause in which a link is not read. Each reading disturbs the trainer, so pauses are not shorter. In longer ones
+the link would seem dead."""
 
 _BYTES_PER_CALL = 256
-"""A message costs as much as a small call for each so many bytes; so does a reply, beyond `_FREE_REPLY_BYTES`."""
+"""So many bytes of a message cost as much as a small call; so do those of a reply beyond `_FREE_REPLY_BYTES`."""
 
 _FREE_REPLY_BYTES = 64 << 10
-"""The entries of a hundred peers under one key of the DHT: many peers behind one address read these again and again."""
+"""These bytes of a reply cost nothing. They hold the entries of a hundred peers under one key of the DHT, which many
+peers behind one address read again and again."""
 
 
 def call_cost(nbytes: int) -> float:
@@ -39,7 +41,7 @@ def reply_cost(nbytes: int) -> float:
 
 
 class _Account:
-    """Of small calls: what is left, and since when."""
+    """How many small calls are left, and the time for which this was computed."""
 
     def __init__(self, left: float, now: float) -> None:
         self.left, self.at = left, now
@@ -51,10 +53,10 @@ class _Account:
 
 
 class Allowance:
-    """Of one host.
+    """The allowance of one host.
 
     Args:
-        rate: small calls a second that it may go on asking for.
+        rate: small calls a second that the host may go on asking for.
         now: local time, seconds.
     """
 
@@ -63,7 +65,7 @@ class Allowance:
         self._links: dict[Hashable, _Account] = {}
 
     def add(self, link: Hashable, now: float) -> None:
-        """A link shares it from now on."""
+        """A link shares the allowance from now on."""
         self._links[link] = _Account(0.0, now)
 
     def remove(self, link: Hashable) -> None:
@@ -71,16 +73,16 @@ class Allowance:
         self._links.pop(link, None)
 
     def is_over(self, now: float) -> bool:
-        """Whether nobody needs it, and a new one would be no better."""
+        """Whether no link shares this allowance, and a new one would have no more in it."""
         return not self._links and now - self._all.at > 2 * _BURST_S
 
     def spend(self, link: Hashable, cost: float, rate: float, now: float) -> float:
-        """Count this; how long nothing more is to be read from the link, seconds.
+        """Count a message, and return how long nothing more is to be read from its link, seconds.
 
         Args:
-            link: that it came on.
-            cost: in small calls.
-            rate: that this host has now, calls a second.
+            link: the link on which the message came.
+            cost: the message's, in small calls.
+            rate: the host's present rate, calls a second.
             now: local time, seconds.
         """
         own = self._links.get(link)

@@ -1,4 +1,4 @@
-"""The connections of this peer with each other one (call links, streams, idle ones), and the bytes they carried."""
+"""The connections of this peer with all others (call links, streams, idle ones), and the bytes that they carried."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PeerState:
         dialing: the dial of a link that is under way.
         ahead: the dial of a connection for the next small stream that is under way.
         streams: connections of open streams, of both sides.
-        inbound: how many streams it has open to us.
+        inbound: how many streams the peer has open to us.
         idle: connections for the next streams that we open, oldest first, and whether they carried bulk data.
-        accepted: connections for the streams that it opens, also while they wait for the next one.
+        accepted: connections for the streams that the peer opens, also while they wait for the next stream.
         received_before: bytes that came on connections that have ended since.
     """
 
@@ -39,14 +39,14 @@ class PeerState:
 
     @property
     def link(self) -> CallLink | None:
-        """A link that can carry a call: the newest, as older ones may be those that a cut line has left stuck."""
+        """A link that can carry a call: the newest, because a cut line may have left older ones stuck."""
         return next((link for link in reversed(self.links) if not link.closed), None)
 
     def take_idle(self, *, bulk: bool) -> Connection | None:
-        """The connection for a stream, if one waits: for bulk data rather one that has carried some.
+        """Take an idle connection for a stream, if there is one. For bulk data those that have carried some come first.
 
-        There TCP has learned how fast the way is; a new one takes seconds to get its share of a busy line. So other
-        streams leave those alone.
+        On these TCP has learned how fast the way is; a new connection takes seconds to get its share of a busy line. So
+        other streams leave them alone.
         """
         suited = [connection for connection, carried in self.idle.items() if carried == bulk]
         if bulk and not suited:
@@ -58,7 +58,7 @@ class PeerState:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is open, nor about to be."""
+        """Whether nothing is open or being dialed."""
         return not (self.links or self.dialing or self.ahead or self.streams or self.idle or self.accepted)
 
 
@@ -66,8 +66,8 @@ class Connections:
     """All connections of one endpoint.
 
     Attributes:
-        peers: those that something is open with.
-        connections: all that are open, counted in `traffic`.
+        peers: the peers with which something is open.
+        connections: all open connections; `traffic` counts them.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Connections:
         return sent, received
 
     def of(self, peer: PeerID) -> PeerState:
-        """What is open with a peer, to be added to; `forget` it when nothing came of it."""
+        """The connections with a peer, to be added to. Call `forget` if none was added."""
         return self.peers.setdefault(peer, PeerState())
 
     def link(self, peer: PeerID) -> CallLink | None:
@@ -93,7 +93,7 @@ class Connections:
         return state.link if state is not None else None
 
     def forget(self, peer: PeerID) -> None:
-        """Remember a peer no longer, if nothing is open with it."""
+        """Forget a peer if nothing is open with it."""
         if (state := self.peers.get(peer)) and state.empty:
             del self.peers[peer]
 
@@ -107,7 +107,7 @@ class Connections:
         if (state := self.peers.get(peer)) is None:
             return 0
         links = (link.connection for link in state.links)
-        # Idle ones too: else what came on them before would seem to come when a stream takes them.
+        # Idle connections count too: else their earlier bytes would seem to come when a stream takes them.
         now_open = {*links, *state.streams, *state.accepted, *state.idle}
         return state.received_before + sum(each.bytes_received for each in now_open)
 
@@ -118,7 +118,7 @@ class Connections:
         return sum(each.bytes_acked for each in {*state.streams, *state.accepted, *state.idle})
 
     def watch(self, peer: PeerID) -> None:
-        """A stream with this peer began or ended: its links look after it more or less closely."""
+        """A stream with this peer began or ended: its links watch it more or less closely from now on."""
         if (state := self.peers.get(peer)) is not None:
             for link in state.links:
                 link.used()
@@ -139,7 +139,7 @@ class Connections:
         self.count(connection)
 
     def drop_all(self, connections: set[Connection] | dict[Connection, bool]) -> None:
-        """End these at once, and empty the collection."""
+        """End these connections at once, and empty the collection."""
         dropped = list(connections)
         connections.clear()
         for connection in dropped:

@@ -1,7 +1,7 @@
-"""How peers are reached: their addresses as far as they were told, and the way to a call link or a stream's connection.
+"""How peers are reached: their known addresses, and the dials of call links and of connections for streams.
 
-However many want a link with a peer at a time, it is dialed once. A stream takes an idle connection if there is one;
-either way there is a call link when it begins, as its heartbeat is what tells that a silent peer is gone.
+If several callers want a link with a peer at a time, it is dialed once. A stream takes an idle connection if there is
+one. A call link is there when a stream begins, because the link's heartbeat tells when a silent peer is gone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal.wire import Contact, Hello
 __all__ = ["Dialer"]
 
 _MAX_CONTACTS = 8192
+"""Peers whose addresses are remembered."""
 
 T = TypeVar("T")
 
@@ -35,7 +36,7 @@ class Dialer:
 
     Args:
         transport: how peers are reached.
-        connections: what is open.
+        connections: the open connections.
         limits: how long dialing may take.
         me: how others reach us.
         add_link: makes a call link of a new connection.
@@ -73,7 +74,8 @@ class Dialer:
 
         Args:
             contact: the peer.
-            by_itself: whether the peer itself says so. What others say is tried after that: it may be a lie, or newer.
+            by_itself: whether the peer itself says so. The addresses that others name are tried after its own: they may
+                be lies, or newer.
         """
         addresses = tuple(address for address in contact.addresses if address.peer_id == contact.peer)
         known = self._told if by_itself else self._heard
@@ -91,7 +93,7 @@ class Dialer:
         self.learn(contact, by_itself=True)
 
     def contact(self, peer: PeerID) -> Contact:
-        """Where a peer listens: as it says itself, or else as others do. Without addresses if nobody has."""
+        """Where a peer listens, by its own word or else by that of others; without addresses if nobody has said so."""
         return self.dialable(Contact(peer, self._told.get(peer) or self._heard.get(peer, ())))
 
     def dialable(self, contact: Contact) -> Contact:
@@ -99,7 +101,7 @@ class Dialer:
         return Contact(contact.peer) if self.ways.closed(contact.peer, contact.addresses) else contact
 
     def close(self) -> None:
-        """Let no connection be made any more, nor one that is on its way be used."""
+        """Make no connection any more, and use none that is being dialed."""
         self._closed = True
 
     async def link(self, peer: PeerID, timeout_s: float) -> CallLink:
@@ -151,16 +153,16 @@ class Dialer:
         return self._add_link(connection)
 
     async def link_anew(self, peer: PeerID, silent: Callable[[], bool], rng: random.Random) -> None:
-        """Make another link with a peer that has fallen silent, in place of those that it is silent on.
+        """Make a new link with a peer that has fallen silent, in place of the links on which it is silent.
 
         After a cut, TCP tries again ever more rarely, and notices seconds late that the line works again; a new
-        connection asks every second. No peer is dialed whose machine takes the bytes that we send: its line works, and
-        its process stands still.
+        connection asks every second. If the peer's machine takes the bytes that we send, the peer is not dialed: its
+        line works, and its process stands still.
 
         Args:
-            peer: the silent one.
-            silent: whether it still is.
-            rng: jitter: a peer that was cut off has many to dial, and many dial it.
+            peer: the silent peer.
+            silent: returns whether it is still silent.
+            rng: for jitter: a peer that was cut off has many peers to dial, and many dial it.
         """
         stuck, limit_s = list(self._open.of(peer).links), self._limits.dial_timeout_s
         backoff = Backoff(rng, first_s=0.2, max_s=2.0)
@@ -182,7 +184,7 @@ class Dialer:
                     await link.heard.wait()
                     for old in stuck:
                         if old.stuck:
-                            old.abort()  # what waits for an answer there fails now, and is said again
+                            old.abort()  # calls that wait for an answer there fail now, and are made again
                     return
 
     def _addresses(self, peer: PeerID) -> tuple[Address, ...]:
@@ -211,8 +213,8 @@ class Dialer:
         """A connection for a stream, from the pool or new; when this returns there is a call link too.
 
         Args:
-            peer: to whom.
-            timeout_s: of a dial.
+            peer: the other side.
+            timeout_s: the longest time of a dial, seconds.
             bulk: whether megabytes will go on it.
 
         Raises:
@@ -229,7 +231,7 @@ class Dialer:
         try:
             connection = await self._result(dialing)
         except asyncio.CancelledError:
-            # A dial takes four round trips. The caller has no use for this one any more, but the next stream has.
+            # A dial takes four round trips. The caller no longer needs this connection, but the next stream does.
             dialing.add_done_callback(self._keep)
             raise
         finally:
@@ -242,7 +244,7 @@ class Dialer:
         return connection
 
     def dial_ahead(self, peer: PeerID, *, link: bool) -> bool:
-        """Have a connection wait for the next small stream with a peer; never waits. See `Endpoint.dial_ahead`."""
+        """Dial a connection for the next small stream with a peer, in the background. See `Endpoint.dial_ahead`."""
 
         def linked(dialed: asyncio.Task[CallLink]) -> None:
             if not dialed.cancelled() and dialed.exception() is None:
@@ -277,7 +279,7 @@ class Dialer:
             self._open.forget(dialed.result().peer_id)
 
     def keep(self, connection: Connection, *, bulk: bool) -> None:
-        """Have a connection wait for the next stream that we open, if there is room for it."""
+        """Keep a connection for the next stream that we open, if there is room for it."""
         state = self._open.of(connection.peer_id)
         if state.links and not self._closed and len(state.idle) < self._limits.idle_streams:
             state.idle[connection] = bulk

@@ -4,8 +4,8 @@
   is reached over the link that it made.
 - Each stream has a connection of its own, taken from a small pool, so bulk data never delays a call. Before a stream is
   opened there is a call link, whose heartbeat tells when a silent peer is gone; then all its streams are aborted.
-- A peer's messages are decoded into the declared type before a handler sees them. One that is not decodable, too long
-  or too much costs that peer its connection or an answer of `busy`; it never raises here.
+- A peer's messages are decoded into the declared type before a handler sees them. A message that cannot be decoded, is
+  too long or exceeds a limit costs that peer its connection or an answer of `busy`; it never raises here.
 - Loop thread only. After `close` nothing is left: no task, no connection.
 """
 
@@ -57,13 +57,17 @@ Up = TypeVar("Up", bound=Message)
 Down = TypeVar("Down", bound=Message)
 
 _OPEN_TIMEOUT_S = 10.0
+"""The longest wait for the first frame of an incoming connection."""
+
 _MAX_LINKS = 4
-"""With one peer: two if both dial at once, one more where a line broke that was not missed yet."""
+"""Call links with one peer; of more the oldest is closed. Two come about if both peers dial at once, another one if a
+line broke and nobody has noticed yet."""
 
 _MAX_LINKING_ANEW = 32
+"""Silent peers that are dialed anew at a time."""
 
 CLOCKS_DIFFER_S = 10.0
-"""From here on a clock that is wrong is worth a warning."""
+"""A clock that is wrong by more than this is worth a warning."""
 
 _LEAST_CALLS_S = 10.0
 
@@ -157,18 +161,18 @@ class Endpoint:
         return self._open.traffic
 
     def clock_offset_s(self, peer: PeerID) -> float:
-        """How far the wall clock that the peer goes by is ahead of our machine's; 0.0 if unknown, or if it may be."""
+        """How far the peer's wall clock is ahead of our machine's, seconds; 0.0 if unknown, or too small to tell."""
         link = self._open.link(peer)
         return link.clock_offset_s if link is not None else 0.0
 
     @property
     def clock_ahead_s(self) -> float:
-        """How far our machine's clock is ahead of those that the connected peers go by, in the middle; 0.0 for none."""
+        """How far our machine's clock is ahead of the connected peers' clocks (median), seconds; 0.0 without peers."""
         offsets_s = [self.clock_offset_s(peer) for peer in self.peers]
         return -statistics.median(offsets_s) if offsets_s else 0.0
 
     def ask(self, peer: PeerID) -> None:
-        """Ask a connected peer for a sign of life, which tells its clock, too; never waits."""
+        """Ask a connected peer for a sign of life, which also tells its time; never waits."""
         if (link := self._open.link(peer)) is not None:
             link.ask()
 
@@ -190,10 +194,11 @@ class Endpoint:
         *,
         scope: str = "",
     ) -> Callable[[], None]:
-        """Answer requests of this type (and `scope`, see `wire.Message.scope`) with what `handler(peer, request)` says.
+        """Answer requests of this type (and `scope`, see `wire.Message.scope`) with `handler(peer, request)`.
 
-        Either it returns a coroutine, which then runs in a task of its own until the caller has stopped waiting; or,
-        if it never waits and takes well under a millisecond, the reply itself, which costs much less.
+        The handler returns a coroutine, which then runs in a task of its own until the caller has stopped waiting. If
+        the handler never waits and takes well under a millisecond, it may return the reply itself, which costs much
+        less.
 
         A `PeerError` that the handler raises is told to the caller; anything else is logged and told as "internal".
 
@@ -225,7 +230,7 @@ class Endpoint:
     ) -> Callable[[], None]:
         """Run `await handler(stream, opening)` for each stream of this type (and `scope`) that a peer opens.
 
-        When the handler returns, the stream is finished in order (END both ways); when it raises, given up.
+        When the handler returns, the stream is finished in order (END both ways). If it raises, the stream is given up.
 
         Returns:
             A function that ends it.
@@ -250,20 +255,20 @@ class Endpoint:
         return unsubscribe
 
     def is_silent(self, peer: PeerID, *, soon: bool = False) -> bool:
-        """Whether nobody should wait for this peer: it was asked for a sign of life, and gives none (`rhythm`).
+        """Whether this peer was asked for a sign of life and gives none (`rhythm`), so that nobody should wait for it.
 
-        Code that waits for the peer calls this every `LOOK_S`: looking at a peer has it asked. `soon`: half a second is
-        enough, as giving it up wrongly costs little.
+        Code that waits for the peer calls this every `LOOK_S`: this is also what asks the peer. With `soon`, half a
+        second of silence is enough, because giving the peer up wrongly costs little.
         """
         return peer != self.peer_id and self._rhythm.is_silent(peer, asyncio.get_running_loop().time(), soon=soon)
 
     @property
     def silent(self) -> frozenset[PeerID]:
-        """The peers that were found to be silent, and have said nothing since."""
+        """The peers that were found silent and have said nothing since."""
         return self._rhythm.silent(asyncio.get_running_loop().time())
 
     def _ask(self, peer: PeerID) -> bool:
-        """Ask a peer for a sign of life; False if there is no way to."""
+        """Ask a peer for a sign of life; False if it cannot be asked."""
         state = self._open.peers.get(peer)
         links = [link for link in state.links if not link.closed] if state is not None else []
         for link in links:
@@ -287,7 +292,7 @@ class Endpoint:
         self.env.events.emit(PeerSilent(peer=peer, waited_s=waited_s))
         if (state := self._open.peers.get(peer)) is None or self._closed:
             return
-        self._open.drop_all(state.idle)  # its line may have been cut: they would be as late as its links
+        self._open.drop_all(state.idle)  # its line may have been cut: these would be as late as its links
         if peer not in self._linking_anew and len(self._linking_anew) < _MAX_LINKING_ANEW:
             self._linking_anew.add(peer)
             self._tasks.spawn(self._link_anew(peer))
@@ -304,7 +309,7 @@ class Endpoint:
     # ---------------------------------------------------------------------------------------------------- addresses
 
     def learn(self, contact: Contact) -> None:
-        """Remember where a peer listens, as somebody says: what it says itself is tried before that.
+        """Remember where a peer listens, by the word of another. The addresses that the peer itself names come first.
 
         A contact without addresses teaches nothing; addresses of another peer are ignored.
         """
@@ -327,7 +332,7 @@ class Endpoint:
         self._dialer.moved(contact)
 
     def dialable(self, contact: Contact) -> Contact:
-        """The same contact, without addresses if we have tried in vain to dial that peer there though it lives."""
+        """The contact, without addresses if dialing that live peer there has failed."""
         return self._dialer.dialable(contact)
 
     def way_shut(self, peer: PeerID) -> bool:
@@ -348,7 +353,7 @@ class Endpoint:
         return (link.connection.local_host, link.connection.remote_host) if link is not None else ("", "")
 
     async def gets_in(self, address: Address, *, timeout_s: float) -> bool:
-        """Whether a connection can be made to this address, and its peer proves itself there; it is closed at once."""
+        """Whether a connection to this address can be made and its peer proves itself there. It is closed at once."""
         try:
             connection = await self._transport.dial(address.peer_id, (address,), timeout_s=timeout_s)
         except PeerError:
@@ -357,19 +362,19 @@ class Endpoint:
         return True
 
     def dial_ahead(self, peer: PeerID, *, link: bool = False) -> bool:
-        """Have a connection ready for the next small stream with a peer; in the background, never fails.
+        """Dial a connection for the next small stream with a peer, in the background. Never fails.
 
         Args:
-            peer: a connected one.
+            peer: a connected peer.
             link: connect to it first if it is not connected.
 
         Returns:
-            Whether it is connected, or being dialed.
+            Whether the peer is connected, or being dialed.
         """
         return not self._closed and self._dialer.dial_ahead(peer, link=link)
 
     def drop_idle(self, peer: PeerID) -> None:
-        """Use none of the connections again that wait for the next stream with a peer: one of them was dead."""
+        """Close the idle connections with a peer: one of them was dead, so the others may be."""
         if (state := self._open.peers.get(peer)) is not None:
             self._open.drop_all(state.idle)
             self._open.forget(peer)
@@ -380,9 +385,9 @@ class Endpoint:
         """Send a request and wait for its reply; dials if there is no link.
 
         Raises:
-            PeerTimeout: not done within `timeout_s` seconds, dialing included.
-            PeerUnreachable: no connection, or it broke.
-            PeerRefused: the peer said no; `code` says how.
+            PeerTimeout: no reply within `timeout_s` seconds, dialing included.
+            PeerUnreachable: no connection could be made, or it broke.
+            PeerRefused: the peer said no; `code` gives the reason.
             PeerProtocolError: the reply is not of the declared type.
             ClosedError: this endpoint is closed, or was before the call was sent.
             LocalError: the peer is this one, or the request is too long.
@@ -408,7 +413,7 @@ class Endpoint:
             raise PeerProtocolError(f"undecodable reply to {method}: {error}", peer) from error
 
     def tell(self, peers: Iterable[PeerID], message: Message) -> list[PeerID]:
-        """Send a note, which gets no answer, to the peers that there is a link with; never waits and never dials.
+        """Send a note, which gets no answer, to those of the peers that have a link with us. Never waits, never dials.
 
         Returns:
             The peers that it was sent to.
@@ -426,7 +431,7 @@ class Endpoint:
         return told
 
     async def open(self, to: Contact | PeerID, opening: Opening[Up, Down], *, timeout_s: float) -> Stream[Up, Down]:
-        """Open a stream. The other side may still refuse it: that shows at the first `recv`.
+        """Open a stream. If the other side refuses it, the first `recv` says so.
 
         Raises:
             PeerTimeout, PeerUnreachable, PeerRefused: no connection could be made.
@@ -465,7 +470,7 @@ class Endpoint:
             self.learn(to)
             to = to.peer
         if to == self.peer_id:
-            raise LocalError("a peer does not call itself")
+            raise LocalError("a peer cannot call itself: name another peer")
         return to
 
     # ----------------------------------------------------------------------------------------------------- accepting
@@ -516,11 +521,11 @@ class Endpoint:
         self._services.take_note(link.peer_id, note)
 
     def spent(self, link: CallLink, nbytes: int) -> float:
-        """A message of a peer came; how long its link is not to be read (for `CallLink`)."""
+        """Count a message of a peer, and return how long its link is not to be read, seconds (for `CallLink`)."""
         return self._spend(link, call_cost(nbytes))
 
     def _answered(self, link: CallLink, nbytes: int) -> None:
-        """A peer was given a reply; a long one shows when its next message comes."""
+        """Count a reply to a peer. The effect of a long one shows when the peer's next message comes."""
         self._spend(link, reply_cost(nbytes))
 
     def _spend(self, link: CallLink, cost: float) -> float:
@@ -530,7 +535,7 @@ class Endpoint:
         return allowance.spend(link, cost, rate, now) if allowance is not None else 0.0
 
     def _allowance(self, host: str) -> Allowance:
-        """The allowance of a host, kept for a while after its last link, else a new link would bring a new one."""
+        """The allowance of a host. It is kept for a while after the last link, or a new link would bring a new one."""
         now = asyncio.get_running_loop().time()
         for each in [each for each, allowance in self._allowances.items() if allowance.is_over(now)]:
             del self._allowances[each]
@@ -606,7 +611,7 @@ class Endpoint:
         self._open.forget(peer)
 
     async def _link_again(self, peer: PeerID) -> None:
-        """The other side thought that its link with us was idle, but there are streams, which need its heartbeat."""
+        """Dial again: the other side closed its link as idle, but open streams need the link's heartbeat."""
         try:
             await self._dialer.link(peer, self.limits.dial_timeout_s)
         except PeerError as error:
@@ -625,7 +630,7 @@ class Endpoint:
             callback(peer, reason)
 
     async def _drop_accepted(self, peer: PeerID) -> None:
-        """A lost peer may have lost its link alone, and be making another one; if not, nothing of it is kept."""
+        """Drop what a lost peer has open here, unless it makes a new link: it may have lost only the old one."""
         await asyncio.sleep(_OPEN_TIMEOUT_S)
         if (state := self._open.peers.get(peer)) is not None and not state.links:
             self._open.drop_all(state.accepted)

@@ -33,24 +33,27 @@ PREFIX_BYTES = _PREFIX.size
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one peer may cost us. All checked before memory is taken.
+    """The limits on what one peer may cost us. Each is checked before memory is taken.
 
     Attributes:
         header_bytes: the largest message.
         payload_bytes: the largest payload of one frame.
-        calls_per_peer: calls of one peer that are served at the same time; more are answered `busy`.
-        streams_per_peer: streams that one peer may have open to us at the same time.
+        calls_per_peer: calls on one link that are served at a time, those answered at once not counted. More are
+            answered `busy`.
+        streams_per_peer: streams that one peer may have open to us. More are answered `busy`.
         calls_per_host_s: small calls a second that all peers of one host may go on making, and four times as many at
-            once; a message counts as one more for each 256 bytes, and so does our reply to it, beyond 64 KiB. A host
-            that asks for more is not read for a while.
-        calls_s: the same for all hosts together: each gets its share of it, but 10 a second at least.
-        outbox_bytes: small frames that may wait on one call link; beyond, our own calls to that peer fail.
-        idle_streams: idle stream connections kept per peer for the next stream.
-        dial_timeout_s: longest time to make one connection.
-        beat_s: silence on a peer with open streams after which a sign of life is asked for.
-        silence_s: silence after which such a peer counts as lost. Never under 1 s: see `docs/protocol.md`.
-        idle_beat_s: as `beat_s`, for a peer without streams; it counts as lost after three times this.
-        idle_close_s: a call link without calls and streams is closed after this.
+            once. A message counts as one more call for each 256 bytes. So does our reply to it beyond 64 KiB. Replies
+            that we waited for count nothing. If a host asks for more, its links are not read for 0.1 to 1 s, except
+            those that stay within an equal share of it for each link. A new link begins with nothing.
+        calls_s: the same for all hosts together: each gets its share, at least 10 a second.
+        outbox_bytes: small frames that may wait on one link. Beyond it our own calls to that peer fail.
+        idle_streams: idle stream connections that are kept for each peer.
+        dial_timeout_s: the longest time to make one connection.
+        beat_s: a peer with open streams that is silent for so long is asked for a sign of life.
+        silence_s: a peer with open streams that is silent for so long is lost. Never under 1 s: a busy interpreter is
+            no death (`docs/protocol.md`).
+        idle_beat_s: as `beat_s`, for a peer without streams. It is lost after three times this.
+        idle_close_s: a link without calls and streams is closed after so long.
     """
 
     header_bytes: int = 1 << 20
@@ -69,20 +72,20 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """The kinds of frames."""
 
     HELLO = 1
-    """`Hello`; first frame of a call link."""
+    """`Hello`: the first frame of a call link."""
     CALL = 2
     """`Call`, `Reply`, `Failure`, `Note`, `Beat`, `BeatReply` or `Bye`, on a call link."""
     OPEN = 3
-    """`OpenStream`; first frame of a stream."""
+    """`OpenStream`: the first frame of a stream."""
     DATA = 4
     """A message of the stream, perhaps with a payload."""
     END = 5
-    """The sender will send nothing more on this stream. No header, no payload."""
+    """The sender sends nothing more on this stream. The frame has no header and no payload."""
     FAULT = 6
-    """`Failure`: the sender gave the stream up."""
+    """`Failure`: the sender gave the stream up, and the connection ends."""
 
 
 class Frame(NamedTuple):
@@ -94,7 +97,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: Kind, message: object | None = None, payload_bytes: int = 0, *, limits: Limits | None = None) -> bytes:
-    """Prefix and header of a frame.
+    """The prefix and the header of a frame.
 
     Raises:
         LocalError: the message is longer than `limits` allow: the other side would drop us.

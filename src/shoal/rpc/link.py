@@ -24,19 +24,19 @@ from shoal.wire import Beat, BeatReply, Bye, Call, Failure, Note, Reply, decode,
 __all__ = ["CallLink", "LinkRetired"]
 
 _FAREWELL_S = 1.0
-"""How long a Bye may take to leave."""
+"""The longest time for a `Bye` to leave."""
 
 _HANDLED_AT_ONCE = 32
-"""After so many messages of one link others have their turn."""
+"""After so many messages of one link the other tasks have their turn."""
 
 _ASK_TIME_S = 60.0
-"""Clocks are compared at least so often."""
+"""The longest time between two comparisons of clocks."""
 
 _CallMessage: TypeAlias = Call | Reply | Failure | Note | Beat | BeatReply | Bye
 
 
 class LinkRetired(PeerUnreachable):
-    """The other side closed the link because it was idle, and did not see this call: it may be made again."""
+    """The other side closed the link as idle, and did not see this call: the call may be made again."""
 
 
 class LinkOwner(Protocol):
@@ -44,7 +44,7 @@ class LinkOwner(Protocol):
 
     @property
     def clock(self) -> SharedClock:
-        """Wall clocks: our machine's, and the network's."""
+        """Read the wall clocks: our machine's, and the network's."""
         ...
 
     def clock_told(self, link: CallLink) -> None:
@@ -56,19 +56,19 @@ class LinkOwner(Protocol):
         ...
 
     def bytes_received(self, peer: PeerID) -> int:
-        """What has come from the peer, over whatever is open with it."""
+        """The bytes that have come from the peer, over all connections with it."""
         ...
 
     def serve_call(self, link: CallLink, call: Call) -> None:
-        """An incoming call."""
+        """Serve an incoming call."""
         ...
 
     def take_note(self, link: CallLink, note: Note) -> None:
-        """An incoming note; raises `PeerProtocolError` if it is a bad one."""
+        """Take an incoming note; raises `PeerProtocolError` if it breaks a rule."""
         ...
 
     def spent(self, link: CallLink, nbytes: int) -> float:
-        """A message of so many bytes came that we had not asked for. How long the link is not to be read, seconds."""
+        """Count an unasked message of so many bytes, and return how long the link is not to be read, seconds."""
         ...
 
     def link_closed(self, link: CallLink, error: PeerError, expected: bool) -> None:
@@ -143,11 +143,11 @@ class CallLink:
 
     @property
     def last_heard(self) -> float:
-        """When something last came on this link (loop time)."""
+        """The loop time at which something last came on this link."""
         return self._last_heard
 
     def ask(self) -> None:
-        """Ask for a sign of life, and the time."""
+        """Ask for a sign of life and the time."""
         self._acked = self.connection.bytes_acked
         with suppress(PeerUnreachable):  # too much waits to be sent: that is answered first
             self._ask_time()
@@ -159,7 +159,7 @@ class CallLink:
 
     @property
     def stuck(self) -> bool:
-        """Whether nothing has come to the other machine since it was asked last, as far as can be told here."""
+        """Whether, as far as we can tell, nothing has reached the other machine since we last asked it."""
         return self.connection.bytes_acked <= self._acked
 
     # -------------------------------------------------------------------------------------------------------- calls
@@ -247,10 +247,10 @@ class CallLink:
     async def _read_loop(self) -> None:
         handled = 0
         try:
-            while not self._closed:  # what a lost peer has sent before counts no more, nor against its host
+            while not self._closed:  # earlier messages of a lost peer no longer count, not against its host either
                 handled += 1
                 if handled % _HANDLED_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # what is there already is read without a wait: let others go on, too
+                    await asyncio.sleep(0)  # bytes that are here are read without a wait: let others go on
                 frame = await read_frame(self.connection, self._limits)
                 if frame.kind is not Kind.CALL:
                     raise PeerProtocolError(f"{frame.kind.name} frame on a call link", self.peer_id)
@@ -295,7 +295,7 @@ class CallLink:
                 self._lose(PeerUnreachable("the peer left" if message.leaving else "idle link closed", self.peer_id))
 
     def _compare_clocks(self, asked: float, theirs: float) -> None:
-        """A difference below the time of the answer does not count: we or they may have stood still meanwhile."""
+        """Compare clocks. Differences below the time of the answer do not count: either side may have stood still."""
         now = self._owner.clock.own.time()
         offset_s, error_s = theirs - (asked + now) / 2, abs(now - asked) / 2
         if math.isfinite(offset_s):
@@ -306,7 +306,7 @@ class CallLink:
     # ------------------------------------------------------------------------------------------------------ watching
 
     def watch(self) -> None:
-        """Look again when the next heartbeat is due; call it when the peer became more important."""
+        """Look again when the next heartbeat is due. Call this when the peer became more important."""
         if self.closed:
             return
         period_s = self._limits.beat_s if self._owner.has_streams(self.peer_id) else self._limits.idle_beat_s
@@ -349,7 +349,7 @@ class CallLink:
     # ------------------------------------------------------------------------------------------------------- closing
 
     async def close(self, *, leaving: bool) -> None:
-        """Say Bye and close. Calls that still wait fail."""
+        """Say `Bye` and close. Calls that still wait fail."""
         if not self._closed:
             self._said_bye = Bye(leaving)
             await self._say_bye(self._said_bye)
@@ -367,7 +367,7 @@ class CallLink:
         self._lose(PeerUnreachable("the link was closed", self.peer_id))
 
     def abort(self) -> None:
-        """Close at once, without a word."""
+        """Close at once, without a `Bye`."""
         self._lose(PeerUnreachable("the link was closed", self.peer_id))
 
     def _lose(self, error: PeerError) -> None:

@@ -1,4 +1,4 @@
-"""How much of something each asker may have: a token bucket for each. Pure bookkeeping."""
+"""How much each asker may use: a token bucket for each. This is pure bookkeeping."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["RateLimiter"]
 
 
 class RateLimiter:
-    """A token bucket for each asker: a peer, or a host whatever the number of its keys.
+    """A token bucket for each asker: for each peer, or for each host however many keys it has.
 
     Args:
-        rate_per_s: what each may use in the long run.
-        burst: what it may use at once.
-        max_askers: for how many this is remembered; the one heard from longest ago is forgotten first.
+        rate_per_s: tokens a second that each asker may use in the long run.
+        burst: tokens that it may use at once.
+        max_askers: how many askers are remembered; the one heard from longest ago is forgotten first.
     """
 
     def __init__(self, rate_per_s: float, burst: float, *, max_askers: int = 4096) -> None:
@@ -24,14 +24,14 @@ class RateLimiter:
         return len(self._left)
 
     def allows(self, asker: Hashable, cost: float, now: float) -> bool:
-        """Use `cost` tokens of this asker at this time (seconds on a clock that never goes back), if it has them."""
+        """Use `cost` tokens of this asker if it has them. `now` is seconds on a clock that never goes back."""
         left = self._refill(asker, now)
         allowed = cost <= left
         self._put_back(asker, left - cost if allowed else left, now)
         return allowed
 
     def charge(self, asker: Hashable, cost: float, now: float) -> None:
-        """Take `cost` tokens for what was done already; the asker may owe some after it."""
+        """Take `cost` tokens for work that was done already. The asker may owe some afterwards."""
         self._put_back(asker, self._refill(asker, now) - cost, now)
 
     def _refill(self, asker: Hashable, now: float) -> float:

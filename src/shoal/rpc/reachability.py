@@ -5,12 +5,13 @@ came from, so nobody can have it dial a third party (libp2p's AutoNAT has the sa
 dials its own machine or a link-local address; it dials a host `_PER_HOST` times in a burst and then every
 `_EVERY_S`, at most `_AT_ONCE` at a time, and answers with yes or no only: it is no scanner of ports either.
 
-**The verdict.** Up to `_ASKED` peers on different hosts are asked. More yes than no: others reach us. Else this peer
-becomes a client: it goes on without announcing an address, so that nobody waits for it. Without an answer it announces
-where it listens, as before. A client asks again after `_AGAIN_S`, ever more rarely: somebody may have opened the way.
+**The verdict.** Up to `_ASKED` peers on different hosts are asked. If more say yes than no, others can dial this peer.
+Otherwise it becomes a client: it goes on without announcing an address, so that nobody waits for it. If nobody answers,
+it announces where it listens, as before. A client asks again after `_AGAIN_S`, then ever more rarely: somebody may have
+opened the way.
 
-**A peer that finds out that a live peer cannot be dialed** (`rpc.ways`) tells it so (`NoWayIn`). That alone changes
-nothing, as anybody can say it: the peer asks again, peers of its own choice, at most every `_LOOK_AGAIN_S`.
+**`NoWayIn`.** If a peer finds that it cannot dial another, live peer (`rpc.ways`), it says so. This alone changes
+nothing, as anybody can say it: the other peer asks peers of its own choice again, at most every `_LOOK_AGAIN_S`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Verdict:
     """The answers of the others.
 
     Attributes:
-        reached: the peers that came through, each with the address at which it sees us.
-        failed: the peers that did not, each with the address that it tried.
+        reached: the peers that could dial us, each with the address at which it sees us.
+        failed: the peers that could not, each with the address that it tried.
     """
 
     reached: tuple[tuple[PeerID, str], ...]
@@ -61,23 +62,23 @@ class Verdict:
 
     @property
     def asked(self) -> int:
-        """How many have tried."""
+        """How many peers have tried."""
         return len(self.reached) + len(self.failed)
 
     @property
     def can_be_reached(self) -> bool:
-        """Whether to announce an address: nobody has tried, or most came through."""
+        """Whether to announce an address: nobody has tried, or most could dial us."""
         return len(self.reached) > len(self.failed) or not self.asked
 
 
 class Reachability:
-    """Serves the question for others, and asks it for this peer. Loop only.
+    """Dials others back, and asks others to dial this peer back. Loop only.
 
     Args:
         endpoint: this peer's.
 
     Attributes:
-        verdict: the last one; None if the question was never asked.
+        verdict: the last verdict; None if nobody was asked yet.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -120,9 +121,9 @@ class Reachability:
     # ------------------------------------------------------------------------------------------------------- for us
 
     async def find_out(self) -> Verdict:
-        """Ask the peers that we are connected with whether they can dial us; announce what comes of it to them.
+        """Ask connected peers whether they can dial us, and announce the result to all of them.
 
-        Only the first time silence is an answer: that nobody says no.
+        If nobody answers, this counts as yes the first time, and changes nothing later.
         """
         answers = await asyncio.gather(*(self._ask(peer) for peer in self._whom_to_ask()))
         tried = [answer for answer in answers if answer is not None]
@@ -148,7 +149,7 @@ class Reachability:
 
         Args:
             look_around: connects with neighbours, and makes us known to them.
-            on_opened: called when others can.
+            on_opened: called once others can dial us.
         """
         self._tasks.spawn(self._watch(look_around, on_opened))
 
@@ -188,7 +189,7 @@ class Reachability:
         return None
 
     def _seen_at(self, verdict: Verdict) -> tuple[Address, ...]:
-        """Where most have reached us, if we do not announce that anyway: on the other side of a router, say."""
+        """The address at which most have reached us, unless we announce it already: that of a router, for example."""
         hosts = Counter(host for _, host in verdict.reached)
         if not hosts:
             return ()
@@ -211,10 +212,10 @@ class Reachability:
         )
 
     async def upload_rate(self, peer: PeerID, *, nbytes: int = _PROBE_BYTES, timeout_s: float = 5.0) -> float:
-        """How many bytes per second this peer takes from us, by sending it some that are worth nothing.
+        """How many bytes per second this peer takes from us. Measured by sending it `Ballast`.
 
         Raises:
-            PeerError: it did not take them in time, or refuses them.
+            PeerError: the peer did not take the bytes in time, or refuses them.
         """
         loop = asyncio.get_running_loop()
         began, pieces = loop.time(), max(1, nbytes // _PIECE_BYTES)
@@ -239,9 +240,9 @@ class Reachability:
 
     @property
     def shut_out(self) -> list[PeerID]:
-        """The peers that have said lately that they cannot connect to us at an address that we announce.
+        """The peers that said lately that they cannot connect to us at an address that we announce.
 
-        It is their word, and good for advice only.
+        This is only their word: use it for advice.
         """
         since = asyncio.get_running_loop().time() - _KEPT_S
         announced = set(self._endpoint.contact.addresses)

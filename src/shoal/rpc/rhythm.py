@@ -1,10 +1,10 @@
-"""Which peers have fallen silent, measured by how fast they and the others answer. Pure bookkeeping.
+"""Which peers have fallen silent, measured by how fast they and the others answer. This is pure bookkeeping.
 
 No peer is watched all the time. A peer that waits for another *looks* at it, a few times a second. If the other has
-said nothing for a moment, a look asks it for a sign of life; any byte from it is one, on any connection with it. It is
-*silent* when it has not given one for `LEAST_S`, and for twice as long as the slowest of the latest answers, its own
-and those of the others. Then nobody waits for it, and with its first byte it counts again: it is neither
-disconnected nor forgotten.
+said nothing for a moment, a look asks it for a sign of life. Any byte from it, on any connection, is one. It is
+*silent* when it has given none for `LEAST_S`, and for twice as long as the slowest of the latest answers, its own
+and those of the others. Then nobody waits for it. It is neither disconnected nor forgotten, and counts again with its
+first byte.
 
 An answer may have to wait behind what we and others send that peer. So the time begins anew whenever its machine has
 acknowledged more of the bytes that go there on streams. That goes on until `most_s` at the latest, and does not bring a
@@ -25,20 +25,25 @@ from shoal.peer import PeerID
 
 __all__ = ["LEAST_S", "LOOK_S", "SOON_S", "Rhythm"]
 
-LEAST_S, SOON_S = 1.0, 0.5
-"""Nobody is silent that was asked more recently than this; the second where giving it up costs little."""
+LEAST_S = 1.0
+"""A peer that was asked more recently than this is not silent."""
+
+SOON_S = 0.5
+"""The same for peers that cost little if they are given up wrongly: members, to the leader of a search or of the last
+one."""
 
 LOOK_S = 0.25
-"""Between two looks at a peer; more than this is not counted as its silence."""
+"""The time between two looks at a peer. A longer time between them counts as this much silence."""
 
 _QUIET_S = 0.25
-"""A peer that was heard within this is not asked."""
+"""A peer that was heard within this time is not asked."""
 
 _SLACK = 2.0
-"""How much slower than the slowest of the latest answers an answer may be. A later one is an outage, not a rhythm."""
+"""An answer may take so many times as long as the slowest of the latest ones. A later one counts as an outage."""
 
 _TAKEN_BYTES = 2048
-"""A machine that takes as much within the limit has a busy line; the reports of a round are less."""
+"""If a machine acknowledges so much on streams, its line is busy, and its silence begins anew. The reports of a round
+are less."""
 
 _OWN_ANSWERS, _ALL_ANSWERS, _OUTLIERS = 8, 256, 2
 _MAX_PEERS = 4096
@@ -61,11 +66,11 @@ class Rhythm:
     """Remembers how fast peers answer.
 
     Args:
-        ask: asks a peer for a sign of life; False if there is no way to.
+        ask: asks a peer for a sign of life; returns False if it cannot be asked.
         received: how many bytes have come from a peer over the connections with it now.
         acked: how many bytes of streams a peer's machine has acknowledged, over the connections with it now.
-        found: told of each peer that is found to be silent, and for how long it was waited for, seconds.
-        most_s: nobody is waited for longer than this.
+        found: called with each peer that is found silent, and with how long it was waited for, seconds.
+        most_s: no peer is waited for longer than this, seconds.
     """
 
     def __init__(
@@ -83,12 +88,12 @@ class Rhythm:
         self._silent: set[PeerID] = set()
 
     def is_silent(self, peer: PeerID, now: float, *, soon: bool = False) -> bool:
-        """Look at a peer (`now`: local time, seconds): whether nobody should wait for it. To be called again soon.
+        """Look at a peer, and return whether it is silent. To be called again soon.
 
         Args:
             peer: the peer that is waited for.
             now: local time, seconds.
-            soon: to give it up costs little: it has less time.
+            soon: giving the peer up wrongly costs little, so it has less time.
         """
         received = self._received(peer)
         pulse = self._pulses.get(peer)
@@ -111,11 +116,11 @@ class Rhythm:
         return pulse.silent
 
     def silent(self, now: float) -> frozenset[PeerID]:
-        """The peers that were found to be silent, and have said nothing since; looks at each of them."""
+        """The peers that were found silent and have said nothing since. Looks at each of them."""
         return frozenset(peer for peer in list(self._silent) if self.is_silent(peer, now))
 
     def forget(self, peer: PeerID) -> None:
-        """All connections with this peer are gone: the next ones begin anew."""
+        """Forget a peer: all connections with it are gone."""
         self._pulses.pop(peer, None)
         self._silent.discard(peer)
 

@@ -29,7 +29,7 @@ from shoal.wire import Call, Failure, Message, Note, OpenStream, Reply, decode, 
 __all__ = ["CallHandler", "NoteHandler", "Services", "StreamHandler", "tag_of"]
 
 CallHandler = Callable[[PeerID, Any], Any]
-"""Returns the reply, or a coroutine that does."""
+"""A function that returns the reply, or a coroutine that returns it."""
 
 NoteHandler = Callable[[PeerID, Any], None]
 
@@ -38,6 +38,8 @@ StreamHandler = Callable[[Stream[Any, Any], Any], Awaitable[None]]
 _Handler = TypeVar("_Handler")
 
 _FINISH_TIMEOUT_S = 10.0
+"""The longest time for the orderly end of a stream."""
+
 _MAX_SERVING_S = 600.0
 """No call is served for longer, whatever its caller asks for."""
 
@@ -56,11 +58,11 @@ class Services:
     """The handlers of one endpoint.
 
     Args:
-        connections: what is open.
+        connections: the open connections.
         limits: what one peer may cost.
         tasks: the endpoint's.
-        warn: told of a bug in a handler: where, and the exception.
-        answered: told of each reply: the link, and how many bytes.
+        warn: called for a bug in a handler, with its place and the exception.
+        answered: called for each reply, with the link and the number of bytes.
     """
 
     def __init__(
@@ -202,10 +204,10 @@ class Services:
             _post(link, self._failure(call, error))
 
     def take_note(self, peer: PeerID, note: Note) -> None:
-        """Take an incoming note; one that nobody takes is passed over: the peer cannot know it.
+        """Take an incoming note. If no handler takes it, it is ignored: the peer cannot know that.
 
         Raises:
-            PeerProtocolError: it is not decodable, or its handler says that it breaks a rule.
+            PeerProtocolError: the note cannot be decoded, or its handler says that it breaks a rule.
         """
         if (served := self._notes.get(note.method)) is None:
             return
@@ -282,7 +284,7 @@ def _post(link: CallLink, answer: Reply | Failure) -> None:
 
 
 def _told(refusal: PeerRefused) -> str:
-    """The code that a handler's refusal is told with: the others speak of the endpoint, not of handlers."""
+    """The code with which a handler's refusal is told. The other codes speak of the endpoint, not of handlers."""
     return "busy" if refusal.code == "busy" else "refused"
 
 

@@ -22,7 +22,7 @@ from shoal.wire import Failure, Message, decode
 __all__ = ["Stream"]
 
 _FAREWELL_S = 5.0
-"""How long `fail` waits for a peer that does not read."""
+"""`fail` waits so long for a peer that does not read."""
 
 Sent = TypeVar("Sent", bound=Message)
 Received = TypeVar("Received", bound=Message)
@@ -81,11 +81,11 @@ class Stream(Generic[Sent, Received]):
         return self._released or self._connection.closed
 
     async def send(self, message: Sent, payload: Buffer | None = None) -> None:
-        """Send a message, and its payload if it has one. When it returns, the payload buffer may be reused.
+        """Send a message, and its payload if it has one. When this returns, the payload's buffer may be reused.
 
         Raises:
             PeerUnreachable: the stream is lost, or was aborted by the other side; `recv` may know why.
-            LocalError: after `end`, or the message or the payload is too long.
+            LocalError: `end` was called before, or the message or the payload is too long.
         """
         if self._sent_end:
             raise LocalError("send() after end(): nothing can follow END on a stream")
@@ -101,7 +101,7 @@ class Stream(Generic[Sent, Received]):
     async def ready(self) -> None:
         """Wait until `recv` would not wait: a message, the end, or the loss of the stream is there.
 
-        Takes nothing, and may be cancelled at any time: a watcher of a stream can hand it over to another reader.
+        This takes nothing and may be cancelled at any time, so a watcher can hand the stream over to another reader.
         """
         if self._got_end or self._unread:
             return
@@ -122,12 +122,12 @@ class Stream(Generic[Sent, Received]):
             del ahead  # it holds its exception, whose traceback holds this frame
 
     async def recv(self) -> tuple[Received, int] | None:
-        """The next message and the size of its payload in bytes (read that with `readinto` first), None at END.
+        """The next message and the size of its payload in bytes; None at END. Read the payload with `readinto` first.
 
         Raises:
             PeerUnreachable: the stream is lost.
             PeerRefused: the other side gave the stream up and said why.
-            PeerProtocolError: the other side sent something else than a message of the stream.
+            PeerProtocolError: the other side sent something that is no message of the stream.
         """
         if self._unread:
             raise LocalError(f"recv() before the payload of {self._unread} bytes was read")
@@ -156,7 +156,7 @@ class Stream(Generic[Sent, Received]):
         return None
 
     async def readinto(self, buffer: bytearray | memoryview) -> None:
-        """Fill `buffer` with the next bytes of the payload that `recv` announced: all at once, or piece by piece.
+        """Fill `buffer` with the next bytes of the payload that `recv` announced, all of it or piece by piece.
 
         Raises:
             PeerUnreachable: the stream is lost.
@@ -182,7 +182,7 @@ class Stream(Generic[Sent, Received]):
             self._maybe_release()
 
     async def finish(self) -> None:
-        """End in order: say END and wait for the other side's. What still comes before it breaks the protocol."""
+        """End in order: say END and wait for the other side's. Any message before that breaks the protocol."""
         if self._unread:
             raise LocalError(f"finish() before the payload of {self._unread} bytes was read")
         await self.end()
@@ -198,7 +198,7 @@ class Stream(Generic[Sent, Received]):
                     await self._connection.write(pack(Kind.FAULT, Failure(0, code, text[:1000])))
                     await self._connection.close()
         except (PeerUnreachable, TimeoutError):
-            pass  # it need not be told any more, or does not listen
+            pass  # the other side need not be told any more, or does not listen
         self.abort()
 
     def abort(self) -> None:
@@ -215,6 +215,6 @@ class Stream(Generic[Sent, Received]):
 
 
 def _retrieve(task: asyncio.Task[Frame]) -> None:
-    """A frame that nobody takes any more is no failure."""
+    """Take the exception of a read that nobody waits for any more: it is no failure."""
     if not task.cancelled():
         task.exception()

@@ -1,10 +1,10 @@
-"""Which peers live, and cannot be dialed where they say that they listen: nobody waits for them twice.
+"""Which live peers cannot be dialed where they say that they listen, so that nobody waits for them twice.
 
 A peer behind a router or a firewall that lets nobody in has links that it made itself, and everything that opens a
 stream to it waits in vain. So a dial that fails, or takes long, puts the way to that peer in *doubt*; a second dial a
-moment later decides. Its failure counts only if the peer answers on its link before that dial and after it: a peer that
-is dead, frozen or cut off, or wakes meanwhile, is another matter. While there is doubt, and once it is *shut*, dialing
-fails at once.
+moment later decides. Its failure counts only if the peer answers on its link before that dial and after it: so a peer
+that is dead, frozen or cut off, or wakes meanwhile, is not meant. While there is doubt, and once the way is *shut*,
+dialing fails at once.
 
 A shut way is tried again ever more rarely, in the background, so that no round pays for it. It is forgotten when the
 peer names other addresses or its link is lost. Only a peer's own attempts count here: the word of others shuts no way.
@@ -25,7 +25,7 @@ from shoal.transport.base import Connection, Transport
 __all__ = ["Ways"]
 
 _DOUBT_S = 1.5
-"""A dial that takes longer puts the way in doubt: a live peer answers within four round trips."""
+"""A dial that takes longer puts the way in doubt. A live peer answers within four round trips."""
 
 _AGAIN_S = 0.5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 60.0, 960.0
@@ -50,7 +50,7 @@ class Ways:
         link: the call link with a peer, if there is one.
         tasks: the endpoint's.
         keep: takes a connection that a second try made.
-        on_shut: told of each way that is shut, with the addresses that were tried.
+        on_shut: called for each way that is shut, with the addresses that were tried.
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Ways:
         self._ways: dict[PeerID, _Way] = {}
 
     def closed(self, peer: PeerID, addresses: tuple[Address, ...]) -> bool:
-        """Whether dialing this peer at these addresses is not worth it now."""
+        """Whether this peer should not be dialed at these addresses now."""
         way = self._ways.get(peer)
         return way is not None and set(addresses) <= set(way.addresses)
 
     def shut(self, peer: PeerID) -> bool:
-        """Whether two dials have failed, and none since has come through."""
+        """Whether two dials have failed, and none has succeeded since."""
         way = self._ways.get(peer)
         return way is not None and way.shut
 
@@ -109,7 +109,7 @@ class Ways:
             self._tasks.spawn(self._try_again(peer, way))
 
     async def _try_again(self, peer: PeerID, way: _Way) -> None:
-        """Try until the way is open, or of no interest any more."""
+        """Try until the way is open, or nobody needs it any more."""
         pause_s, next_pause_s = _AGAIN_S, _FIRST_PAUSE_S
         while True:
             await asyncio.sleep(pause_s)

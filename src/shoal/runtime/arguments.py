@@ -1,4 +1,4 @@
-"""Checks of arguments that have to do with tensors: each message names the argument and says what to do."""
+"""Checks of arguments that concern tensors. Each message names the argument and says what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def codec_argument(name: str, codec: CompressionBase | None) -> CompressionBase:
 def choose_codecs(
     tensors: Sequence[torch.Tensor], codec: CompressionBase, infos: Sequence[CompressionInfo] | None
 ) -> list[CompressionBase]:
-    """One codec for each tensor; a value that is no tensor is refused later.
+    """One codec for each tensor. A value that is no tensor is refused later.
 
     Raises:
         ConfigError: `infos` do not describe these tensors.
@@ -70,20 +70,20 @@ def choose_codecs(
 
 
 def _role(tensor: torch.Tensor) -> TensorRole:
-    """The role of a tensor that nobody described."""
+    """The role of a tensor that no `CompressionInfo` describes."""
     return TensorRole.PARAMETER if isinstance(tensor, torch.nn.Parameter) else TensorRole.UNSPECIFIED
 
 
 def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bool) -> bool:
-    """Whether a part of a peer never listens: as the peer itself unless given.
+    """Whether a part of a peer never listens: like the peer itself, unless the argument says otherwise.
 
     Args:
-        client_mode: as given.
-        only_dials: whether the peer never listens. One that was found to be out of reach may be reached again.
+        client_mode: the user's argument.
+        only_dials: whether the peer never listens. A peer that nobody can dial now may be dialed again later.
         is_client: whether nobody can dial the peer now.
 
     Raises:
-        ConfigError: it is neither True, False nor None; or others must be able to dial it, and nobody can.
+        ConfigError: `client_mode` is neither True, False nor None; or it is False, and nobody can dial the peer.
     """
     if client_mode is None:
         return only_dials
@@ -93,5 +93,5 @@ def client_argument(client_mode: bool | None, *, only_dials: bool, is_client: bo
 
 
 def first(*values: T | None) -> T | None:
-    """The first that was given."""
+    """The first value that was given."""
     return next((value for value in values if value is not None), None)

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, overload
 import msgspec
 import torch
 
-from shoal.averager import Averager, AveragerSettings, AveragingMode, StepPlan, check_group_bits, choose_timeouts
+from shoal.averager import Averager, AveragerSettings, AveragingMode, StepRequest, check_group_bits, choose_timeouts
 from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
@@ -35,7 +35,8 @@ __all__ = ["DecentralizedAverager"]
 DEFAULT_STEP_TIMEOUT_S = 300.0
 
 _FRESH_S = 2.0
-"""Newcomers get a state that is not older than this, even if it changes without the lock of the tensors."""
+"""A copy of the state that is older than this is not given to newcomers, as the state may have changed without the lock
+of the tensors."""
 
 
 class DecentralizedAverager(SharesState):
@@ -67,15 +68,15 @@ class DecentralizedAverager(SharesState):
         reducer_timeout: lack of progress after which a member that owes averages is replaced; None: 2 x sender_timeout.
         compression: codec for averaging.
         state_compression: codec for `load_state_from_peers`.
-        tensor_infos: what `compression` is told of each tensor when it chooses; None: shape, dtype and position. For
-            tensors with the role of parameters, lossy codecs send the changes since the last average.
+        tensor_infos: the description of each tensor by which `compression` chooses; None: shape, dtype and position.
+            For tensors with the role of parameters, lossy codecs send the changes since the last average.
         bandwidth: bytes per second of this peer: a peer with more reduces more; 0 reduces nothing; None is taken as
             average.
         min_vector_size: a peer that would reduce fewer elements than this reduces none.
         auxiliary: only reduce for others: the tensors here are neither read nor changed.
         allow_state_sharing: whether others can download the state from here; None: yes, unless in client mode or
             auxiliary.
-        declare_state_period: how often this peer tells that it shares its state.
+        declare_state_period: how often this peer declares that it shares its state, seconds.
         client_mode: this peer only dials; None takes it from `dht`.
         daemon: kept for compatibility; there is no process.
         shutdown_timeout: how long `shutdown` may take.
@@ -182,8 +183,8 @@ class DecentralizedAverager(SharesState):
 
         Raises:
             ConfigError: the tensors cannot be averaged.
-            LocalError: it runs already; or the DHT was not started.
-            ClosedError: it was shut down.
+            LocalError: the averager runs already, or the DHT was not started.
+            ClosedError: the averager was shut down.
             PeerTimeout, PeerUnreachable: as `DHT.core`.
         """
         if self._closed:
@@ -193,7 +194,7 @@ class DecentralizedAverager(SharesState):
         core, get_state = self.dht.core(timeout), weakref.WeakMethod(self._shared_state)
 
         def state() -> SharedState:
-            # Code in the loop refers to this object weakly: otherwise neither it nor its DHT could ever be dropped.
+            # Code in the loop refers to this object weakly: otherwise neither it nor its DHT could be collected.
             if (get := get_state()) is None:
                 raise ClosedError("the averager was dropped")
             return get()
@@ -219,9 +220,9 @@ class DecentralizedAverager(SharesState):
         weakref.finalize(self, self._end).atexit = False  # the DHT sees to that
 
     def shutdown(self) -> None:
-        """Stop averaging and sharing; a step that goes on ends. The DHT goes on. Safe to call twice, from any thread.
+        """Stop averaging and sharing, and end a running step. The DHT goes on. Safe to call twice, from any thread.
 
-        Returns when that is done, or after `shutdown_timeout`; in shoal's own thread at once.
+        This returns when all of it has ended, or after `shutdown_timeout`; in shoal's own thread at once.
         """
         self._closed = True
         closing = self._end()
@@ -259,27 +260,27 @@ class DecentralizedAverager(SharesState):
 
     @property
     def client_mode(self) -> bool:
-        """Whether it only dials, as told, or as nobody can dial this peer now."""
+        """Whether this averager only dials: as the user said, or because nobody can dial this peer now."""
         return self._only_dials or (self.dht.is_alive() and self.dht.client_mode)
 
     @property
     def mode(self) -> AveragingMode:
-        """Whether this averager has values, and reduces those of others."""
+        """The part of this averager in a round: whether it has values, and whether it reduces those of others."""
         if self.client_mode:
             return AveragingMode.CLIENT
         return AveragingMode.AUX if self._settings.auxiliary else AveragingMode.NODE
 
     def get_tensors(self) -> AbstractContextManager[list[torch.Tensor]]:
-        """The averaged tensors, locked: no round changes or reads them within the block. Keep it short.
+        """The averaged tensors, locked: no round changes or reads them within the block. Keep the block short.
 
-        The lock is never held while a round waits for the network, so it is free as soon as values were copied:
-        milliseconds, or as long as copying a large state takes. A step waits for the end of the block, behind others
-        that asked before it, before it looks for a group; one that has a group loses it after `sender_timeout`, and
-        looks for another one until its own timeout.
+        shoal never holds the lock while a round waits for the network, so it is free once values were copied: after
+        milliseconds, or the time of copying a large state. A step waits for the end of the block, behind others that
+        asked before it, before it looks for a group. A step that has a group loses it after `sender_timeout`, and looks
+        for another one until its own timeout.
 
         Raises:
             LocalError: this thread is within such a block already, and would wait for itself; or another thread has
-                been in one for minutes; or, in shoal's own thread, any thread holds the lock.
+                been in a block for minutes; or, in shoal's own thread, any thread holds the lock.
             ClosedError: this process is a fork of the one that made the averager.
         """
         in_loop = False
@@ -342,7 +343,8 @@ class DecentralizedAverager(SharesState):
             SchemaMismatch: only peers with other tensors or settings were met; names the first difference.
             NobodyContributes: this peer is auxiliary, and so are all that look for a group.
             ConfigError: an argument is wrong.
-            LocalError: a step goes on already; or the caller holds the tensors (`get_tensors`), or is shoal's thread.
+            LocalError: another step is under way; or the caller holds the tensors (`get_tensors`), or is shoal's
+                thread.
             ClosedError: the averager or its DHT was shut down, also while the step went on.
         """
         timeout_s = seconds("timeout", timeout, DEFAULT_STEP_TIMEOUT_S)
@@ -352,7 +354,7 @@ class DecentralizedAverager(SharesState):
             raise ConfigError("require_trigger=True with wait=True would wait for ever: pass wait=False")
         scheduled_time = own_number(scheduled_time)
         check_schedule(scheduled_time, deadline)
-        plan = StepPlan(
+        request = StepRequest(
             weight=1.0 if weight is None else weight,
             gather=gather,
             scheduled_time=scheduled_time,
@@ -361,10 +363,10 @@ class DecentralizedAverager(SharesState):
         averager = self._core()
 
         async def work() -> dict[PeerID, Any]:
-            return (await averager.step(plan, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
+            return (await averager.step(request, timeout_s=timeout_s, allow_retries=allow_retries)).gathered
 
         if not wait:
-            control = StepControl(self, self.dht.loop_thread, plan, deadline=deadline, allow_retries=allow_retries)
+            control = StepControl(self, self.dht.loop_thread, request, deadline=deadline, allow_retries=allow_retries)
             self.dht.loop_thread.answer(control, work())
             return control
         self._held.check_not_held()
@@ -394,7 +396,7 @@ class DecentralizedAverager(SharesState):
     @overload
     def set_group_bits(self, group_bits: str, wait: Literal[False]) -> LoopFuture[None]: ...
     def set_group_bits(self, group_bits: str, wait: bool = True) -> LoopFuture[None] | None:  # noqa: FBT002
-        """Look for this group from the next search on; a round or search that goes on now does not change it.
+        """Look for this group from the next search on. A round or search that is under way does not change it.
 
         Args:
             group_bits: a text of 0 and 1; empty: one group for all, and none is drawn after a round.

@@ -1,6 +1,6 @@
-"""Checks of plain arguments (flags, numbers, paths): each message names the argument.
+"""Checks of plain arguments (flags, numbers, paths). Each message names the argument.
 
-They do without torch, as a peer without tensors does. Numbers of numpy and torch count as Python's own.
+They need no torch, because a peer without tensors needs none. Numbers of numpy and torch count as Python's own.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, also as numpy's or as 1 or 0.
+    """A flag: True or False, also numpy's, 1 or 0.
 
     Raises:
-        ConfigError: it is anything else. A text such as "no" would count as True.
+        ConfigError: the value is anything else. A text such as "no" would count as True.
     """
     if value not in (True, False):
         raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
@@ -32,7 +32,7 @@ def flag(name: str, value: object) -> bool:
 
 
 def own_number(value: T) -> T:
-    """A number of another library as Python's own; anything else as it is, for a check that names it."""
+    """A number of another library as Python's own; any other value as it is, for a check that names it."""
     if value is None or isinstance(value, bool | int | float):
         return value
     with suppress(TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from shoal.averager import AveragingStage, StepPlan
+from shoal.averager import AveragingStage, StepRequest
 from shoal.errors import ConfigError, LocalError
 from shoal.peer import PeerID
 from shoal.runtime.thread import LoopFuture, LoopThread
@@ -14,78 +14,78 @@ __all__ = ["StepControl"]
 
 
 class StepControl(LoopFuture[dict[PeerID, Any]]):
-    """One step of an averager, under way: a `concurrent.futures.Future` of `{peer id: its `gather` value}`.
+    """One step of an averager that is under way: a `concurrent.futures.Future` of `{peer id: its `gather` value}`.
 
     The scheduled time can be changed until there is a group, the weight until the values are taken, from any thread.
-    `cancel` gives the step up; others are told at once.
+    `cancel` gives the step up and tells the others at once.
 
     Args:
-        averager: the owner of the step: it is not dropped before its step.
+        averager: the owner of the step. It is not dropped before its step ends.
         thread: the thread in which the step runs.
-        plan: the plan of the step.
+        request: the step.
         deadline: wall-clock seconds at which the step's timeout is over.
-        allow_retries: whether it looks for another group after a failed round.
+        allow_retries: whether the step looks for another group after a failed round.
     """
 
     def __init__(
-        self, averager: object, thread: LoopThread, plan: StepPlan, *, deadline: float, allow_retries: bool
+        self, averager: object, thread: LoopThread, request: StepRequest, *, deadline: float, allow_retries: bool
     ) -> None:
         super().__init__(thread)
         self._averager = averager
-        self._plan, self._deadline, self._allow_retries = plan, deadline, allow_retries
+        self._request, self._deadline, self._allow_retries = request, deadline, allow_retries
 
     @property
     def stage(self) -> AveragingStage:
         """The stage of the step."""
-        return AveragingStage.FINISHED if self.done() else self._plan.stage
+        return AveragingStage.FINISHED if self.done() else self._request.stage
 
     @property
     def began_allreduce(self) -> bool:
-        """Whether this peer's values were taken: changes of the step are refused from then on, unless it is retried."""
-        return self._plan.began
+        """Whether this peer's values were taken. From then on changes of the step are refused, unless it is retried."""
+        return self._request.began
 
     @property
     def triggered(self) -> bool:
-        """Whether averaging was allowed; always, unless the step was begun with `require_trigger`."""
-        return self._plan.triggered
+        """Whether averaging was allowed. Always true unless the step was begun with `require_trigger`."""
+        return self._request.triggered
 
     def allow_allreduce(self) -> None:
-        """Let the step look for a group and average. Without effect the second time."""
-        self._thread.call_soon(self._plan.allow_allreduce)
+        """Let the step look for a group and average. A second call has no effect."""
+        self._thread.call_soon(self._request.allow_allreduce)
 
     @property
     def weight(self) -> float:
-        """Weight of this peer's values; can be set until they are taken.
+        """The weight of this peer's values. It can be set until they are taken.
 
         Raises:
             ConfigError: the new value is neither 0 nor a number from 1e-9 to 1e12.
-            LocalError: it is set too late: the values were taken.
+            LocalError: the values were taken already.
         """
-        return self._plan.weight
+        return self._request.weight
 
     @weight.setter
     def weight(self, value: float) -> None:
         self._check_changeable("weight")
-        self._plan.weight = value
+        self._request.weight = value
 
     @property
     def scheduled_time(self) -> float | None:
-        """No search for a group before this, wall-clock seconds; None: at once.
+        """The time before which no search for a group begins, wall-clock seconds; None: at once.
 
-        Can be set until there is a group: a search that goes on is given up, and another one begins at the later time.
+        It can be set until there is a group. A running search is given up, and another one begins at the later time.
 
         Raises:
             ConfigError: the new value is not a time before the step's deadline.
-            LocalError: it is set too late: there is a group.
+            LocalError: there is a group already.
         """
-        return self._plan.scheduled_time
+        return self._request.scheduled_time
 
     @scheduled_time.setter
     def scheduled_time(self, value: float | None) -> None:
         self._check_changeable("scheduled_time")
         check_schedule(value, self._deadline)
-        self._plan.scheduled_time = value
-        self._thread.call_soon(self._plan.changed)
+        self._request.scheduled_time = value
+        self._thread.call_soon(self._request.changed)
 
     def _check_changeable(self, name: str) -> None:
         if self.done():
@@ -93,7 +93,7 @@ class StepControl(LoopFuture[dict[PeerID, Any]]):
 
     @property
     def deadline(self) -> float:
-        """When the step's timeout is over, wall-clock seconds. The step ends by then, or with its last round."""
+        """The end of the step's timeout, wall-clock seconds. The step ends by then, or with its last round."""
         return self._deadline
 
     def get_timeout(self) -> float:

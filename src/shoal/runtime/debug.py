@@ -1,12 +1,13 @@
-"""Tells others what happened here: the same user on this machine, through a socket; other peers, by a call.
+"""Tells others what happened here: the same user on this machine through a socket, other peers by a call.
 
 - *This machine* (Linux): an abstract Unix socket, `@shoal/PID/PEERID`. It has no file, so nothing is left of it however
   the process ends. The kernel names the user that connects: only our own user and root get an answer.
 - *Other peers*: the call `GetTrace`. Every peer that was invited into the network may ask. It is told peers, times and
-  reasons, which its own events would tell it too, but no text of a warning. One answer per second, to all of them
-  together.
+  reasons, which its own events would tell it too, but no text of a warning. All other peers together get one answer a
+  second.
 
-See `docs/decisions` for why. Both run in the loop, which is free while a step waits or the program computes.
+`docs/decisions/0008-who-may-see-a-trace.md` has the reasons. Both run in the loop, which is free while a step waits or
+the program computes.
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ from shoal.wire import GetTrace, Trace, decode, encode
 __all__ = ["DebugService", "read_local"]
 
 _ANSWER_BYTES = 512 << 10
-"""The longest answer to a call; an answer to this machine may hold everything."""
+"""The longest answer to another machine. An answer to this machine may hold everything."""
 
 _MAX_LOCAL_BYTES = 64 << 20
 _PAUSE_S = 1.0
+"""The shortest time between two answers to other machines."""
+
 _SEND_S = 5.0
 _CREDENTIALS = struct.Struct("3i")
 _NAMES = "/proc/net/unix"
 
 
 class DebugService:
-    """Gives the recorder's content to everybody who may have it; loop only.
+    """Gives the recorder's content to everybody who may have it. Loop only.
 
     Args:
         recorder: the recorder of this peer.
@@ -54,7 +57,7 @@ class DebugService:
         self._free_at = 0.0
 
     def listen(self) -> None:
-        """Begin to answer this machine, where that is possible."""
+        """Begin to answer this machine, if its system allows that."""
         if not sys.platform.startswith("linux"):
             return
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -98,7 +101,7 @@ class DebugService:
                         await asyncio.get_running_loop().sock_sendall(asking, encode(self._recorder.dump()))
 
     async def close(self) -> None:
-        """Answer nobody any more. Safe to call twice."""
+        """Stop answering. Safe to call twice."""
         tasks = [task for task in (self._accepting, *self._sending) if task is not None]
         for task in tasks:
             task.cancel()
@@ -114,7 +117,7 @@ def warning_of(error: OSError) -> Warned:
 
 
 def user_of(connected: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel says."""
+    """The user at the other end of a Unix socket, by the word of the kernel."""
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(raw)[1]
     return user
@@ -129,7 +132,7 @@ def read_local(pid: int, *, timeout_s: float = 5.0) -> list[Trace]:
 
     Args:
         pid: the process.
-        timeout_s: longest wait for each of them, seconds.
+        timeout_s: the longest wait for each recorder, seconds.
 
     Raises:
         LocalError: this is not Linux; or no such process runs shoal, it is another user's, or it does not answer.
@@ -155,7 +158,7 @@ def _read_one(pid: int, peer: str, timeout_s: float) -> Trace:
             while piece := asking.recv(1 << 16):
                 received += piece
                 if len(received) > _MAX_LOCAL_BYTES:
-                    raise LocalError(f"process {pid} answers without end")
+                    raise LocalError(f"process {pid} answers without end: is it another program?")
     except TimeoutError:
         raise LocalError(f"process {pid} does not answer within {timeout_s:g} s: it is stopped, or hangs") from None
     except OSError as error:

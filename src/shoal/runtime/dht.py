@@ -1,7 +1,7 @@
 """`DHT`: this peer, as users hold it.
 
 `DHT` is only a face: the running part is `RunningPeer`, which has no reference to it. So a `DHT` that nobody holds any
-more can be collected, and leaves the network; one that is never shut down leaves when the program ends.
+more can be collected, and then leaves the network. A `DHT` that is never shut down leaves when the program ends.
 """
 
 from __future__ import annotations
@@ -34,36 +34,36 @@ _SHUTDOWN_S, _STARTUP_S, _COROUTINE_S = 3.0, 15.0, 300.0
 
 
 class DHT:
-    """This peer: its identity, its listening socket, its place in the network. The first object to make.
+    """This peer: its identity, its listening socket, its place in the network. Make it first.
 
     Args:
-        initial_peers: addresses or invites (text or objects) of peers to join; None, or none, begins a new network.
-            Those that cannot be used (QUIC, relays) are skipped with a warning, as long as there are others.
+        initial_peers: addresses or invites (text or objects) of peers to join. Without any, a new network begins.
+            Addresses that cannot be used (QUIC, relays) are skipped with a warning, as long as there are others.
         start: connect now; else at `run_in_background`.
         host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
             other machines connect. None: `/ip4/127.0.0.1/tcp/0`.
         announce_maddrs: the address to tell others in place of the one where we listen, in the same form, for a
             forwarded port or a public name; port 0 stands for the port that we listen on.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
-        peers_file: a file in which the peers that are known are kept, made if missing: started again, this peer tries
-            those, too. Give the other peers an `identity_path` and a fixed port, so that their addresses stay. If
-            nothing else is given and no peer in the file answers, a new network is begun, with a warning.
-        client_mode: True: never listen, only dial. False: listen, and announce the address. None: find out: the first
-            peers that are met are asked to dial this one; if they cannot, it announces no address and only dials, says
-            so in a warning, and asks again every few minutes, ever more rarely. Peers on this machine are not asked.
-        encrypt: False sends data unencrypted and unprotected to peers that have it False, too. Only for a network in
-            which nobody else can listen or meddle; identities are proved all the same.
+        peers_file: a file that keeps the known peers, made if missing. A peer that is started again tries these, too.
+            Give the other peers an `identity_path` and a fixed port, so that their addresses stay. If there are no
+            `initial_peers`, and no peer in the file answers, a new network begins, with a warning.
+        client_mode: True: never listen, only dial. False: listen, and announce the address. None: ask the first peers
+            that are met to dial this one. If they cannot, it announces no address and only dials, says so in a warning,
+            and asks again every few minutes, ever more rarely. Peers on this machine are not asked.
+        encrypt: False sends data unencrypted and unprotected to peers that also have False. Only for a network in which
+            nobody else can listen or meddle. Identities are proved all the same.
         record_validators: further rules for records, beside signatures.
         num_replicas: how many nodes hold the records that this peer stores, and are asked by its `get(latest=True)`; 1
-            to 32. All peers should have the same. With 10 a record is lost once in a thousand times when half of all
-            nodes die at once, with 5 thirty times.
+            to 32. All peers should have the same number. When half of all nodes die at once, one record in a thousand
+            is lost with 10 replicas, and thirty in a thousand with 5.
         state_upload_limit: bytes per second that this peer sends to all peers together that download states from it; at
             least 32 KiB/s. None: no fixed limit, and a tenth of its other traffic during rounds.
         await_ready: with `start`, wait until the network is joined.
         daemon: kept for compatibility: shoal starts no processes, and its thread never keeps a program alive.
         shutdown_timeout: seconds that an orderly leave may take.
         startup_timeout: seconds that joining may take. None: 15, and about 3 if no program listens at any address of
-            the initial peers. Give a number where peers are started together, and the first may come up last.
+            the initial peers. Give a number if peers are started together, and the first may come up last.
         options: arguments of hivemind 1.1.12 that change nothing here, such as `num_workers=4` and `use_ipfs=False`;
             docs/migrating.md lists them.
 
@@ -139,14 +139,14 @@ class DHT:
         """Listen and join the network.
 
         Args:
-            await_ready: wait until it is done; otherwise `wait_until_ready`, or the next call, waits.
+            await_ready: wait until the network is joined; otherwise `wait_until_ready`, or the next call, waits.
             timeout: seconds; default `startup_timeout`.
 
         Raises:
             ConfigError: the address cannot be listened on.
             PeerUnreachable: no initial peer answered.
-            LocalError: it runs already.
-            ClosedError: it was shut down.
+            LocalError: this object runs already.
+            ClosedError: this object was shut down.
         """
         if self._shut_down:
             raise ClosedError("the DHT was shut down: make another one")
@@ -187,26 +187,26 @@ class DHT:
         """Wait until the network is joined; raises the error of joining.
 
         Args:
-            timeout: seconds; default what joining may take.
+            timeout: seconds; default: the time that joining may take.
 
         Raises:
-            PeerTimeout: it was not joined within `timeout`.
+            PeerTimeout: the network was not joined within `timeout`.
             ConfigError, PeerUnreachable: as `run_in_background`.
         """
         try:
             self.core(timeout)
         except (ConfigError, PeerUnreachable) as error:
-            raise error.with_traceback(None) from None  # where in the loop it was found helps nobody
+            raise error.with_traceback(None) from None  # its traceback in the loop helps nobody
 
     def core(self, timeout: float | None = None) -> PeerCore:
         """The async core, for code that runs in the loop (`loop_thread`). Waits until the network is joined.
 
         Args:
-            timeout: seconds; default what joining may take.
+            timeout: seconds; default: the time that joining may take.
 
         Raises:
-            ClosedError: it was shut down, or this process is a fork of the one that made it.
-            LocalError: it was not started; or the call came from shoal's own thread before the network was joined.
+            ClosedError: the DHT was shut down, or this process is a fork of the one that made it.
+            LocalError: the DHT was not started; or shoal's own thread called before the network was joined.
             PeerTimeout, ConfigError, PeerUnreachable: as `wait_until_ready`.
         """
         running = self._started()
@@ -223,18 +223,18 @@ class DHT:
 
     @property
     def loop_thread(self) -> LoopThread:
-        """The thread that everything of this peer runs in."""
+        """The thread in which this peer runs."""
         return self._started().thread
 
     def is_alive(self) -> bool:
-        """Whether it was started, and not shut down. False in a forked child."""
+        """Whether this object was started and not shut down. False in a forked child."""
         return self._running is not None and self._running.thread.alive
 
     def at_shutdown(self, closer: Closer) -> Callable[[], None]:
-        """Run `closer` in the loop before the endpoint closes, for objects built on this DHT; last come, first closed.
+        """Run `closer` in the loop before the endpoint closes, for an object built on this DHT. The last runs first.
 
         Returns:
-            A function that takes it back.
+            A function that removes `closer`.
         """
         return self._started().add_closer(closer)
 
@@ -266,29 +266,29 @@ class DHT:
 
     @property
     def client_mode(self) -> bool:
-        """Whether this peer only dials now. Where that is to be found out, waits until the network is joined."""
+        """Whether this peer only dials now. With `client_mode=None` this waits until the network is joined."""
         if self._client_mode is None and self._running is not None:
             return self.core().client_mode
         return bool(self._client_mode)
 
     @property
     def only_dials(self) -> bool:
-        """Whether it was made with `client_mode=True`: then it never listens, else it may be reached later."""
+        """Whether this peer was made with `client_mode=True`, so that it never listens and cannot be reached later."""
         return bool(self._client_mode)
 
     def get_visible_maddrs(self, latest: bool = False) -> list[Address]:  # noqa: FBT002
         """The addresses of this peer: others pass their `str` as `initial_peers`. Empty in client mode.
 
         Args:
-            latest: kept for compatibility: they are always the present ones.
+            latest: kept for compatibility: the addresses are always the present ones.
         """
         return list(self.core().endpoint.contact.addresses)
 
     def invite(self, run_id: str = "") -> Invite:
-        """One line that others can join by.
+        """An invite: one line of text with which others can join.
 
         Args:
-            run_id: names the run that they are invited to; empty for the network alone.
+            run_id: the run to which it invites; empty: only to the network.
 
         Raises:
             LocalError: in client mode nobody can dial this peer.
@@ -302,7 +302,7 @@ class DHT:
         """Apply further rules to records from now on; before the start, from the start on.
 
         Raises:
-            ConfigError: one of them is no validator.
+            ConfigError: an argument is no validator.
         """
         further = check_validators(record_validators)
         if self._running is None:
@@ -348,8 +348,8 @@ class DHT:
             return_future: once the network is joined, return at once.
 
         Returns:
-            Whether some peer holds it now (a future of that with `return_future`). False also where validators refuse
-            it, this peer's own (with a warning) or all of the others'.
+            Whether some peer holds it now (with `return_future` a future of that). Also False if this peer's own
+            validators refuse it (with a warning), or those of all others.
 
         Raises:
             ConfigError: an argument is wrong.
@@ -385,7 +385,8 @@ class DHT:
 
         Args:
             key: the key that was given to `store`.
-            latest: ask all peers that should hold it, and take the record that expires last; else the first answer.
+            latest: ask all peers that should hold it, and take the record that expires last. Otherwise the first answer
+                counts.
             return_future: once the network is joined, return at once.
 
         Raises:
@@ -418,14 +419,14 @@ class DHT:
             function: a coroutine function. It must not block: nothing else of this peer goes on meanwhile. Expirations
                 are in the network's time here (`dht.core().env.clock.time()`).
             return_future: once the network is joined, return at once.
-            timeout: seconds to wait for it; None: 300.
+            timeout: seconds to wait for the result; None: 300.
 
         Returns:
             The result of the function; raises its errors. Interrupting the wait, or cancelling the future, cancels it.
 
         Raises:
-            ClosedError: the DHT was shut down, also while it ran.
-            LocalError: called in shoal's own thread, which would wait for itself; or it took longer than `timeout`.
+            ClosedError: the DHT was shut down, perhaps while the function ran.
+            LocalError: shoal's own thread called, which would wait for itself; or no result came within `timeout`.
         """
         limit_s = seconds("timeout", timeout, _COROUTINE_S)
         work = function(self, self.core().node)
@@ -441,7 +442,7 @@ async def _get(core: PeerCore, key: str | bytes, *, latest: bool) -> ValueWithEx
 
 
 def _by_our_clock(found: ValueWithExpiration, ahead_s: float) -> ValueWithExpiration:
-    """Expirations are written in the network's time; the program reads those of its machine."""
+    """Translate an expiration: records have the network's time, and the program reads the time of its machine."""
     value = found.value
     if isinstance(value, dict):
         value = {

@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: a reader, even after a kill, sees the old file or the new one."""
+"""Files that are replaced as a whole: a reader sees the old file or the new one, even after a kill."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["replace_file"]
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write `content` beside the file, and rename that to it.
+    """Write `content` to a new file, and give it the name of the old one.
 
     Raises:
-        OSError: it cannot be written; the old file stands.
+        OSError: the file cannot be written; the old one stands.
     """
     part = path.with_name(path.name + ".part")
     try:

@@ -1,8 +1,8 @@
 """Arguments of hivemind 1.1.12's `DHT` that have no counterpart here, so that programs written for it run as they are.
 
-Most only tune things that shoal does in its own way, or does not have: they change nothing and are accepted with any
-value. The others ask for something only with some values: those values are refused, and the error says what to use
-instead.
+Most of these arguments only tune things that shoal does in its own way, or does not have: they change nothing and are
+accepted with any value. Others ask, with some values, for something that shoal cannot do: these values are refused, and
+the error says what to use instead.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def check_options(options: DhtOptions) -> None:
     """Raise for options that shoal cannot offer.
 
     Raises:
-        ConfigError: an option asks for something that does not exist here; says what to use instead.
-        TypeError: hivemind has no such argument, either.
+        ConfigError: an option asks for something that does not exist here; the message says what to use instead.
+        TypeError: hivemind has no such argument either.
     """
     for name, value in options.items():
         if name not in DhtOptions.__annotations__:

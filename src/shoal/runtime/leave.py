@@ -1,11 +1,11 @@
 """Leaving on SIGTERM, for programs that want it: the others are told at once, and do not wait for a peer that is gone.
 
-shoal never touches a program's signals by itself; this does, inside of a `with` block only. Python runs a handler in
-the main thread alone, and only once that thread executes Python again: not while it is deep in a long computation, and
-not if the signal came in the instant before it fell asleep in a lock. So the signal is heard by a thread of our own,
-through `signal.set_wakeup_fd`. It makes the loop finish the round in progress (or give it up), withdraw its
-declarations, and say Bye. After that the same signal wakes the main thread, as often as needed, and the main thread
-ends the program.
+shoal never touches a program's signals by itself; this module does, only inside of a `with` block. Python runs a
+handler in the main thread alone, and only once that thread executes Python again: not while it is deep in a long
+computation, and not if the signal came in the instant before it fell asleep in a lock. So the signal is heard by a
+thread of our own, through `signal.set_wakeup_fd`. It makes the loop finish the round in progress (or give it up),
+withdraw its declarations, and say Bye. After that the same signal wakes the main thread, as often as needed, and the
+main thread ends the program.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shoal.runtime.waiting import Gate
 __all__ = ["Leaving", "leave_on_sigterm"]
 
 EXIT_TERMINATED = 143
-"""128 + 15: the exit code that a shell shows for a process that SIGTERM has ended."""
+"""The exit code that a shell shows for a process that SIGTERM has ended: 128 + 15."""
 
 _POKE_S = 0.2
 
 
 class Leaving:
-    """The result of `leave_on_sigterm`: whether this program was told to end. Use it in a `with` statement.
+    """The result of `leave_on_sigterm`: it knows whether this program was told to end. Use it in a `with` statement.
 
     Attributes:
-        exit_code: the code that the program ends with; None leaves the end to the program.
+        exit_code: the code with which the program ends; None leaves the end to the program.
     """
 
     def __init__(self, dhts: tuple[DHT, ...], grace_s: float, exit_code: int | None) -> None:
@@ -61,7 +61,7 @@ class Leaving:
 
     @property
     def done(self) -> bool:
-        """Whether the farewells were sent and the peers are shut down."""
+        """Whether the others were told and the peers are shut down."""
         return self._done.is_set()
 
     def __enter__(self) -> Self:
@@ -104,7 +104,7 @@ class Leaving:
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def _prick_up(self) -> None:
-        """Have a thread hear signals, unless the program does so already: then the handler alone must do."""
+        """Start a thread that hears signals. If the program has such a thread already, the handler alone must do."""
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         if (taken := signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)) != -1:
@@ -125,7 +125,7 @@ class Leaving:
                     self._wake()
 
     def _count(self) -> None:
-        """SIGTERM came; or `_wake` sent it again to wake the main thread."""
+        """Count a SIGTERM: it came, or `_wake` sent it again to wake the main thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._leave, name="shoal-leave", daemon=True)
             self._thread.start()
@@ -133,7 +133,7 @@ class Leaving:
             self._at_once = True
 
     def _wake(self) -> None:
-        """End any wait of the main thread, by the signal itself: once is not enough if it was about to wait."""
+        """End any wait of the main thread by the signal itself. Once is not enough if the thread was about to wait."""
         main = threading.main_thread().ident
         while True:
             with self._guard:
@@ -178,7 +178,7 @@ class Leaving:
         return self._grace_s + 2 * GRACE_S
 
     def _begin(self, dht: DHT) -> Any:
-        """Let a peer finish its work; None if it has none."""
+        """Let a peer finish its work; None if it has no work."""
         if not dht.is_alive():
             return None
         try:

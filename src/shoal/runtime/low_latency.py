@@ -1,11 +1,12 @@
 """How soon shoal's thread gets the interpreter beside a program that computes in Python.
 
-A thread that wants Python's interpreter lock waits until the one that has it lets go, and asks for it after
-`sys.getswitchinterval()`: 5 ms, unless the program chose otherwise. Shoal's thread gives the lock up for every call of
-the system, so beside a loop that never does, a round of averaging would wait a thousand times 5 ms. While a round or a
-download goes on, the interval is shorter, for the whole process; afterwards it is as before.
+A thread that wants Python's interpreter lock waits until the holder lets go, and asks for it after
+`sys.getswitchinterval()`: 5 ms, unless the program chose otherwise. Shoal's thread gives the lock up for every system
+call. So beside a loop that never gives it up, a round of averaging would wait a thousand times 5 ms. While a round or a
+download goes on, the interval is shorter for the whole process; afterwards it is as before.
 
-The loop beside loses time to shoal's thread: in all about as much as with longer waits, for the round ends sooner.
+The program's loop loses time to shoal's thread: in all about as much as with longer waits, because the round ends
+sooner.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ SWITCH_INTERVAL_S = 0.0001
 
 
 class _Holders:
-    """How many blocks of `low_latency` are open in this process, and the interval to go back to."""
+    """Counts the open blocks of `low_latency` in this process, and keeps the interval to go back to."""
 
     def __init__(self) -> None:
         self.guard = SafeLock()
@@ -47,7 +48,7 @@ class _Holders:
                 sys.setswitchinterval(self.before_s)
 
     def forget(self) -> None:
-        """In a forked child the holder does not exist, and its guard may be taken for ever."""
+        """Begin anew in a forked child: the holder does not exist there, and its lock may be taken for ever."""
         self.guard = SafeLock()
         while self.count:
             self.leave()
@@ -59,7 +60,7 @@ os.register_at_fork(after_in_child=_holders.forget)
 
 @contextmanager
 def low_latency() -> Iterator[None]:
-    """As long as the block lasts, threads of this process wait `SWITCH_INTERVAL_S` for the interpreter, not longer."""
+    """Within the block, threads of this process wait at most `SWITCH_INTERVAL_S` for the interpreter."""
     _holders.enter()
     try:
         yield

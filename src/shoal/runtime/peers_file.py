@@ -1,6 +1,6 @@
-"""Known peers, kept in a file: a peer that is started again finds its swarm, also if all its first peers are gone.
+"""Known peers in a file: a peer that is started again finds its swarm, even if all its first peers are gone.
 
-A line is an address, as `DHT.get_visible_maddrs` gives them; an unreadable line is skipped. The file is replaced as a
+Each line is an address, as `DHT.get_visible_maddrs` gives it. An unreadable line is skipped. The file is replaced as a
 whole, so that a kill leaves the old one.
 """
 
@@ -27,10 +27,10 @@ class PeersFile:
     """The file of one peer.
 
     Args:
-        path: where it is; it need not exist yet.
+        path: the file's; it need not exist yet.
 
     Raises:
-        ConfigError: it is there and cannot be read, or holds something else; or there is no such folder.
+        ConfigError: the file exists and cannot be read, or holds something else; or there is no such folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,7 +41,7 @@ class PeersFile:
         self._addresses()
 
     def read(self, without: PeerID) -> tuple[Address, ...]:
-        """The addresses in it, but for those of this peer; none if there is no file yet."""
+        """The addresses in the file, except those of this peer; none if there is no file yet."""
         return tuple(address for address in self._addresses() if address.peer_id != without)
 
     def _addresses(self) -> dict[Address, None]:
@@ -64,7 +64,7 @@ class PeersFile:
         return found
 
     async def keep(self, core: PeerCore, warn: Callable[[str], None]) -> None:
-        """Write down the known peers, every now and then, until cancelled."""
+        """Write the known peers to the file now and then, until cancelled."""
         pause_s = _FIRST_S
         while True:
             await asyncio.sleep(pause_s)
@@ -72,7 +72,7 @@ class PeersFile:
             await self.write(core, warn)
 
     async def write(self, core: PeerCore, warn: Callable[[str], None]) -> None:
-        """Write down the peers that are known now, if that is news; an empty list replaces nothing."""
+        """Write the peers that are known now, if they have changed. An empty list replaces nothing."""
         addresses = tuple(address for contact in core.node.contacts(_MAX_PEERS) for address in contact.addresses)
         if not addresses or addresses == self._kept:
             return

@@ -1,4 +1,4 @@
-"""The address where a peer listens, and the one it announces: `/ip4/HOST/tcp/PORT`, without a peer's name."""
+"""The address at which a peer listens, and the one that it announces: `/ip4/HOST/tcp/PORT`, without a peer id."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -
     """Host and port of the one TCP address that `maddrs` holds.
 
     Args:
-        maddrs: an address, or a sequence of one; the same address by UDP (QUIC) beside it is skipped.
-        argument: names it to the user.
-        skip: told the argument, and why an address is skipped.
+        maddrs: an address, or a sequence with one. The same address by UDP (QUIC) beside it is skipped.
+        argument: the name of the user's argument.
+        skip: called with the argument, and the reason, for each address that is skipped.
 
     Raises:
-        ConfigError: it is no such address, or more than one.
+        ConfigError: there is no such address, or more than one.
     """
     if not isinstance(maddrs, Iterable):
         raise ConfigError(f"{argument} must be an address such as /ip4/127.0.0.1/tcp/0, got {maddrs!r:.80}")

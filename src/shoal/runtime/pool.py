@@ -34,7 +34,7 @@ class DaemonPool(concurrent.futures.Executor):
 
     Args:
         size: the most threads.
-        name: the name of the threads, to which a number is added.
+        name: the name of the threads; each gets a number, too.
     """
 
     def __init__(self, size: int, name: str) -> None:
@@ -69,9 +69,9 @@ class DaemonPool(concurrent.futures.Executor):
         """Take no more work; end the threads when they have finished their present work.
 
         Args:
-            wait: until they have ended, at most `timeout_s`.
+            wait: wait until they have ended, at most `timeout_s`.
             cancel_futures: drop work that was not begun.
-            timeout_s: after so long, seconds, a thread that hangs is left behind.
+            timeout_s: after so many seconds a thread that hangs is left behind.
         """
         with self._news:
             self._closed = True
@@ -122,7 +122,7 @@ def _run(future: concurrent.futures.Future[object], work: Callable[[], object]) 
 
 
 def take_one_core() -> bool:
-    """Make torch use one core for the calling thread, and for no other. False if it could not be done yet."""
+    """Make torch use one core for the calling thread, and for no other. False if that is not possible yet."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "set_num_threads"):  # not there, or just being imported
         return False

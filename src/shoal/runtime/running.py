@@ -1,6 +1,6 @@
 """The running part of a peer, and its end. It has no reference to the users' `DHT`, which may be dropped.
 
-Invariant: after `stop` there is no thread, task or socket of the peer, however badly the parts that stand on it behave.
+Invariant: after `stop` there is no thread, task or socket of the peer, however badly the objects built on it behave.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from shoal.transport.tcp import TcpTransport
 __all__ = ["Closer", "RunningPeer"]
 
 Closer = Callable[[], Coroutine[Any, Any, None]]
-"""Ends something that stands on a peer, in the loop."""
+"""A function that ends an object built on a peer. It runs in the loop."""
 
 _logger = logging.getLogger("shoal.runtime")
 
 _GOODBYE_S = 2.0
-"""Time for the farewell and the end of all connections, after `shutdown_timeout` for objects built on the DHT."""
+"""The time for the farewell and the end of all connections, after the `shutdown_timeout` of objects on the DHT."""
 
 
 class RunningPeer:
@@ -42,9 +42,9 @@ class RunningPeer:
 
     Args:
         identity: the peer's key.
-        transport: owned from now on.
-        events: the bus for its events.
-        shutdown_timeout_s: time for the objects built on this peer to end in order.
+        transport: the transport; this object owns it from now on.
+        events: the bus for the peer's events.
+        shutdown_timeout_s: the time for the objects built on this peer to end in order.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunningPeer:
         timeout_s: float,
         patient: bool,
     ) -> None:
-        """Begin to join; `ready` tells how it went. Arguments as for `PeerCore.start`, or `DHT`."""
+        """Begin to join; `ready` has the result. The arguments are those of `PeerCore.start` and `DHT`."""
         kept = () if peers_file is None else peers_file.read(self._identity.peer_id)
 
         async def join() -> PeerCore:

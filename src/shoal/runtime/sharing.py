@@ -28,7 +28,7 @@ _MAX_EPOCH = (1 << 63) - 1
 
 
 class SharesState:
-    """The part of `DecentralizedAverager` that is about state."""
+    """The part of `DecentralizedAverager` that shares and downloads states."""
 
     dht: DHT
     _shares_at_start: bool
@@ -49,17 +49,17 @@ class SharesState:
         return self.dht.loop_thread.run(work, timeout_s + GRACE_S)
 
     def get_current_state(self) -> tuple[Any, ...]:
-        """The state that others download from here: override it. Called in a worker thread, under the tensors' lock.
+        """The state that others download from here. Override this; it is called in a worker thread, under the lock.
 
-        `get_tensors` may be used within it; but it must not wait for this averager. All peers that ask within about two
-        seconds may get the same copy. While a peer downloads a copy, all others get it too, up to two minutes after it
-        was made: a donor keeps one copy at a time. A state with NaN is not given to others, nor one with infinities in
-        the averaged tensors themselves; in other tensors (masks) infinities go as they are.
+        It may use `get_tensors`, but must not wait for this averager. All peers that ask within about two seconds may
+        get the same copy. While a peer downloads a copy, all others get it too, up to two minutes after it was made: a
+        donor keeps one copy at a time. A state with NaN is not given to others. Neither is one with infinities in the
+        averaged tensors themselves; in other tensors (masks) infinities go as they are.
 
         Returns:
-            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None); the last, or the last
-            two, may be left out. Unless overridden: no metadata, the averaged tensors, and the `tensor_infos` that the
-            averager was made with.
+            (metadata of plain values, tensors, one `CompressionInfo` for each tensor or None). The last value, or the
+            last two, may be left out. The default: no metadata, the averaged tensors, and the averager's
+            `tensor_infos`.
         """
         return None, self._held.tensors, self._tensor_infos
 
@@ -84,7 +84,7 @@ class SharesState:
         """Whether others can download the state from here.
 
         Raises:
-            ConfigError: it is set to True in client mode: nobody can dial this peer.
+            ConfigError: it is set to True in client mode, where nobody can dial this peer.
         """
         return self._shares_at_start if self._averager is None else self._core().sharing.enabled
 
@@ -107,10 +107,10 @@ class SharesState:
 
     @property
     def state_sharing_priority(self) -> float:
-        """Donors with a higher priority are asked first: any finite number; 0 as long as it is not set.
+        """Any finite number: donors with a higher priority are asked first. 0 unless set.
 
         Raises:
-            ConfigError: the number that is set is not finite, or no number.
+            ConfigError: the value that is set is not a finite number.
         """
         return self._averager.sharing.priority if self._averager is not None else self._priority_at_start
 
@@ -144,15 +144,15 @@ class SharesState:
         wait: bool = True,  # noqa: FBT002
         timeout: float | None = None,
     ) -> tuple[Any, Sequence[torch.Tensor]] | LoopFuture[tuple[Any, Sequence[torch.Tensor]] | None] | None:
-        """Download the state of another peer: one that was consistent there, verified here. Nothing is applied.
+        """Download a state that was consistent at another peer, and verify it. Nothing is applied.
 
         Args:
             wait: False returns a future at once.
             timeout: seconds; None: 600.
 
         Returns:
-            (metadata, tensors) as the donor's `get_current_state` gave them, the tensors in host memory; or None if
-            there is no donor, or none gave a state in time. The call does not wait for a donor to appear.
+            (metadata, tensors) as the donor's `get_current_state` gave them, the tensors in host memory. None if there
+            is no donor, or no donor gave a state in time. The call does not wait for a donor to appear.
 
         Raises:
             ConfigError: `timeout` is wrong.

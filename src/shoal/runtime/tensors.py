@@ -1,4 +1,4 @@
-"""The averaged tensors between the user's threads and shoal's: the holder, and threads that would block themselves."""
+"""The averaged tensors and their lock, for the user's threads and shoal's. No thread waits for itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["HeldTensors"]
 T = TypeVar("T")
 
 _LOCK_TIMEOUT_S = 300.0
-"""Far longer than copying any state takes: some thread never lets go of the tensors."""
+"""The longest wait for the tensors. Copying any state takes far less: after this, some thread never lets go of them."""
 
 
 class _Block(Turn):
@@ -28,7 +28,7 @@ class _Block(Turn):
 
     def __enter__(self) -> list[torch.Tensor]:  # type: ignore[override]
         try:
-            if not self.come():
+            if not self.wait_in_line():
                 other = self.lock.holder or "somebody"
                 raise LocalError(f"no access to the tensors within {self.timeout_s:g} s: {other} held them")
             self.lock.generation += 1
@@ -54,17 +54,17 @@ class HeldTensors:
         self._exporters: set[int] = set()  # threads that export the state, while shoal holds the lock
 
     def held(self, *, wait: bool = True) -> AbstractContextManager[list[torch.Tensor]]:
-        """For a `with` statement: hold the tensors there, and get a list of them.
+        """Hold the tensors within a `with` statement, which gets a list of them.
 
         Args:
-            wait: for others that hold them, some minutes at most; False: `LocalError` at once.
+            wait: wait for others that hold them, some minutes at most; False: `LocalError` at once.
 
         Raises:
-            LocalError: that would wait for ever; or, within the statement, others held them for all of the time.
+            LocalError: this thread would wait for itself; or, at the statement, others held them for all of the time.
         """
         if threading.get_ident() in self._exporters:
             return nullcontext(list(self.tensors))
-        if self.lock.mine:
+        if self.lock.held_by_this_thread:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
         holder = f"a get_tensors() block in thread {threading.current_thread().name!r}"
         block = self.lock.holding(holder, _LOCK_TIMEOUT_S if wait else 0.0, _Block)
@@ -73,12 +73,12 @@ class HeldTensors:
         return block
 
     def check_not_held(self) -> None:
-        """Raise `LocalError` if the calling thread holds them: it is about to wait for code that needs them."""
-        if self.lock.mine:
+        """Raise `LocalError` if the calling thread holds the tensors: it is about to wait for code that needs them."""
+        if self.lock.held_by_this_thread:
             raise LocalError("this thread holds the tensors: leave the `with get_tensors()` block before you wait")
 
     def export(self, get_state: Callable[[], T]) -> T:
-        """Call the function that exports the state, while shoal holds the lock: it may use `held`."""
+        """Call the function that exports the state while shoal holds the lock; the function may use `held`."""
         me = threading.get_ident()
         self._exporters.add(me)
         try:

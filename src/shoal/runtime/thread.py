@@ -34,16 +34,17 @@ Ts = TypeVarTuple("Ts")
 _logger = logging.getLogger("shoal.runtime")
 
 GRACE_S = 5.0
-"""Work in the loop keeps its own deadlines; a waiting thread adds this before it takes the loop for stuck."""
+"""A waiting thread takes the loop for stuck this long after the deadline that the work in the loop keeps itself."""
 
 _POOL_THREADS = 2
 _CANCEL_S = 2.0
 
 
 class LoopFuture(concurrent.futures.Future[T]):
-    """A future whose result must not be waited for in the loop thread: that would wait for itself.
+    """A future whose result the loop thread must not wait for: it would wait for itself.
 
-    Coroutines `await` it, in whichever event loop they run; as long as one does, cancelling the one cancels the other.
+    Coroutines in any event loop can `await` it; then cancelling the coroutine cancels the future, and the other way
+    round.
     """
 
     def __init__(self, thread: LoopThread) -> None:
@@ -56,7 +57,7 @@ class LoopFuture(concurrent.futures.Future[T]):
         self.add_done_callback(lambda _: settled.open())
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is done within so many seconds. Time in which the process is stopped does not count."""
+        """Wait for so many seconds, and return whether it is done. Time of a stopped process does not count."""
         self._check()
         return self._settled.wait(timeout_s) or self.done()
 
@@ -85,9 +86,9 @@ class LoopFuture(concurrent.futures.Future[T]):
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """The loop, whatever policy the program has set; name lookups run in a pool of shoal's, not in asyncio's own.
+    """The loop, whatever policy the program has set. Name lookups run in a pool of shoal's, not in asyncio's own.
 
-    Its time stands still while the process is stopped: no timer of it and no limit in it counts that.
+    Its time stands still while the process is stopped: no timer and no limit counts that.
     """
 
     def __init__(self, lookups: DaemonPool) -> None:
@@ -102,7 +103,7 @@ class _Loop(asyncio.SelectorEventLoop):
     def run_in_executor(
         self, executor: concurrent.futures.Executor | None, func: Callable[[*Ts], T], *args: *Ts
     ) -> asyncio.Future[T]:
-        # Small tensor work is done in the loop itself; it begins with work for the pool (to copy the tensors).
+        # Small tensor work is done in the loop itself. Tensor work begins with work for the pool (copying the tensors).
         self._alone = self._alone or (executor is not None and take_one_core())
         return super().run_in_executor(executor or self._lookups, func, *args)
 
@@ -121,7 +122,7 @@ class LoopThread:
         # tensor work.
         self._lookups = DaemonPool(_POOL_THREADS, f"{name}-names")
         self._loop = _Loop(self._lookups)
-        self._guard = SafeLock()  # again in the same thread: by a finalizer, which may come at any point
+        self._guard = SafeLock()  # the same thread may take it again: a finalizer may run at any point
         self._closing = self._ending = False
         self._ended = Gate()
         self._limit_s = 0.0
@@ -142,7 +143,7 @@ class LoopThread:
 
     @property
     def forked(self) -> bool:
-        """Whether this process is a fork of the one that made the thread."""
+        """Whether this process is a fork of the one that started the thread."""
         return os.getpid() != self._pid
 
     def check_alive(self) -> None:
@@ -186,10 +187,10 @@ class LoopThread:
         return future
 
     def answer(self, future: LoopFuture[T], work: Coroutine[Any, Any, T]) -> None:
-        """As `submit`, for a future that is there already."""
+        """As `submit`, but for an existing future."""
 
         async def work_and_answer() -> None:
-            # At its very end: as a callback it would come after all that the work has set off in the loop.
+            # At the very end of the task: a callback would come after all that the work has set off in the loop.
             self._settle(future, partial(future.set_result, await work))
 
         def start() -> None:
@@ -239,11 +240,11 @@ class LoopThread:
         """Run a coroutine in the loop and wait for it. An interrupt of the wait cancels it, and waits for its end.
 
         Args:
-            work: keeps its own deadline; this method only makes sure that nobody waits for ever.
-            timeout_s: longest wait, seconds.
+            work: the coroutine. It keeps its own deadline; this method only makes sure that nobody waits for ever.
+            timeout_s: the longest wait, seconds.
 
         Raises:
-            LocalError: called in the loop thread; or no answer in time: something blocks the thread.
+            LocalError: the loop thread called; or no answer came in time, because something blocks the thread.
             ClosedError: the thread was stopped.
         """
         if self.is_current():
@@ -266,7 +267,7 @@ class LoopThread:
         )
 
     def _answered(self, future: LoopFuture[Any], timeout_s: float) -> bool:
-        """Wait for it as long as the loop's clock says; or our own, if that one stands because the loop hangs."""
+        """Wait for a result by the loop's clock; by our own, if the loop's clock stands because the loop hangs."""
         clock = self._loop.clock
         deadline, turns, waited_s, still_s = clock.now() + timeout_s, clock.turns, 0.0, 0.0
         while not future.wait(slice_s := min(SLICE_S, timeout_s - waited_s) if waited_s < timeout_s else SLICE_S):
@@ -293,11 +294,11 @@ class LoopThread:
         does nothing.
 
         Args:
-            last: leaves in order.
-            timeout_s: for `last`, seconds; work that is not done by then is cancelled.
+            last: the work that leaves the network in order.
+            timeout_s: the time for `last`, seconds. Work that is not done by then is cancelled.
             wait: False returns at once.
-            answer: False leaves threads that wait for a result unanswered: at the end of the program these are daemon
-                threads, which would only die of the error, with a traceback for everybody to see.
+            answer: False leaves threads that wait for a result without an answer. At the end of the program these are
+                daemon threads, which would only die of the error, with a traceback.
         """
         if self.forked:
             return
@@ -314,7 +315,7 @@ class LoopThread:
             _logger.warning("shoal's thread did not end: does an event subscriber block it?")
 
     def _begin_end(self, last: Callable[[], Coroutine[Any, Any, None]], timeout_s: float) -> None:
-        """Once, however often it was asked for: an interrupted caller asks again."""
+        """Begin the end, once: an interrupted caller asks again."""
         self._closing = True
         if not self._ending:
             self._ending = True

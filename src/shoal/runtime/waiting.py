@@ -1,10 +1,10 @@
-"""How threads wait for shoal's thread: interrupted they leave nothing locked, stopped they lose no time.
+"""How threads wait for shoal's thread: an interrupt leaves nothing locked, and a stop of the process costs no time.
 
 **Interrupts.** Python runs a signal's handler in the main thread between any two calls, and an exception of the handler
 is raised there. `threading.Condition` and all that is built on it (`Event`, `Thread.join`, `concurrent.futures.wait`)
-is Python code that may be left with its lock taken, or with a living thread marked as dead (cpython issue 90882). All
-waits of this module are in `queue.SimpleQueue.get`, which is one call of C. The locks of futures, of decoders,
-of calls into the loop, of step plans and of the way out of SIGTERM are `SafeLock`s.
+is Python code. An interrupt may leave it with its lock taken, or with a living thread marked as dead (cpython issue
+90882). All waits of this module are in `queue.SimpleQueue.get`, which is one call of C. The locks of futures, decoders,
+calls into the loop, step plans and leaving on SIGTERM are `SafeLock`s.
 
 **Stops.** A process that is stopped (SIGSTOP, a laptop's lid) must not find all its deadlines passed when it goes on.
 So threads wait in slices, of which each counts once, however long it took; and the loop's clock (`RunningTime`) counts
@@ -23,7 +23,7 @@ from shoal.locks import SafeLock
 __all__ = ["SLICE_S", "Gate", "RunningTime", "SafeCondition", "SlicingSelector"]
 
 SLICE_S = LONGEST_TURN_S / 2
-"""The loop, and threads that wait for it, look at the time at least so often."""
+"""The longest time between two looks at the clock, for the loop and for threads that wait for it."""
 
 
 class RunningTime:
@@ -39,7 +39,7 @@ class RunningTime:
         self.turns = 0
 
     def now(self) -> float:
-        """Seconds."""
+        """The time of this clock, seconds."""
         at, shown = self._turn
         return shown + min(time.monotonic() - at, LONGEST_TURN_S)
 
@@ -63,7 +63,7 @@ class SlicingSelector(selectors.DefaultSelector):
         self._clock = clock
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """As every selector; with no events there may be another reason than the timeout."""
+        """Select as every selector does. It may return without events before the timeout."""
         self._clock.turn()
         found = super().select(SLICE_S if timeout is None else min(timeout, SLICE_S))
         self._clock.turn()
@@ -71,7 +71,7 @@ class SlicingSelector(selectors.DefaultSelector):
 
 
 class Gate:
-    """Is opened once; any number of threads wait for it."""
+    """A gate that is opened once; any number of threads wait for it."""
 
     def __init__(self) -> None:
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -83,7 +83,7 @@ class Gate:
         self._tokens.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was opened within so many seconds."""
+        """Wait for so many seconds, and return whether it was opened."""
         waited_s = 0.0
         while not self.is_open and waited_s < timeout_s:
             slice_s = min(SLICE_S, timeout_s - waited_s)
@@ -98,7 +98,7 @@ class Gate:
 class SafeCondition(SafeLock):  # type: ignore[misc]  # see SafeLock
     """The lock of a `concurrent.futures.Future` that the loop must settle, in the place of its `threading.Condition`.
 
-    An interrupted thread that kept such a condition would stop the loop for ever. Nobody waits on this one: `Gate` is
+    An interrupted thread that kept such a condition would stop the loop for ever. Nobody waits on this lock: `Gate` is
     for that.
     """
 

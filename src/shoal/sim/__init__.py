@@ -1,6 +1,6 @@
 """A kit for testing distributed code: whole swarms in one thread, on virtual time, from one seed.
 
-- `run(main, seed=…)` runs a coroutine on a `VirtualLoop`, on which hours take milliseconds, and hides no failure.
+- `run(main, seed=…)` runs a coroutine on a `VirtualLoop`, where hours take milliseconds, and hides no failure.
 - `SimNetwork` has hosts, latency, bandwidth, stalls, partitions and crashes; `transport.memory` runs over it.
 - `Swarm` makes peers on it from a factory: each with its own clock, chance, identity and transport.
 - `FaultPlan` lists faults and their times.

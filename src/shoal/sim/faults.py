@@ -1,8 +1,8 @@
 """Faults and their times, as values: plans that can be generated, printed, shrunk and played again.
 
 A plan says at which virtual time which host crashes, vanishes, stalls, gets slow or is cut off, and when it comes back.
-Every plan can be played on every swarm that has its hosts: a fault that is impossible at its time (a crash of a host
-that is down, a restart of one that is alive) is skipped. The repr of a plan is the Python that makes it.
+Every plan can be played on every swarm that has its hosts. A fault that is impossible at its time (a crash of a host
+that is down, a restart of one that is alive) is skipped. The repr of a plan is Python code that makes it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """Base of all faults.
 
     Attributes:
-        at_s: when, in virtual seconds after the plan began to play.
+        at_s: the time of the fault, in virtual seconds after the plan began to play.
 
     Raises:
         ConfigError: a time, a duration or a factor is out of its range.
@@ -55,16 +55,16 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def end_s(self) -> float:
-        """When it is over."""
+        """The time at which the fault is over, virtual seconds after the plan began."""
         return self.at_s + float(getattr(self, "duration_s", 0.0))
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The hosts that it names."""
+        """The hosts that the fault names."""
         return (self.host,) if isinstance(self, HostFault) else ()
 
     def actions(self, swarm: Swarm[Any]) -> Sequence[tuple[float, Callable[[], None]]]:
-        """The actions of this fault, with virtual seconds since the plan began; programs can override it."""
+        """The actions of this fault, each with virtual seconds since the plan began. Programs can override this."""
         raise ConfigError(f"unknown fault {self!r}: a kind of its own overrides actions()")
 
 
@@ -75,7 +75,7 @@ class HostFault(Fault, frozen=True, kw_only=True):
 
 
 class Crash(HostFault, frozen=True, kw_only=True):
-    """The process is killed; the others' connections to it break."""
+    """The process is killed, and the others' connections to it break."""
 
 
 class Vanish(HostFault, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class Slow(HostFault, frozen=True, kw_only=True):
 
 
 class SlowLink(Fault, frozen=True, kw_only=True):
-    """The way between two hosts has a latency longer by `factor`, and carries so much per pipe, for `duration_s`."""
+    """For `duration_s` the latency between two hosts is longer by `factor`, and each pipe there has a lower rate."""
 
     between: tuple[str, str]
     factor: float
@@ -113,9 +113,9 @@ class SlowLink(Fault, frozen=True, kw_only=True):
 
 
 class Throttle(HostFault, frozen=True, kw_only=True):
-    """The process gets a moment of computing every `period_s`, and stands still in between, for `duration_s`.
+    """For `duration_s` the process gets a moment of computing every `period_s`, and stands still in between.
 
-    With a period of a second it is what a machine at 1% looks like from outside: it does all, late.
+    With a period of a second it looks from outside like a machine at 1% of its speed: it does everything, late.
     """
 
     duration_s: float
@@ -144,7 +144,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
     @property
     def end_s(self) -> float:
-        """When the last fault is over, in virtual seconds after the plan began; restarts may take longer."""
+        """The time at which the last fault is over, virtual seconds after the plan began. Restarts may take longer."""
         return max((event.end_s for event in self.events), default=0.0)
 
     @property
@@ -156,7 +156,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
         """Play the plan from now on; returns when all is over and every restarted peer has started or given up.
 
         Returns:
-            The restarts whose peer could not start because of other peers (perhaps a partition), and why.
+            The restarts whose peer could not start because of other peers (perhaps a partition), each with the reason.
 
         Raises:
             ConfigError: the swarm has no such host.
@@ -168,7 +168,7 @@ class FaultPlan(msgspec.Struct, frozen=True):
 
 
 class _Player:
-    """Plays one plan on one swarm. Of two slow-downs or partitions that overlap the later one holds, to its own end."""
+    """Plays one plan on one swarm. If two slow-downs or partitions overlap, the later one holds, to its own end."""
 
     def __init__(self, swarm: Swarm[Any]) -> None:
         self._swarm = swarm

@@ -4,15 +4,15 @@ Hours pass in milliseconds, and the run follows from the program and its seed al
 
 - Time moves only when nothing can run, and only to a timer that will run: a cancelled one moves nothing.
 - Timers of the same instant fire in the order in which they were set.
-- Nothing waits for the machine: no sockets, no threads, no executor; each is refused, with a hint what to do instead.
-- A deadlock, a loop without progress and a run past its limits are errors that name the waiting tasks and where they
-wait.
+- Nothing waits for the machine: sockets, threads and executors are refused, with a hint at what to use instead.
+- A deadlock, a loop without progress and a run past its limits are errors. They name the waiting tasks and the places
+  where these wait.
 
 Every task and timer belongs to an `Owner`, one life of one simulated process, named by a context variable that tasks
-inherit. `freeze` holds an owner's code back (SIGSTOP, a lid that is closed), `thaw` lets it go on: its clock has stood
-still meanwhile, as that of a real loop of shoal's does (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its tasks
-are cancelled at once, its timers never fire, and its unwinding takes no time and may not wait. Owners are looked up
-when something runs, not when it is set, and only while some owner is not running.
+inherit. `freeze` holds an owner's code back (SIGSTOP, a closed lid), and `thaw` lets it go on: its clock has stood
+still meanwhile, like the clock of shoal's real loop (`shoal.runtime.waiting`). `kill` ends it (SIGKILL): its tasks are
+cancelled at once, its timers never fire, and its unwinding takes no time and may not wait. Owners are looked up when
+code runs, not when it is scheduled, and only while some owner is not running.
 
 The same seed gives the same run within one process. Across processes Python shuffles sets of strings and bytes: set
 PYTHONHASHSEED, or do not iterate over sets where order matters.
@@ -43,7 +43,7 @@ MAX_TURNS = 50_000_000
 MAX_TURNS_AT_ONE_INSTANT = 1_000_000
 _BURY_AFTER_TURNS = 64
 _ROUNDING_S = 1e-9
-"""By so much later a timer of a host whose clock has stood still fires: never before its time by that clock."""
+"""If a host's clock has stood still, its timers fire so much later: never before their time by that clock."""
 _CANCEL_AGAIN_TURNS = 16
 _SWEEP_ABOVE = 64
 _CLOSED = "Event loop is closed"  # asyncio's own words
@@ -54,16 +54,16 @@ class VirtualLoop(asyncio.BaseEventLoop):
     """The event loop of a simulation. `shoal.sim.run` makes, runs and closes one.
 
     Args:
-        seed: the seed of the simulation; parts that need chance derive theirs from it.
+        seed: the seed of the simulation, from which all parts that need chance derive theirs.
         max_time_s: virtual time at which the run is given up.
         max_turns: turns of the loop after which the run is given up.
         max_turns_at_one_instant: turns without time passing that count as a loop without progress.
 
     Attributes:
-        seed: as given.
-        turns: how many turns the loop has made.
-        failures: exceptions of callbacks, and of tasks and futures that nobody awaited, in the order they were noticed.
-        owners: all that were ever given a task.
+        seed: the seed of the simulation.
+        turns: the number of turns that the loop has made.
+        failures: exceptions of callbacks, and of tasks and futures that nobody awaited, in the order of their notice.
+        owners: all owners that ever had a task.
     """
 
     _closed: bool  # the base class's
@@ -95,7 +95,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self.set_limits(max_time_s, max_turns, max_turns_at_one_instant)
 
     def set_limits(self, max_time_s: float, max_turns: int, max_turns_at_one_instant: int) -> None:
-        """Change when the run is given up."""
+        """Change the limits at which the run is given up."""
         self._max_time_s, self._max_turns, self._max_still = max_time_s, max_turns, max_turns_at_one_instant
         self._turn_limit = min(max_turns, self.turns + max_turns_at_one_instant)
 
@@ -175,7 +175,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             handle = ready.popleft()
             if not handle._cancelled and (not self._gated or self._admit(handle)):
                 handle._run()
-            # From Python 3.12 on a traceback that somebody keeps keeps this frame, too: not what ran in it, please.
+            # From Python 3.12 on a kept traceback keeps this frame, too. It should not keep what ran in the frame.
             del handle
 
     def _jump(self) -> None:
@@ -243,7 +243,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def living_tasks(self) -> Iterator[Tasks]:
-        """The tasks of nobody, and of every owner that was not killed."""
+        """The tasks without an owner, and those of every owner that was not killed."""
         yield self._tasks
         for owner in self.owners:
             if not owner.killed:
@@ -259,7 +259,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     # --------------------------------------------------------------------------------------------------------- owners
 
     def spawn(self, owner: Owner, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task that belongs to `owner`, as does all that it starts.
+        """Start a task that belongs to `owner`, with all that it starts.
 
         Raises:
             ClosedError: the owner was killed.
@@ -282,11 +282,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._gated = True
 
     def thaw(self, owner: Owner) -> None:
-        """Go on where `freeze` stopped."""
+        """Let an owner go on where `freeze` stopped it."""
         if owner.running or owner.killed:
             return
         owner.running = True
-        # One turn of its loop has taken all that time: it counts as the longest turn that there is.
+        # One turn of its loop has taken all that time, and counts as a turn of the longest length.
         stood_s = max(0.0, self._now - owner.frozen_at - LONGEST_TURN_S)
         owner.stood_s += stood_s
         for _, _, timer in owner.held_timers:
@@ -340,7 +340,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ended.set_result(None)
 
     def _admit(self, handle: Handle | Timer) -> bool:
-        """Whether this may run now; if it belongs to a frozen owner it is kept for later."""
+        """Whether a handle may run now. If it belongs to a frozen owner it is kept for later."""
         owner = handle.owner()
         if owner is None or owner.running:
             return True
@@ -355,7 +355,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon_threadsafe(
         self, callback: Callable[[*Ts], object], *args: *Ts, context: contextvars.Context | None = None
     ) -> Handle:
-        """The same as `call_soon`, because there is only this thread."""
+        """Do as `call_soon`: there is only this thread."""
         return self.call_soon(callback, *args, context=context)
 
     def run_in_executor(self, executor: object, func: Callable[[*Ts], object], *args: *Ts) -> NoReturn:
@@ -370,13 +370,13 @@ class VirtualLoop(asyncio.BaseEventLoop):
         )
 
     def close(self) -> None:
-        """Close the loop and let go of all that was to happen."""
+        """Close the loop and drop everything that was to happen."""
         super().close()
         self._timers.clear()
 
 
 def world_time(loop: asyncio.AbstractEventLoop) -> float:
-    """The time of a simulation, the same for every caller; outside of one, the loop's."""
+    """The time of a simulation, the same for every caller; outside of a simulation the loop's time."""
     return loop.world_time() if isinstance(loop, VirtualLoop) else loop.time()
 
 

@@ -1,4 +1,4 @@
-"""The parts that all pipes of a simulated network share: links, lines, chance, and the trace of deliveries."""
+"""The parts that all pipes of a simulated network share: links, lines, chance, the trace of deliveries."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
     """The way between two hosts.
 
     Attributes:
-        latency_s: one way, seconds.
+        latency_s: the latency one way, seconds.
         jitter_s: each segment takes up to this much longer, evenly distributed, seconds.
-        loss: the part of packets that is lost, 0 to below 1. No bytes go missing: lost packets come later.
+        loss: the share of packets that is lost, from 0 to below 1. No bytes go missing: lost packets come later.
         bandwidth_bytes_s: the rate of each pipe there, each way, in addition to the limits of the hosts' own lines;
             None for no limit.
 
@@ -110,18 +110,18 @@ class Medium:
         self._digest = hashlib.blake2b(digest_size=16)
 
     def at(self, when: float, callback: Callable[[], object]) -> None:
-        """Call back at a time, on behalf of nobody: a host that is frozen or killed does not stop its network."""
+        """Call back at a time, without an owner: a host that is frozen or killed does not stop its network."""
         if isinstance(self.loop, VirtualLoop):
             self.loop.call_at_world_time(when, callback, _NOBODY)
         else:
             self.loop.call_at(when, callback, context=_NOBODY)
 
     def time(self) -> float:
-        """The network's own: no host that stands still holds it up."""
+        """The network's own time, which no frozen host holds up."""
         return world_time(self.loop)
 
     def delay_s(self, link: Link, nbytes: int, slowness: float) -> float:
-        """How long a segment flies: latency, jitter, and the delay of a lost packet."""
+        """The time of flight of a segment: latency, jitter, and the delay of a lost packet."""
         latency_s = delay_s = link.latency_s * slowness
         if link.jitter_s:
             delay_s += self.rng.random() * link.jitter_s
@@ -131,7 +131,7 @@ class Medium:
         return delay_s
 
     def tried_again_at(self, since: float) -> float:
-        """When something that has been lost since then is sent anew: now, or when TCP tries the next time."""
+        """The time at which bytes that were lost since then are sent anew: now, or at TCP's next try."""
         now, pause_s, at = self.time(), _RETRANSMIT_S, since
         while self._backs_off and at < now:
             at, pause_s = at + pause_s, 2 * pause_s
@@ -149,7 +149,7 @@ class Medium:
             self.log.append(Delivery(now, source.name, target.name, nbytes, crc32))
 
     def digest(self) -> str:
-        """Hash of the trace so far."""
+        """The hash of the trace so far."""
         return self._digest.hexdigest()
 
 
@@ -167,7 +167,7 @@ class Line:
         self.busy_until = self.small_from = self.small_until = 0.0
 
     def occupy(self, start: float, nbytes: int, *, ahead: bool) -> float:
-        """Use the line for so many bytes, from `start` on at the earliest; returns when the last of them is through.
+        """Use the line for so many bytes, from `start` on at the earliest; returns the time at which all are through.
 
         A segment that goes `ahead` waits only for others that do.
         """

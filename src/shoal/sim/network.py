@@ -19,8 +19,8 @@ fault          the host itself                          what others see
                listeners, no connections
 =============  =======================================  ============================================================
 
-Tasks belong to a host if they were started through `spawn`, or by a task that was. On an ordinary event loop the
-network part works the same, but tasks are the caller's own affair: there nothing is frozen or cancelled.
+Tasks belong to a host if they were started through `spawn`, or by such a task. On an ordinary event loop the network
+works the same, but tasks are the caller's own affair: nothing is frozen or cancelled there.
 
 `shoal.sim.pipes` describes how bytes move. All chance comes from the seed; `trace_digest` is a hash over every
 delivery: equal seeds, equal digests.
@@ -53,14 +53,16 @@ class SimNetwork:
 
     Args:
         seed: the source of jitter and losses: a number, or a random source of its own.
-        latency_s: one way, between any two hosts; none within a host. `set_link` changes it for a pair.
+        latency_s: the latency one way between any two hosts; 0 within a host. `set_link` changes it for a pair.
         jitter_s: each segment takes up to this much longer.
-        loss: part of the packets that are lost (and come later), 0 to 1.
+        loss: the share of packets that is lost (and comes later), from 0 to below 1.
         bandwidth_bytes_s: how fast each host sends, and receives; None for no limit. `add_host` sets it for one host.
         window_bytes: how much may be in flight and unread on one direction of a pipe.
-        fair: small messages go ahead of bulk on the hosts' lines; else each line has one queue, as a plain router has.
-        backs_off: bytes that a partition has stopped come when TCP tries again, ever more rarely; otherwise at once.
-        dial_round_trips: how often a new connection goes back and forth before it is open (2: as TCP and TLS 1.3).
+        fair: small messages go ahead of bulk on the hosts' lines. Otherwise each line has one queue, as in a plain
+            router.
+        backs_off: bytes that a partition has stopped come when TCP tries again, ever more rarely. Otherwise they come
+            at once.
+        dial_round_trips: the round trips before a new connection is open (2: as with TCP and TLS 1.3).
         keep_trace: keep every delivery in `trace`, for looking at; the digest is always kept.
 
     Raises:
@@ -104,7 +106,7 @@ class SimNetwork:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The names of all hosts, in the order in which they came."""
+        """The names of all hosts, in the order in which they were added."""
         return tuple(self._hosts)
 
     def add_host(self, name: str, *, up_bytes_s: float | None = None, down_bytes_s: float | None = None) -> None:
@@ -128,7 +130,7 @@ class SimNetwork:
         loss: float | None = None,
         bandwidth_bytes_s: float | None = None,
     ) -> None:
-        """Change the way between two hosts, both ways; None keeps what it is. Holds for open pipes too (see `Link`)."""
+        """Change the way between two hosts, both ways, also for open pipes. None keeps a value; see `Link`."""
         given = {"latency_s": latency_s, "jitter_s": jitter_s, "loss": loss, "bandwidth_bytes_s": bandwidth_bytes_s}
         link = replace(self.link(a, b), **{name: value for name, value in given.items() if value is not None})
         self._links[a, b] = self._links[b, a] = link
@@ -145,7 +147,7 @@ class SimNetwork:
         return self._host(host).alive
 
     def spawn(self, host: str, coroutine: Coroutine[Any, Any, T], *, name: str | None = None) -> asyncio.Task[T]:
-        """Start a task on a host: it stops when the host does, and with it all that it starts.
+        """Start a task on a host. It stops when the host does, with all that it starts.
 
         Raises:
             ClosedError: the host is down.
@@ -161,7 +163,7 @@ class SimNetwork:
     # ---------------------------------------------------------------------------------------------------- deliveries
 
     def trace_digest(self) -> str:
-        """Hash over (time, source, target, length, content) of every delivery so far, 32 hexadecimal digits."""
+        """The hash over (time, source, target, length, content) of every delivery so far, 32 hexadecimal digits."""
         return self._medium.digest()
 
     @property
@@ -171,16 +173,16 @@ class SimNetwork:
 
     @property
     def deliveries(self) -> int:
-        """How many segments arrived."""
+        """The number of segments that arrived."""
         return self._medium.deliveries
 
     @property
     def delivered_bytes(self) -> int:
-        """How many bytes arrived."""
+        """The number of bytes that arrived."""
         return self._medium.delivered_bytes
 
     def traffic(self, host: str) -> tuple[int, int]:
-        """Bytes that this host sent and that arrived, and bytes that it received."""
+        """The bytes of this host that arrived at others, and the bytes that it received."""
         found = self._host(host)
         return found.bytes_out, found.bytes_in
 
@@ -286,7 +288,7 @@ class SimNetwork:
 
         Args:
             host: its name.
-            refuses: whether they are refused; if not, they wait for an answer that never comes.
+            refuses: others are refused. Otherwise they wait for an answer that never comes.
         """
         self._host(host).walled = refuses
 
@@ -342,7 +344,7 @@ class SimNetwork:
                 flow.stretch(max(factor, other) / max(before, other))
 
     def crash(self, host: str) -> None:
-        """Kill the host's process: its connections break at the others after one latency. Nothing if it is down."""
+        """Kill the host's process: its connections break at the others after one latency. No effect if it is down."""
         self._end_life(host, machine_stays=True)
 
     def vanish(self, host: str) -> None:
@@ -397,7 +399,7 @@ class SimNetwork:
         return self._hosts[name]
 
     def _usable(self, name: str) -> Host:
-        """The host, if the caller may use its network: a killed process may not, not even after a restart."""
+        """The host, if the caller may use its network. A killed process may not, even after a restart."""
         host, owner = self._host(name), current_owner()
         if not host.alive or (owner is not None and owner.killed):
             raise PeerUnreachable(f"host {name!r} is down")
@@ -414,7 +416,7 @@ class SimNetwork:
 
 
 def _rate(name: str, rate: float | None) -> float | None:
-    """Check it."""
+    """Check a rate."""
     if rate is not None and not rate > 0:
         raise ConfigError(f"{name} must be above 0 bytes per second, or None for no limit; got {rate}")
     return rate

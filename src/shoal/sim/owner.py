@@ -32,7 +32,7 @@ def current_owner() -> Owner | None:
 
 
 class Handle(asyncio.Handle):
-    """A callback that waits for its turn. Sets its base's fields itself: there are two of these for every message."""
+    """A callback that waits for its turn. It sets its base's fields itself: each message makes two of these."""
 
     __slots__ = ()
     _context: contextvars.Context
@@ -52,7 +52,7 @@ class Handle(asyncio.Handle):
         self._source_traceback = self._repr = None
 
     def owner(self) -> Owner | None:
-        """Whose code this would run."""
+        """The owner of the code that this would run."""
         return self._context.get(OWNER)
 
 
@@ -81,7 +81,7 @@ class Timer(asyncio.TimerHandle):
         self._scheduled = True
 
     def owner(self) -> Owner | None:
-        """Whose code this would run."""
+        """The owner of the code that this would run."""
         return self._context.get(OWNER)
 
 
@@ -112,7 +112,7 @@ class Task(asyncio.Task[T]):
 
 
 class Tasks:
-    """Tasks in the order of their creation; those that ended well are dropped now and then."""
+    """Tasks in the order of their creation. Tasks that ended well are dropped now and then."""
 
     __slots__ = ("_sweep_at", "_tasks")
 
@@ -146,15 +146,15 @@ class Owner:
         name: a name for messages.
 
     Attributes:
-        running: its code runs: it is neither frozen nor killed.
-        killed: it was killed; it may still run code while it unwinds.
-        buried: it was killed and has unwound: nothing of it will ever run again.
-        ended: done when it is buried; None before its first task.
+        running: whether its code runs: it is neither frozen nor killed.
+        killed: whether it was killed. It may still run code while it unwinds.
+        buried: whether it was killed and has unwound, so that its code never runs again.
+        ended: a future that is done when it is buried; None before its first task.
         tasks: its tasks.
         held_ready: callbacks that it would have run while it was frozen.
         held_timers: its timers that came first in the queue while it was frozen, with their time and number.
         frozen_at: the simulation's time at which it was frozen last.
-        stood_s: how long its clock has stood still, in all.
+        stood_s: how long its clock has stood still in all, seconds.
     """
 
     __slots__ = (

@@ -9,9 +9,9 @@ The model, per direction of a pipe (a `Flow`):
 - At most `window_bytes` (and one segment) are in flight or unread at the other side. The rest waits in the sender's
   queue, and so the writer waits. Credit comes back after one latency, a quarter of the window at a time.
 - Jitter and losses delay; nothing is lost, and nothing overtakes within a pipe.
-- A closed path (partition, stall, a machine that is gone) holds bytes that would leave or arrive; nothing ends by it.
-  When it opens again, all comes in order.
-- When a host gets slower or faster, bytes under way do too: their remaining time is stretched.
+- A closed path (partition, stall, a machine that is gone) holds bytes that would leave or arrive. It ends nothing. When
+  it opens again, all bytes come in order.
+- When a host gets slower or faster, so do bytes under way: their remaining time is stretched.
 
 Costs: one timer per segment, two when the uplink has a rate; no work per byte but the checksum of the trace.
 """
@@ -38,12 +38,12 @@ class Host:
 
     Attributes:
         life: the owner of the process's tasks; a new one after each restart.
-        alive: the process runs, or is stalled.
-        up: the machine answers; a crashed process leaves it up, a vanished machine is not.
-        stalled_until: neither sends nor receives before this time; None if it does.
-        awake: takes part in the network: the machine is up and not stalled.
-        group: the side of the partition it is on.
-        walled: new connections from other hosts end before it: in silence, or refused if True; None: they come in.
+        alive: whether the process runs, perhaps stalled.
+        up: whether the machine answers: a crash leaves it up, and a vanished machine is not up.
+        stalled_until: the host neither sends nor receives before this time; None if it is not stalled.
+        awake: whether it takes part in the network: the machine is up and not stalled.
+        group: its side of the partition.
+        walled: True: new connections from other hosts are refused; False: they get no answer; None: they come in.
         slowness: its lines are slower, and its latencies longer, by this factor.
     """
 
@@ -69,7 +69,7 @@ class Host:
         self._pump_at: float | None = None
 
     def set_state(self, *, alive: bool, up: bool, stalled_until: float | None) -> None:
-        """Change what the host can do."""
+        """Change whether the host is alive, up or stalled."""
         self.alive, self.up, self.stalled_until = alive, up, stalled_until
         self.awake = up and stalled_until is None
 
@@ -84,7 +84,7 @@ class Host:
             self._pump_later()
 
     def reopen(self, *, at_once: bool) -> None:
-        """Paths to and from this host may be open again: see `Flow.reopen`."""
+        """Let bytes go on: paths to and from this host may be open again. See `Flow.reopen`."""
         for end in list(self.ends):
             end.into.reopen(at_once=at_once)
             end.out.reopen(at_once=at_once)
@@ -134,21 +134,21 @@ class PipeEnd:
 
     @property
     def hosts(self) -> tuple[str, str]:
-        """This host and the other one."""
+        """The names of this host and of the other one."""
         return self.out.src.name, self.out.dst.name
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that have not left this host."""
+        """The bytes that have not left this host."""
         return self.out.queued_bytes if self.open else 0
 
     @property
     def acked_bytes(self) -> int:
-        """Bytes that the other machine is known to have, read or not."""
+        """The bytes that the other machine is known to have, read or not."""
         return self.out.acked_bytes() if self.open else 0
 
     def send(self, data: bytes) -> None:
-        """Send; see `Pipe`. On a pipe that has ended the bytes go nowhere."""
+        """Send bytes; see `Pipe`. A pipe that has ended drops them."""
         if self.open and not self.finishing:
             self.out.send(data)
 
@@ -158,19 +158,19 @@ class PipeEnd:
             self.into.consumed(nbytes)
 
     def finish(self) -> None:
-        """End after the queued bytes."""
+        """End the pipe after the queued bytes."""
         if self.open and not self.finishing:
             self.finishing = True
             self.out.end_if_empty()
 
     def abort(self, reason: str) -> None:
-        """End now."""
+        """End the pipe now."""
         if self.open:
             self.out.reset("the connection was reset by the other side")
             self.lose(reason)
 
     def lose(self, reason: str) -> None:
-        """This end is over."""
+        """End this end of the pipe."""
         if self.open:
             self.open = False
             del self.host.ends[self]
@@ -179,7 +179,7 @@ class PipeEnd:
                 self.user.pipe_lost(reason)
 
     def forget(self) -> None:
-        """Let go of the flows; this end is over and the other one knows."""
+        """Drop the flows: this end is over, and the other one knows."""
         if hasattr(self, "out"):
             del self.out, self.into
 
@@ -246,7 +246,7 @@ class Flow:
         return nbytes <= self._medium.small_bytes
 
     def send(self, data: bytes) -> None:
-        """Let the bytes leave now if they can, else queue them."""
+        """Send the bytes now if that is possible; otherwise queue them."""
         if not self._queue and (self._is_small(len(data)) or self._unlimited()) and self._may_leave():
             self._leave(data)
             return
@@ -255,7 +255,7 @@ class Flow:
         self.kick()
 
     def kick(self) -> None:
-        """Something changed: send all bytes that can be sent."""
+        """Send all bytes that can be sent, after a change."""
         if self._queue and self._may_leave():
             if self._unlimited():
                 while self.send_next():
@@ -266,7 +266,7 @@ class Flow:
             self.end_if_empty()
 
     def send_next(self) -> bool:
-        """Let the first segment of the queue leave; returns whether another can follow."""
+        """Send the first segment of the queue; returns whether another can follow."""
         if not self._queue or not self._may_leave():
             return False
         data = self._queue.popleft()
@@ -305,19 +305,19 @@ class Flow:
         self._medium.at(arrival, self._arrive)
 
     def _latency_s(self) -> float:
-        """How long something without bytes flies."""
+        """The time of flight of a signal without bytes."""
         if self.src is self.dst:
             return 0.0
         return self._medium.delay_s(self.link, 0, max(self.src.slowness, self.dst.slowness))
 
     def signal(self, callback: Callable[[], None]) -> None:
-        """Something other than bytes, called at the other side when it arrives, in its place among the bytes."""
+        """Send a signal: a function that is called at the other side when it arrives, in its place among the bytes."""
         self._fly(callback, self._medium.time() + self._latency_s())
 
     # ------------------------------------------------------------------------------------------------------ arriving
 
     def _arrive(self) -> None:
-        """Something in flight is due, or was; if the path is closed it waits for `reopen`."""
+        """Deliver what is due. If the path is closed it waits for `reopen`."""
         now, dst, flying = self._medium.time() + _SOON_S, self.dst, self._flying
         if dst.awake and self.src.group == dst.group and self._held_until <= now:
             while flying and flying[0][0] <= now:
@@ -333,7 +333,7 @@ class Flow:
             self.receiver.user.data_received(item)
 
     def reopen(self, *, at_once: bool) -> None:
-        """The path may be open again: waiting bytes move on, late bytes arrive, at once or after one more latency."""
+        """Let bytes move on, as the path may be open again: at once, or after one more latency."""
         now = again_at = self._medium.time()
         late = bool(self._flying) and self._flying[0][0] < now
         if self.src.group == self.dst.group and not at_once:
@@ -364,7 +364,7 @@ class Flow:
                 self._medium.at(at, self._arrive)
 
     def acked_bytes(self) -> int:
-        """Bytes that the other machine is known to have taken, even for a process that stands still."""
+        """The bytes that the other machine is known to have taken, even for a process that stands still."""
         self._note_acks()
         if not self.dst.up or self.src.group != self.dst.group or self._held_until > self._medium.time():
             return self._acked
@@ -372,7 +372,7 @@ class Flow:
         return self._acked + sum(len(each) for at, each in self._flying if at <= since and isinstance(each, bytes))
 
     def _ack_s(self) -> float:
-        """How long word takes back that something has come: without jitter, as it is asked for but rarely."""
+        """The time that an acknowledgement takes: without jitter, because it is seldom asked for."""
         return 0.0 if self.src is self.dst else self.link.latency_s * max(self.src.slowness, self.dst.slowness)
 
     def _note_acks(self) -> None:
@@ -383,7 +383,7 @@ class Flow:
     # ---------------------------------------------------------------------------------------------- credit and the end
 
     def consumed(self, nbytes: int) -> None:
-        """The receiver has taken these bytes: tell the sender, but not each time."""
+        """Count the bytes that the receiver has taken, and tell the sender now and then."""
         self._owed += nbytes
         if self._owed * 4 >= self._medium.window_bytes:
             nbytes, self._owed = self._owed, 0
@@ -433,6 +433,6 @@ class Dial:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def fail(self, error: PeerError) -> None:
-        """The attempt is over."""
+        """End the attempt."""
         if not self.future.done():
             self.future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Runs a simulation to its end, and lets none of its failures pass unseen.
+"""Runs a simulation to its end, and hides none of its failures.
 
 When `main` has ended, all other tasks are cancelled and may unwind, for a bounded virtual time. Then the loop is
 closed. If a task or callback raised an exception that nobody retrieved, it is raised here: a simulation hides no crash.
@@ -42,8 +42,8 @@ def run(
     Raises:
         SimulationError: a deadlock, or a limit.
         ConfigError: `main` is not a coroutine, or an event loop is already running in this thread.
-        BaseException: the exception of `main`; otherwise that of a task or callback which nobody retrieved (several: in
-            a group).
+        BaseException: the exception of `main`; otherwise the exception of a task or callback that nobody retrieved (of
+            several a group).
     """
     coroutine = main() if callable(main) else main
     if not isinstance(coroutine, Coroutine):
@@ -71,7 +71,7 @@ def run(
 
 
 async def sleep(delay_s: float) -> None:
-    """Let virtual time pass: for tests, which must never sleep for real.
+    """Let virtual time pass, for tests, which must never sleep for real.
 
     Raises:
         SimulationError: the running loop is not virtual.

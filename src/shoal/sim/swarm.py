@@ -42,10 +42,10 @@ T = TypeVar("T")
 PeerT = TypeVar("PeerT")
 
 EPOCH_S = 1.7e9
-"""The time of wall clocks when a simulation begins, seconds since 1970."""
+"""The time of the wall clocks when a simulation begins, seconds since 1970."""
 
 PORT = 4000
-"""Where every simulated peer listens, on a host of its own."""
+"""The port of every simulated peer, each on a host of its own."""
 
 
 class SimClock:
@@ -73,10 +73,10 @@ class SimHost:
 
     Attributes:
         name: the host's name.
-        life: 0 at first, one more after each restart.
+        life: the number of restarts so far.
         env: clock, chance, executor and events of this life.
         identity: the same in every life.
-        transport: not yet listening; its address is the same in every life.
+        transport: the transport, which does not listen yet. Its address is the same in every life.
         network: the network under the transport.
     """
 
@@ -162,7 +162,7 @@ class Swarm(Generic[PeerT]):
         return self._hosts[name]
 
     def identity(self, name: str) -> Identity:
-        """The identity that a host of this name has in this swarm, started or not."""
+        """The identity of the host of this name in this swarm, whether it was started or not."""
         seed = f"{self.seed}/{name}/identity".encode()
         return Identity.from_seed(hashlib.blake2b(seed, digest_size=SEED_BYTES).digest())
 
@@ -173,7 +173,7 @@ class Swarm(Generic[PeerT]):
 
         Args:
             name: letters, digits, dots, dashes and underscores.
-            factory: makes and starts the peer; called again after a restart.
+            factory: makes and starts the peer. It is called again after a restart.
             client_mode: the peer's transport only dials.
 
         Raises:
@@ -197,7 +197,7 @@ class Swarm(Generic[PeerT]):
     ) -> T:
         """Call a coroutine function on a host, which owns all tasks that it starts; returns the function's result.
 
-        Cancelled, it cancels the call and does not wait for it to unwind: the host may be stalled.
+        If this is cancelled, it cancels the call and does not wait for it to unwind: the host may be stalled.
 
         Raises:
             ClosedError: the host is down, or went down meanwhile.
@@ -248,7 +248,7 @@ class Swarm(Generic[PeerT]):
         return self.network.is_alive(name)
 
     def crash(self, name: str) -> None:
-        """Kill the peer: see `SimNetwork.crash`. Nothing if it is down already."""
+        """Kill the peer: see `SimNetwork.crash`. No effect if it is down already."""
         self._peers.pop(self.host(name).name, None)
         self.network.crash(name)
 
@@ -258,11 +258,11 @@ class Swarm(Generic[PeerT]):
         self.network.vanish(name)
 
     async def restart(self, name: str) -> PeerT:
-        """Start a peer that is down again: same name, identity and address, nothing else left of its last life.
+        """Start a peer again that is down. It keeps name, identity and address, and nothing else of its last life.
 
         Raises:
-            LocalError: it is alive.
-            ClosedError: it went down again meanwhile.
+            LocalError: the host is alive.
+            ClosedError: the host went down again meanwhile.
         """
         last, last_owner = self.host(name), self.network.owner(name)
         self.network.restart(name)

@@ -44,7 +44,7 @@ _HASH_BYTES = 34
 """One digest in MessagePack."""
 
 _HOST_SHARE, _SHARE = 0.1, 0.25
-"""The share of the time that copies may take which one host causes, and which all hosts cause."""
+"""The share of the time that may go into copies for one host, and for all hosts."""
 
 _HOST_BURST_S, _BURST_S = 5.0, 10.0
 """So much copying is free after a calm."""

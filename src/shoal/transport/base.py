@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 HIGH_WATER_BYTES = 4 << 20
-"""A writer waits while more than this is queued: bounds memory per connection."""
+"""A writer waits while more than this is queued, so that the memory of a connection is bounded."""
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,12 +53,12 @@ class Connection(Protocol):
 
     @property
     def local_host(self) -> str:
-        """The address of this machine that the connection uses; empty if it is not known."""
+        """The address of this machine that the connection uses; empty if unknown."""
         ...
 
     @property
     def remote_host(self) -> str:
-        """The address of the other machine, as it is seen from here; empty if it is not known."""
+        """The address of the other machine, as seen from here; empty if unknown."""
         ...
 
     @property
@@ -68,14 +68,15 @@ class Connection(Protocol):
 
     @property
     def bytes_received(self) -> int:
-        """Bytes that came so far: taken by `readinto`, or for a read that still waits, or perhaps not yet read."""
+        """Bytes that came so far: those that `readinto` took, and perhaps those that wait for a reader."""
         ...
 
     @property
     def bytes_acked(self) -> int:
-        """Bytes that the other machine has acknowledged, read there or not, including those of the encryption.
+        """Bytes that the other machine has acknowledged, including those of the encryption; 0 if this is unknown.
 
-        The other process may stand still: its system takes bytes until its buffers are full. 0 if this cannot be known.
+        The other process may not have read them, and may stand still: its system takes bytes until its buffers are
+        full.
         """
         ...
 
@@ -87,8 +88,9 @@ class Connection(Protocol):
     async def write(self, *buffers: Buffer) -> None:
         """Send the buffers one after another; wait while more than `HIGH_WATER_BYTES` is queued.
 
-        When it returns, the buffers may be reused. Two writes at once never mix their bytes. Cancelled half-way it ends
-        the pipe, so that half a message is never followed by another; cancelled before its first byte it does nothing.
+        When this returns, the buffers may be reused. Two writes at once never mix their bytes. A write that is
+        cancelled half-way ends the pipe, so that half a message is never followed by another. A write that is cancelled
+        before its first byte does nothing.
 
         Raises:
             PeerUnreachable: the pipe is closed or broke.
@@ -98,7 +100,7 @@ class Connection(Protocol):
     async def readinto(self, buffer: bytearray | memoryview) -> None:
         """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
 
-        Cancelled while it waits it ends the pipe: nobody could tell where in a message the next bytes belong.
+        If this is cancelled while it waits, the pipe ends: nobody could tell where in a message the next bytes belong.
 
         Raises:
             PeerUnreachable: the pipe ended or broke before the buffer was full.
@@ -116,7 +118,7 @@ class Connection(Protocol):
 
 
 Acceptor = Callable[[Connection], None]
-"""Called in the loop, once per authenticated incoming connection."""
+"""A function that is called in the loop, once for each authenticated incoming connection."""
 
 
 class Transport(Protocol):
@@ -148,8 +150,8 @@ class Transport(Protocol):
         Raises:
             PeerUnreachable: nobody answered at any address.
             PeerRefused: a peer answered, but with another identity or another protocol version, or it refused.
-            PeerTimeout: not done within `timeout_s`.
-            ClosedError: this transport is closed, or was while it dialed.
+            PeerTimeout: no connection within `timeout_s`.
+            ClosedError: this transport is closed, or was closed while it dialed.
         """
         ...
 
@@ -162,7 +164,7 @@ class Transport(Protocol):
 
 
 class Pipe(Protocol):
-    """One end of a reliable, ordered pipe between two hosts of a `Network`: no identity, no reader's buffer."""
+    """One end of a reliable, ordered pipe between two hosts of a `Network`, without identity or a reader's buffer."""
 
     @property
     def hosts(self) -> tuple[str, str]:
@@ -176,15 +178,15 @@ class Pipe(Protocol):
 
     @property
     def acked_bytes(self) -> int:
-        """Bytes known to have come to the other host, even while its process stands still."""
+        """Bytes that are known to have come to the other host, even while its process stands still."""
         ...
 
     def send(self, data: bytes) -> None:
-        """Send these bytes: they arrive in one `data_received`. Never waits; the sender must watch `queued_bytes`."""
+        """Send these bytes; they arrive in one `data_received`. Never waits: the sender must watch `queued_bytes`."""
         ...
 
     def consumed(self, nbytes: int) -> None:
-        """Say that the user has taken so many of the received bytes: the other side may send as many more."""
+        """The user has taken so many of the received bytes: the other side may send as many more."""
         ...
 
     def finish(self) -> None:
@@ -192,7 +194,7 @@ class Pipe(Protocol):
         ...
 
     def abort(self, reason: str) -> None:
-        """End the pipe at once: `pipe_lost` is called here now, and there as soon as word of it comes."""
+        """End the pipe at once. `pipe_lost` is called here now, and there as soon as the news comes."""
         ...
 
 
@@ -217,14 +219,15 @@ class PipeUser(Protocol):
 
 
 PipeAcceptor = Callable[[bytes], PipeUser | None]
-"""Called with the greeting of the side that opens a pipe: returns the user of our end, or None to refuse."""
+"""A function that is called with the greeting of the side that opens a pipe. It returns the user of our end, or None to
+refuse."""
 
 
 class Network(Protocol):
     """Hosts by name, ports, and pipes between them: the base of `transport.memory`. `shoal.sim` has one."""
 
     def listen(self, host: str, port: int, acceptor: PipeAcceptor, *, greeting: bytes) -> int:
-        """Take in pipes at this port of `host` (0: any that is free); returns the port.
+        """Accept pipes at this port of `host` (0: any free port); returns the port.
 
         Raises:
             ConfigError: the port is taken.
@@ -232,13 +235,13 @@ class Network(Protocol):
         ...
 
     def unlisten(self, host: str, port: int) -> None:
-        """Take in no more pipes there."""
+        """Accept no more pipes there."""
         ...
 
     async def open(self, source: str, host: str, port: int, *, greeting: bytes, user: PipeUser) -> None:
         """Open a pipe from host `source` to a port of `host`; returns after `user.pipe_opened` was called.
 
-        Waits for as long as no answer comes: the caller sets the deadline, and cancels to give up.
+        This waits until an answer comes: the caller sets the deadline, and cancels to give up.
 
         Raises:
             PeerUnreachable: there is no such host, or nobody listens there.

@@ -1,4 +1,4 @@
-"""Data as it is: for networks that are trusted, where both sides asked for it."""
+"""The layer that sends data as it is: for trusted networks, where both sides asked for it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _DIRECT_BYTES = 16 << 10
 
 
 class ClearLayer:
-    """Nothing is changed; long reads go straight from the socket to the reader's buffer.
+    """Changes nothing. Long reads go straight from the socket to the reader's buffer.
 
     Args:
         scratch: shared memory.
-        received: bytes that have come already and were not read.
+        received: bytes that came before and were not read.
     """
 
     pause_bytes = PAUSE_BYTES

@@ -41,7 +41,7 @@ from shoal.transport.tls import TlsLayer
 __all__ = ["CLOSE_S", "TcpConnection"]
 
 CLOSE_S = 5.0
-"""Longest time that `close` sends queued bytes, and longest wait for the other side's FIN after that."""
+"""The longest time in which `close` sends queued bytes, and again the longest wait for the other side's FIN."""
 
 _JOINED_BYTES = 16 << 10
 _TRANSPORT_KEEPS_VIEWS = sys.version_info >= (3, 12)
@@ -55,7 +55,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     Args:
         context: TLS settings of this side.
-        dialed: this side dialed.
+        dialed: whether this side dialed.
         scratch: memory shared by all connections of one loop.
         alive: holds this connection from when it gets its socket until the socket is gone.
     """
@@ -76,7 +76,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._closing = False
         self._lost = self._loop.create_future()
         # reading
-        self._target = _NOTHING  # the part of the buffer that the reader still waits for
+        self._target = _NOTHING  # the part of the buffer that the reader waits for
         self._reader: asyncio.Future[None] | None = None
         self._reading_paused = False
         # writing
@@ -96,12 +96,12 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def proved_peer_id(self) -> PeerID | None:
-        """The peer on the other side, or None before it has proved its identity."""
+        """The peer on the other side; None before it has proved its identity."""
         return self._peer_id
 
     @property
     def protocol_version(self) -> int:
-        """The version of shoal's protocol that both sides agreed on; 0 before that."""
+        """The version of the protocol that both sides agreed on; 0 before that."""
         return self._protocol_version
 
     @property
@@ -122,7 +122,7 @@ class TcpConnection(asyncio.BufferedProtocol):
 
     @property
     def bytes_received(self) -> int:
-        # This includes bytes that wait for the rest of their record: on a slow line that takes long, and is no silence.
+        # This includes bytes that wait for the rest of their record. On a slow line that takes long, but is no silence.
         return self._bytes_received + self._layer.pending
 
     @property
@@ -136,8 +136,9 @@ class TcpConnection(asyncio.BufferedProtocol):
     async def write(self, *buffers: Buffer) -> None:
         """Send the buffers one after another; wait while the socket takes no more.
 
-        When it returns, the buffers may be reused. Writers take turns in the order of their calls. Cancelled before its
-        first byte was taken it has no effect; cancelled after its last one it was sent; in between the pipe is aborted.
+        When this returns, the buffers may be reused. Writers take turns in the order of their calls. A write that is
+        cancelled before its first byte has no effect, and one that is cancelled after its last byte was sent. In
+        between the pipe is aborted.
 
         """
         async with self._write_lock:
@@ -159,7 +160,7 @@ class TcpConnection(asyncio.BufferedProtocol):
     async def readinto(self, buffer: bytearray | memoryview) -> None:
         """Fill all of `buffer` (writable, contiguous) with the next bytes. One reader at a time.
 
-        Cancelled while it waits it aborts the pipe: nobody could tell which bytes come next.
+        If this is cancelled while it waits, the pipe is aborted: nobody could tell which bytes come next.
         """
         if self._reader is not None:
             raise LocalError("another readinto() waits on this connection: one reader at a time")
@@ -233,12 +234,12 @@ class TcpConnection(asyncio.BufferedProtocol):
         self._peer_id, self._protocol_version = peer_id, protocol_version
 
     def seal(self, sending_key: bytes, receiving_key: bytes) -> None:
-        """Leave TLS behind: from now on data is sealed with these keys. Nothing may be read or written meanwhile."""
+        """Leave TLS: from now on data is sealed with these keys. No read or write may be under way."""
         self._layer = SealedLayer(sending_key, receiving_key, self._scratch, self._in_tls().unread())
         self._tls = None
 
     def unseal(self) -> None:
-        """Leave TLS behind: from now on data goes as it is."""
+        """Leave TLS: from now on data goes as it is."""
         self._layer = ClearLayer(self._scratch, self._in_tls().unread())
         self._tls = None
 
@@ -304,7 +305,7 @@ class TcpConnection(asyncio.BufferedProtocol):
         return PeerUnreachable(self._end_reason or "closed by this side", self._peer_id)
 
     def _end(self, reason: str) -> None:
-        """No byte can be written any more; a waiting reader or writer fails."""
+        """End writing: no byte can be written any more, and a waiting reader or writer fails."""
         if self._end_reason is None:
             self._end_reason = reason
         _wake(self._reader)
@@ -326,7 +327,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             raise self._unreachable()
 
     def _filled(self, nbytes: int) -> None:
-        """The reader got so many bytes more."""
+        """The reader got so many more bytes."""
         if nbytes:
             self._target = self._target[nbytes:]
             self._bytes_received += nbytes
@@ -358,7 +359,7 @@ class TcpConnection(asyncio.BufferedProtocol):
             raise
 
     async def _wait_drained(self) -> None:
-        # A socket that broke takes everything and sends nothing, until the loop comes to tell `connection_lost` why.
+        # A broken socket takes everything and sends nothing, until the loop calls `connection_lost` with the reason.
         while (self._writing_paused or self._broken()) and self._end_reason is None:
             self._in_this_turn = 0
             self._drained = self._loop.create_future()

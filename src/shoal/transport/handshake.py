@@ -1,4 +1,4 @@
-"""How two peers prove their identities, inside a TLS channel whose certificates nobody vouches for.
+"""How two peers prove their identities, inside a TLS channel with certificates that nobody vouches for.
 
 The server's certificate is self-signed and lives as long as its transport. The channel is tied to the peers because
 both sign, with their Ed25519 keys, the certificate *that they see*. A man in the middle has to show another
@@ -7,17 +7,9 @@ certificate, so the proofs that he relays do not verify. The signed message (con
     role (b"client" or b"server") 0x00 | version u16 | SHA-256 of the server's certificate (DER)
     | client's PeerID | server's PeerID | client's nonce | server's nonce        (32 bytes each)
 
-Frames, each a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a msgpack array whose first item is the type:
-
-====  ===========  =======  ====================================================================================
-step  frame        from     fields
-====  ===========  =======  ====================================================================================
-1     hello        client   min_version, max_version, peer_id (its own), wanted (who it dialed), nonce, clear
-2     proof        server   version (highest that both speak), nonce, signature, key, clear
-3     proof        client   version (the same), nonce (the same as in hello), signature, key, clear
-4     welcome      server   (none): the connection is the acceptor's now
-any   refusal      server   reason, min_version, max_version; the connection ends
-====  ===========  =======  ====================================================================================
+Each frame is a big-endian u16 length (at most `MAX_FRAME_BYTES`) and a MessagePack array whose first item is the type:
+`_Hello` of the client, `_Proof` of the server, `_Proof` of the client, `_Welcome` of the server. A `_Refusal` may take
+the place of any frame of the server.
 
 The server checks that it is the one wanted before it signs anything; the client checks the server's proof before it
 sends its own. A nonce of each side makes every proof good for one connection only. Later versions may append fields
@@ -43,7 +35,7 @@ from shoal.wire import read
 __all__ = ["MAX_FRAME_BYTES", "Versions", "greet_as_client", "greet_as_server"]
 
 MAX_FRAME_BYTES = 1024
-"""Longest frame before a connection is authenticated."""
+"""The longest frame before a connection is authenticated."""
 
 _CONTEXT = b"transport"
 _NONCE_BYTES = 32
@@ -75,6 +67,17 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
+    """Step 1, by the client.
+
+    Attributes:
+        min_version: the lowest version that the client speaks.
+        max_version: the highest.
+        peer_id: the client's own.
+        wanted: the peer that the client dialed.
+        nonce: drawn at random.
+        clear: the client would send data as it is, not sealed.
+    """
+
     min_version: _Version
     max_version: _Version
     peer_id: _Id
@@ -84,6 +87,16 @@ class _Hello(_Frame, frozen=True, array_like=True, tag="hello"):
 
 
 class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
+    """Step 2, by the server; step 3, by the client.
+
+    Attributes:
+        version: the highest version that both speak; the client repeats it.
+        nonce: drawn at random by the server; the client's is that of its `hello`.
+        signature: over the message that both sides sign.
+        key: random: the sender's data is sealed with it.
+        clear: data goes as it is if this is true in `hello` and in the server's proof.
+    """
+
     version: _Version
     nonce: _Nonce
     signature: _Signature
@@ -92,10 +105,18 @@ class _Proof(_Frame, frozen=True, array_like=True, tag="proof"):
 
 
 class _Welcome(_Frame, frozen=True, array_like=True, tag="welcome"):
-    pass
+    """Step 4, by the server: the connection is open."""
 
 
 class _Refusal(_Frame, frozen=True, array_like=True, tag="refusal"):
+    """At any step, by the server. The connection ends.
+
+    Attributes:
+        reason: for people.
+        min_version: the lowest version that the server speaks.
+        max_version: the highest.
+    """
+
     reason: Annotated[str, msgspec.Meta(max_length=300)]
     min_version: _Version
     max_version: _Version
@@ -132,8 +153,8 @@ async def greet_as_client(
         connection: a fresh TCP connection.
         identity: our own.
         wanted: the peer that must be on the other side.
-        versions: what we speak.
-        clear: send data as it is, if the server wants that too; else it is sealed.
+        versions: the versions that we speak.
+        clear: send data as it is, if the server wants that too; otherwise it is sealed.
 
     Raises:
         PeerRefused: the server is another peer, speaks no version of ours, or refused.
@@ -178,10 +199,10 @@ async def greet_as_server(
     Args:
         connection: a fresh TCP connection.
         identity: our own.
-        versions: what we speak.
-        certificate: the one that this side's TLS context shows, DER.
-        admit: called with a proved client; returns why it may not stay, or None if it may.
-        clear: send data as it is, if the client wants that too; else it is sealed.
+        versions: the versions that we speak.
+        certificate: the certificate that this side's TLS context shows, DER.
+        admit: called with a proved client; returns why the client may not stay, or None.
+        clear: send data as it is, if the client wants that too; otherwise it is sealed.
 
     Raises:
         PeerRefused: the client was told no; the connection is closed.
@@ -247,7 +268,7 @@ async def _expect(connection: TcpConnection, kind: type[F], peer_id: PeerID | No
 
 
 async def _refuse(connection: TcpConnection, reason: str, client: PeerID, ours: Versions) -> PeerRefused:
-    """Say no and close; returns the error to raise, upon which the caller drops the socket."""
+    """Refuse, and close. Returns the error to raise; the caller then drops the socket."""
     await _send(connection, _Refusal(reason, *ours))
     await connection.close()
     return PeerRefused(f"told no: {reason}", client)

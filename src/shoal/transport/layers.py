@@ -16,7 +16,7 @@ from shoal.transport.base import Buffer
 __all__ = ["BUNCH_BYTES", "RECORD_BYTES", "BrokenLayer", "Held", "Layer", "Scratch"]
 
 RECORD_BYTES = 512 << 10
-"""The longest record's plaintext. Each record costs a call, and a moment in which another thread can take the
+"""The longest plaintext of a record. Each record costs a call, and a moment in which another thread can take the
 interpreter's lock: this thread then gets it back only after `sys.getswitchinterval()`."""
 
 BUNCH_BYTES = (1 << 20) + (16 << 10)
@@ -24,20 +24,20 @@ BUNCH_BYTES = (1 << 20) + (16 << 10)
 
 _AHEAD_BYTES = 64 << 10
 _RECEIVE_BYTES = BUNCH_BYTES + _AHEAD_BYTES + 2 * RECORD_BYTES
-"""There is room for all bytes that the other side writes in one turn, with tags, and for bytes that were read before.
-There is also room for the rest of a record behind its beginning, which came last, so that it seldom has to be moved."""
+"""This has room for all bytes that the other side writes in one turn, with tags, and for bytes that were read before.
+It also has room for the rest of a record behind its beginning, which came last, so that the beginning seldom moves."""
 
 _LENT_ROOM = RECORD_BYTES + 1024
 """If less room is left, the rest of a record might not fit."""
 
 _LENT_BYTES = 32 << 10
-"""Fewer bytes than this are copied, which is quick; memory is lent only for more."""
+"""Fewer bytes are copied, which is quick; memory is lent only for more."""
 
 _NOTHING = memoryview(b"")
 
 
 def _nobody() -> None:
-    """Memory that is not lent."""
+    """The borrower of memory that is not lent."""
 
 
 class BrokenLayer(Exception):
@@ -62,11 +62,11 @@ class Scratch:
         self._lent_to: Callable[[], Held | None] = _nobody
 
     def lend_sending(self) -> None:
-        """The socket's transport may have kept a view of `sending`: it keeps that memory, and others get another."""
+        """Leave the memory of `sending` to the socket's transport, which may have a view of it; make new memory."""
         self.sending = memoryview(bytearray(len(self.sending)))
 
     def lend_receiving(self, held: Held) -> memoryview | None:
-        """Lend the memory of `receiving` to the owner of its bytes; others get another. None if it is lent already."""
+        """Lend the memory of `receiving` to the owner of its bytes, and make new memory; None if it is lent already."""
         if self._lent_to() is not None:
             return None
         self._lent_to = ref(held)  # a borrower that is gone holds no memory
@@ -80,16 +80,16 @@ class Scratch:
 
 
 class Held:
-    """Received bytes that wait, for a reader or for the rest of their record.
+    """Received bytes that wait for a reader, or for the rest of their record.
 
-    Many bytes stay where they came, and that memory is lent to them: most of the next bytes come right behind. A few
-    bytes are copied to memory of their own size, and go in front of the next bytes, in the shared memory. If only
-    little comes at a time, that would copy every byte many times: then they get memory with room, and the next bytes
-    come into it. So no byte is copied more than a few times, and a connection on which nothing waits has no memory.
+    Many bytes stay where they came: that memory is lent to them, and most of the next bytes come right behind. A few
+    bytes are copied to memory of their own size, and later in front of the next bytes in the shared memory. If only
+    little comes at a time, that would copy every byte many times: then the bytes get memory with room, into which the
+    next ones come. So no byte is copied more than a few times, and a connection on which nothing waits has no memory.
 
     Args:
         scratch: shared memory.
-        received: bytes that have come already.
+        received: bytes that came before.
     """
 
     def __init__(self, scratch: Scratch, received: bytes) -> None:
@@ -103,7 +103,7 @@ class Held:
 
     @property
     def view(self) -> memoryview:
-        """All that waits, until the next call."""
+        """All bytes that wait. Only valid until the next call."""
         return self._memory[self._start : self._end]
 
     @property
@@ -111,9 +111,9 @@ class Held:
         return len(self._memory) - self._end >= (_LENT_ROOM if self._lent else 1)
 
     def receive_buffer(self, wanted: int) -> memoryview:
-        """Where the socket's next bytes may be written, not empty; `wanted`: how many a reader waits for.
+        """Memory for the socket's next bytes, not empty. `wanted`: how many bytes a reader waits for.
 
-        There is room for little more than those: bytes behind them have to be kept.
+        There is room for little more than these, because bytes behind them have to be kept.
         """
         room = min(wanted, BUNCH_BYTES) + _AHEAD_BYTES
         if self._has_room:
@@ -123,7 +123,7 @@ class Held:
         return self._scratch.receiving[there : there + room]
 
     def received(self, nbytes: int) -> memoryview:
-        """So many were written there. Returns a view of all that waits; `keep` says how much of it still does."""
+        """So many bytes were written there. Returns a view of all bytes that wait; then call `keep`."""
         self._came = nbytes
         if self._has_room:
             self._end += nbytes
@@ -131,7 +131,7 @@ class Held:
         return self._scratch.receiving[: len(self) + nbytes]
 
     def keep(self, rest: memoryview) -> None:
-        """All bytes that `received` or `view` returned were taken, except so many at the end."""
+        """The bytes that `received` or `view` returned were taken, except so many at the end."""
         if rest and rest.obj is self._memory.obj:
             self._start = self._end - len(rest)
             return
@@ -159,7 +159,7 @@ class Layer(Protocol):
 
     @property
     def pause_bytes(self) -> int:
-        """The socket is not read while this much waits for a reader. More than any record."""
+        """The socket is not read while so many bytes wait for a reader. This is more than any record."""
         ...
 
     @property
@@ -168,22 +168,22 @@ class Layer(Protocol):
         ...
 
     def receive_buffer(self, target: memoryview) -> memoryview:
-        """Where the socket's next bytes may be written, not empty. `target`: the buffer that a reader waits for."""
+        """Memory for the socket's next bytes, not empty. `target`: the buffer that a reader waits for."""
         ...
 
     def received(self, nbytes: int, target: memoryview) -> int:
         """So many bytes were written there. Returns how many bytes of `target` are filled now, from its beginning.
 
         Raises:
-            BrokenLayer: they cannot have been sent like this.
+            BrokenLayer: the other side cannot have sent these bytes.
         """
         ...
 
     def read(self, target: memoryview) -> int:
-        """Fill `target` from the waiting bytes, as far as they go. Returns how many bytes.
+        """Fill `target` from the waiting bytes, as far as they go. Returns the number of bytes.
 
         Raises:
-            BrokenLayer: the waiting bytes cannot have been sent like this.
+            BrokenLayer: the other side cannot have sent the waiting bytes.
         """
         ...
 

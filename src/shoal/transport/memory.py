@@ -27,13 +27,13 @@ SEGMENT_BYTES = 64 << 10
 """A longer write travels in pieces of this size, so that others get their turn between them."""
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for queued bytes to leave."""
+"""`close` waits so long for queued bytes to leave."""
 
 _CLOSED_HERE = "closed on this side"
 
 
 class HasPeerID(Protocol):
-    """An `Identity`, as far as this transport needs one."""
+    """The part of an `Identity` that this transport needs."""
 
     @property
     def peer_id(self) -> PeerID:
@@ -55,8 +55,7 @@ class MemoryConnection:
         self._turn = asyncio.Lock()
         self._room: asyncio.Future[None] | None = None
         self._gone: asyncio.Future[None] | None = None
-        # Reading: bytes that nobody took yet, from byte `_head` of the first piece on; or the buffer that waits for
-        #     them.
+        # Reading: bytes that nobody took yet, from byte `_head` of the first piece on; or the buffer that waits.
         self._pieces: deque[bytes] = deque()
         self._head = 0
         self._target: memoryview | None = None
@@ -171,7 +170,7 @@ class MemoryConnection:
             self._received += filled
 
     def _take(self, target: memoryview) -> int:
-        """Move as much as there is and as fits into `target`; returns how much."""
+        """Move waiting bytes to `target`, as many as fit; returns the number."""
         pieces, head, filled, space = self._pieces, self._head, 0, len(target)
         while pieces and space:
             piece = pieces[0]
@@ -268,9 +267,9 @@ class MemoryTransport:
     """`Transport` over a `Network`.
 
     Args:
-        identity: our identity, or just the peer id.
+        identity: our identity, or another object with a `peer_id`.
         network: the network; all transports on it are in this process.
-        host: the name of the host we are on. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
+        host: the name of our host. Our address is `/dns/HOST/tcp/PORT/p2p/PEERID`.
         port: where to listen; 0 takes a free port.
         client_mode: only dial: `listen` does nothing and there are no addresses.
     """

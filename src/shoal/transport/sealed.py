@@ -1,6 +1,6 @@
-r"""Records of AES-256-GCM: how data goes on a connection once both sides are proved.
+r"""Records of AES-256-GCM: data goes in them once both sides have proved their identities.
 
-TLS has done its work then: inside it each side has sent 32 random bytes, made for this connection and this direction.
+TLS has done its work then. Inside it each side has sent 32 random bytes, made for this connection and this direction.
 Data sealed with them is as secret and as fresh as data that TLS itself carries. TLS 1.3's own records hold 16 KiB, and
 pass through two more buffers on each side: they took 2.3 CPU-seconds per GiB at both ends together, these take 0.8
 (`docs/decisions/0010-sealed-records.md`).
@@ -36,7 +36,7 @@ __all__ = ["KEY_BYTES", "PAUSE_BYTES", "REKEY_BYTES", "SealedLayer"]
 KEY_BYTES = 32
 
 REKEY_BYTES = 1 << 36
-"""After so much plaintext (64 GiB) a direction takes its next key."""
+"""After so much plaintext a direction takes its next key."""
 
 PAUSE_BYTES = 2 * RECORD_BYTES
 """The socket is not read while this much waits for a reader."""
@@ -53,12 +53,12 @@ class _Key:
         self._number = self._bytes = 0
 
     def seal(self, plain: memoryview, record: memoryview) -> None:
-        """Encrypt into `record`, which is a tag longer."""
+        """Encrypt into `record`, which is longer by a tag."""
         self._cipher.encrypt_into(self._next_nonce(), plain, None, record)
         self._count(len(plain))
 
     def open_into(self, record: memoryview, plain: memoryview) -> None:
-        """Decrypt into `plain`, which is a tag shorter. Raises `BrokenLayer`; then nothing of it is left there."""
+        """Decrypt into `plain`, which is shorter by a tag. If it raises `BrokenLayer`, no plaintext is left there."""
         try:
             self._cipher.decrypt_into(self._next_nonce(), record, None, plain)
         except InvalidTag:
@@ -82,10 +82,10 @@ class SealedLayer:
     """Both directions of a connection, sealed.
 
     Args:
-        sending_key: 32 random bytes that this side gave to the other one.
-        receiving_key: those that it got.
+        sending_key: the 32 random bytes that this side gave to the other one.
+        receiving_key: the 32 random bytes that the other side gave.
         scratch: shared memory.
-        received: bytes that have come already and were not read.
+        received: bytes that came before and were not read.
     """
 
     pause_bytes = PAUSE_BYTES
@@ -114,7 +114,7 @@ class SealedLayer:
         return filled
 
     def _take(self, sealed: memoryview, target: memoryview) -> int:
-        """Open records while `target` has room, and keep the rest. Returns how much of it is filled."""
+        """Open records while `target` has room, and keep the rest. Returns how many bytes of `target` are filled."""
         start = filled = 0
         wanted, size = len(target), len(sealed)
         while filled < wanted and size - start > _LENGTH_BYTES:

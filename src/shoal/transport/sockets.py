@@ -1,4 +1,4 @@
-"""Sockets as the TCP transport wants them, and their end in a forked child.
+"""Sockets for the TCP transport, and their end in a forked child.
 
 A forked child (a DataLoader worker) inherits descriptors: it would keep a killed parent's connections open, and the
 other peers would wait for them. So every socket made here is closed in a child right after the fork. The parent's
@@ -37,7 +37,7 @@ open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Run in a forked child: give its copies of our sockets back. The parent's connections do not notice."""
+    """Close the copies of our sockets, in a forked child. The parent's connections do not notice."""
     for sock in list(open_sockets):
         # detach: the descriptor's number may soon be another file's, which the socket object must never close
         if (descriptor := sock.detach()) >= 0:
@@ -65,7 +65,7 @@ def new_socket(family: int) -> socket.socket:
 
 
 async def accept(listener: socket.socket) -> tuple[socket.socket, Any]:
-    """The next connection and where it comes from. Cancelled, it has accepted nothing.
+    """The next connection, and the address that it comes from. A cancelled call has accepted nothing.
 
     `loop.sock_accept` accepts in one step of the loop and hands over in the next: a caller that is cancelled in between
     loses a socket that nobody closes. Raises `OSError`.
@@ -90,15 +90,15 @@ _KEEP_AWAKE = (
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 10),
     (socket.IPPROTO_TCP, "TCP_KEEPCNT", 3),
 )
-"""Seconds, and tries."""
+"""The options that keep a connection awake: times in seconds, and a number of tries."""
 
 
 def tune(sock: socket.socket) -> None:
     """Set up a socket (also an accepted one): no waiting, no Nagle, BBR where the kernel lets a socket choose.
 
     At 1 % random loss on 100 Mbit/s and 50 ms BBR moves 83 Mbit/s, cubic 4. Connections that wait for their next stream
-    send nothing meanwhile. Home routers and load balancers forget connections that are silent for minutes. So the
-    kernel keeps them awake, and notices when they are gone.
+    send nothing, and home routers and load balancers forget connections that are silent for minutes. So the kernel
+    keeps them awake, and notices when they are gone.
     """
     open_sockets.add(sock)
     sock.setblocking(False)
@@ -118,7 +118,7 @@ _ACKED = struct.Struct("=120xQ")
 
 
 def acked_bytes(sock: socket.socket) -> int:
-    """Bytes that the other system has acknowledged; 0 where this one does not tell, and of a socket that is closed."""
+    """Bytes that the other system has acknowledged; 0 if this system does not tell, or the socket is closed."""
     if sys.platform != "linux":
         return 0
     try:
@@ -156,9 +156,9 @@ def open_files_limit() -> int:
 
 
 def outside_host(host: str) -> str:
-    """The address to announce for `host`: for all interfaces, the one this machine uses towards the outside.
+    """The address to announce for `host`. For all interfaces it is the one that this machine uses towards the outside.
 
-    Without a default route it is that of the first interface that has one; 127.0.0.1, or ::1, if there is none.
+    Without a default route it is that of the first interface that has one; 127.0.0.1 or ::1 if none has.
     """
     if host not in _ANY:
         return host

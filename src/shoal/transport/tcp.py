@@ -58,22 +58,22 @@ _BACKLOG = 512
 _ACCEPT_PAUSE_S = 0.1
 _LEAST_FILES = 64
 _STAGGER_S = 0.5
-"""The next address of a peer is tried this long after the one before it, and beside it (as in RFC 8305)."""
+"""The next address of a peer is tried so long after the one before, beside it (as in RFC 8305)."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpLimits:
-    """How much a `TcpTransport` lets others ask of it.
+    """The limits on what others may ask of a `TcpTransport`.
 
     Attributes:
         max_unauthenticated: connections that have not proved who they are; at most a quarter of `max_connections`.
-        auth_timeout_s: seconds for the TLS handshake and both proofs together.
-        max_connections_per_peer: connections with one peer; counted both ways, refused when it dials.
+        auth_timeout_s: for the TLS handshake and both proofs together.
+        max_connections_per_peer: connections with one peer, counted both ways. More are refused when the peer dials.
         max_connections: connections with all peers, counted both ways. At most three fifths of the files that this
-            process may open (`ulimit -n`): the rest is the program's. When a peer dials and the limit is reached, the
-            host that has most connections loses the one that has carried least.
+            process may open (`ulimit -n`, at least 64): the rest is the program's. When a peer dials and the limit is
+            reached, the host that has most connections loses the one that has carried least.
     """
 
     max_unauthenticated: int = 256
@@ -85,7 +85,7 @@ class TcpLimits:
         """The limits that fit into so many open files.
 
         Raises:
-            ConfigError: they are too few: in a small swarm already others would wait for this peer in vain.
+            ConfigError: these are too few: even in a small swarm others would wait for this peer in vain.
         """
         if files < _LEAST_FILES:
             raise ConfigError(
@@ -111,12 +111,12 @@ class TcpTransport:
         announce_host: the host that others should dial, if that is not `host` (behind a port forwarding, or for a
             public name). By default `host`, or for all interfaces the address that this machine uses towards the first
             peer that it dials, until then towards the outside.
-        announce_port: the port that others should dial, if that is not the one we listen on; None or 0: it is.
+        announce_port: the port that others should dial; None or 0: the port on which we listen.
         client_mode: never listen, only dial.
         protocol_versions: lowest and highest protocol version that this side speaks.
         limits: the limits on what others may cost us.
-        encrypt: False sends data as it is to peers that have it False, too: only for networks where nobody can listen
-            or meddle. Identities are proved all the same.
+        encrypt: False sends data as it is to peers that also have False: only for networks where nobody can listen or
+            meddle. Identities are proved all the same.
 
     Raises:
         ConfigError: an argument is wrong, or this process may open too few files.
@@ -175,12 +175,12 @@ class TcpTransport:
 
     @property
     def connections(self) -> int:
-        """How many connections to proved peers are open."""
+        """The number of open connections with proved peers."""
         return sum(connection.proved_peer_id is not None for connection in self._alive)
 
     @property
     def unauthenticated(self) -> int:
-        """How many accepted connections have not proved who they are."""
+        """The number of accepted connections that have not proved who they are."""
         return len(self._pending)
 
     async def listen(self, acceptor: Acceptor) -> None:
@@ -210,18 +210,18 @@ class TcpTransport:
     async def dial(self, peer_id: PeerID, addresses: Sequence[Address], *, timeout_s: float) -> TcpConnection:
         """Connect to `peer_id` at the first of `addresses` that answers and proves to be it.
 
-        An address that leads to nothing within half a second is joined by the next one. Addresses of other peers are
-        passed over.
+        If an address leads to nothing within half a second, the next one is tried beside it. Addresses of other peers
+        are ignored.
 
         Args:
             peer_id: the peer that must answer.
-            addresses: where to try.
-            timeout_s: seconds for all of it.
+            addresses: the addresses to try, in order.
+            timeout_s: the time for all of this, seconds.
 
         Raises:
             PeerUnreachable: nobody answered at any address, or not as a peer does.
             PeerRefused: a peer answered, but with another identity or another protocol version, or it refused.
-            PeerTimeout: not done within `timeout_s`.
+            PeerTimeout: no connection within `timeout_s`.
         """
         if self._closed:
             raise ClosedError("this transport is closed")
@@ -338,14 +338,14 @@ class TcpTransport:
             connection.abort()
 
     def _saw_ourselves(self, host: str) -> None:
-        """A connection uses this address of ours: others reach us there, if we listen on all and only guessed which."""
+        """Announce the local address of a connection, if we listen on all interfaces and only guessed an address."""
         listens_there = (":" in host) == (":" in self._host)
         if self._guessed and self._addresses and host and listens_there and not is_loopback(host):
             self._guessed = False
             self._addresses = (Address(host, self._addresses[0].port, self.peer_id),)
 
     def _objection(self, client: PeerID) -> str | None:
-        """Why one more connection from `client` is too many, or None."""
+        """The reason why one more connection from `client` is too many, or None."""
         limits = self._limits
         if sum(connection.proved_peer_id == client for connection in self._alive) >= limits.max_connections_per_peer:
             return f"it has {limits.max_connections_per_peer} connections with this peer already, the most allowed"
@@ -354,7 +354,7 @@ class TcpTransport:
         return None
 
     def _make_place(self) -> None:
-        """Close a connection of the host with most: the one that has carried least, which is idle or has only begun."""
+        """Close a connection of the host with most of them: the one that carried least, so an idle or a new one."""
         proved = [each for each in self._alive if each.proved_peer_id is not None and not each.closed]
         crowded = Counter(each.remote_host for each in proved).most_common(1)[0][0]
         least = min(

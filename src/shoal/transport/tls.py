@@ -35,7 +35,9 @@ class TlsLayer:
         return self._incoming.pending + self._tls.pending()
 
     def handshake(self) -> bool:
-        """Go on with the handshake; True when it is done, False when more has to come first. See `to_send`, always.
+        """Go on with the handshake; True when it is done, False when more bytes have to come first.
+
+        Send the bytes of `to_send` after each call.
 
         Raises:
             BrokenLayer: the other side does not speak TLS 1.3.
@@ -58,7 +60,7 @@ class TlsLayer:
         return self._outgoing.read()
 
     def unread(self) -> bytes:
-        """The bytes behind the last TLS record that was read. OpenSSL takes at most one record from its BIO."""
+        """The bytes behind the last TLS record that was read: OpenSSL takes at most one record from its BIO."""
         return self._incoming.read()
 
     def receive_buffer(self, target: memoryview) -> memoryview:

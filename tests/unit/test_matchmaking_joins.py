@@ -1,10 +1,10 @@
-"""On what terms a peer takes part: whether all that the members say of themselves fits into one message."""
+"""Whether all that the members say of themselves fits into one message."""
 
 from __future__ import annotations
 
 import pytest
 
-from shoal.matchmaking.terms import Terms
+from shoal.matchmaking.joins import fit_one_message
 from shoal.peer import Address, PeerID
 from shoal.rpc import Limits
 from shoal.wire import Begin, Contact, Member, encode
@@ -25,17 +25,7 @@ def member(number: int, gathered: int, host: str) -> Member:
 def test_a_begin_of_all_for_whom_there_is_room_fits_into_one_message(gathered: int, host: str) -> None:
     """Long addresses count as what they are; and room is not refused before it is nearly used up."""
     members = [member(0, gathered, host)]
-    terms = Terms(
-        group_key="p.0b",
-        schema=b"",
-        settings={},
-        compare_schema=lambda *_: None,
-        plan=lambda members: ([], 1),
-        member=members[0],
-        min_size=2,
-        request_timeout_s=3.0,
-    )
-    while len(members) < GROUP and terms.has_room([*members[1:], member(len(members), gathered, host)], LIMIT):
+    while len(members) < GROUP and fit_one_message([*members, member(len(members), gathered, host)], LIMIT):
         members.append(member(len(members), gathered, host))
     nbytes = len(encode(Begin(b"x" * 16, members, 0, [1 << 60] * len(members), 1 << 23)))
     assert nbytes <= LIMIT

@@ -1,21 +1,9 @@
-"""When the swarm steps: progress, gradient rounds, forks, state download. No threads, no waiting for the user.
+"""One peer's part in a run: it watches the swarm, runs the rounds, and serves the trainer. Loop only, no threads.
 
-One task in the loop watches the swarm and moves between five phases:
-
-============  ====================================================================  ==================================
-phase         the situation                                                         the trainer at its step
-============  ====================================================================  ==================================
-COLLECTING    the swarm has fewer than `target_batch_size` samples at our state     goes on with the next batch
-AVERAGING     there are enough: the gradients are averaged with all at our state    waits for the round
-STEPPING      the average is here, of the gradients or of the states                takes the step, or that average
-BEHIND        somebody has a better state (a later epoch, or the winner of a fork)  downloads it
-ENDING        this peer is at the announced end of the run, others are not yet      waits, some seconds at most
-============  ====================================================================  ==================================
-
-Only the trainer changes parameters, between its batches. A round takes the accumulators when the group begins, also
-from a trainer that is in the middle of a batch: nobody waits for the slowest batch. After a failed round the
-accumulators stay and it is tried again: a synchronous run never steps on local gradients while others are at the same
-state.
+`PhaseMachine` (see `phases`) decides what is to be done; this shell does it. One task in the loop looks at the swarm
+whenever there is news, and once a second. The trainer asks `decide` at its step, and changes the parameters itself:
+`step`, `download`. A round takes the accumulators when the group begins, also from a trainer that is in the middle of a
+batch: nobody waits for the slowest batch.
 
 A state is named by its digest: H(parent digest, round id, verdict). Peers meet under a key that holds their state's
 digest, so gradients of different states are never averaged, and equal digests mean equal histories.
@@ -24,7 +12,6 @@ digest, so gradients of different states are never averaged, and equal digests m
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
@@ -32,7 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from shoal.allreduce.run_buffers import RoundMemory
+from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
 from shoal.clock import own_clock, shielded
@@ -47,47 +34,32 @@ from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
 from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
-from shoal.optim.contribution import Contribution
-from shoal.optim.counts import Counts
+from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
-from shoal.optim.misfits import Misfits
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
-from shoal.optim.rate import RateMeter
-from shoal.optim.rounds import Rounds, gradient_averager, state_averager
+from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
+from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
-from shoal.optim.settings import CollaborationSettings
-from shoal.optim.shared_state import committed_of, name_of, share, why_not_ours
+from shoal.optim.settings import RunSettings
+from shoal.optim.shared_state import Misfits, committed_of, name_of, share, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.training_state import TrainingState
-from shoal.optim.update import Update
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
 from shoal.state import Donor, Intake, SharedState, download_state
+from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, FollowSteps, Progress
 
-__all__ = ["Collaboration", "Phase"]
-
-
-class Phase(enum.Enum):
-    """Where this peer stands between two steps: see the module."""
-
-    COLLECTING = "collecting"
-    AVERAGING = "averaging"
-    STEPPING = "stepping"
-    BEHIND = "behind"
-    ENDING = "ending"
-
+__all__ = ["Participant"]
 
 _MOST_DONORS = 256
 
-_BUSY = (Phase.AVERAGING, Phase.STEPPING)
 
-
-class Collaboration:
+class Participant:
     """One peer's part in a run. Loop only; the trainer's calls are marked.
 
     Args:
@@ -103,7 +75,7 @@ class Collaboration:
         self,
         core: PeerCore,
         training: TrainingState,
-        settings: CollaborationSettings,
+        settings: RunSettings,
         *,
         lock: TensorLock,
         compression: CompressionBase | None = None,
@@ -117,7 +89,7 @@ class Collaboration:
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
         self.core, self.training, self.settings, self.lock = core, training, settings, lock
-        self.phase = Phase.COLLECTING
+        self._machine = PhaseMachine()
         self.state = StateName.genesis(training.fingerprint(), training.steps_before())
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
         self._committed = Committed()
@@ -131,35 +103,33 @@ class Collaboration:
         self._notices = Notices(core.env.events, settings.run_id)
         self._misfits = Misfits()
         self._counts = Counts(training.extra_tensors)
-        self._attendance = Attendance(core.peer_id, settings.averager.averaging_expiration_s)
+        self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
         self._known = SwarmProgress(core.peer_id, settings.fingerprint, ttl_s=settings.ttl_s)
         memory = RoundMemory(training.accumulators, training.state_tensors)
-        self._gradients = gradient_averager(core, training, settings, lock, compression, memory)
-        self._states = state_averager(core, training, settings, lock, state_compression, self._share, memory)
-        self._steps = StepFeed(core, settings.run_id, self._followed_from, self._between_rounds)
+        ours = core, training, settings
+        self._gradients = gradient_averager(*ours, compression, lock=lock, memory=memory)
+        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self._share)
+        self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._gradients, self._states))
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
-        self._took_over = self._goes_on = False
-        self._claim: SwarmView
+        self._took_over = False
         self._intake: Intake | None = None  # of the download that is under way
-        self._fetching = Fetching(self._fetch, on_change=self.accumulated, on_failure=self._fail)
+        self._news = Changes()  # reasons to look at the swarm
+        self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
+        self._fetching = Fetching(self._fetch, self._news, on_failure=self._fail)
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
         self._mend_from: frozenset[PeerID] = frozenset()
-        self._news = asyncio.Event()
-        self._rounds = Rounds(core.env, self._look, self._news)
-        self._moved = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._rounds = Rounds(core.env, self._look_and_tell, self._news)
+        self._tasks = Tasks(self._fail)
         self._update: Update | None = None
-        self._average_due = False
         self._shared = False
-        self._sought = False  # whether the others were looked for since somebody was known last
         self._told_at = -math.inf
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
-        self._gossip = ProgressGossip(core, settings, self._known, mine=self.mine, on_news=self.accumulated)
+        self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         self._solitude = Solitude(core, settings.run_id, self._known, self._gossip, self._notices)
 
     # ------------------------------------------------------------------------------------------------ life and death
@@ -170,9 +140,7 @@ class Collaboration:
             self._states.sharing.enable()
         self.speed.measure(self._now())
         for work in (*self._gossip.start(), self._drive(), self._solitude.watch()):
-            task = asyncio.get_running_loop().create_task(work)
-            task.add_done_callback(self._task_done)
-            self._tasks.append(task)
+            self._tasks.spawn(work)
 
     async def check_settings(self, timeout_s: float) -> None:
         """Wait until it is known how the others train, at most so long. Later findings are told at the next step.
@@ -191,14 +159,10 @@ class Collaboration:
             return None
         return ConfigError(f"this run is trained with other settings: {self._known.mismatch}")
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)
-
     def _fail(self, error: BaseException) -> None:
         self._notices.warn(f"{type(error).__name__}: {error}")
         self.failure = error
-        self._move(self.phase)
+        self._moves.notify()
 
     failure: BaseException | None = None
     """The error that ended the background work, if any; the trainer's next call raises it."""
@@ -211,10 +175,10 @@ class Collaboration:
         await asyncio.shield(self._closing)
 
     async def _leave(self) -> None:
-        tasks = [*self._tasks, *(self._checking or ())[1:]]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.cancel()
+        if self._checking is not None:
+            self._checking[1].cancel()
+            await asyncio.gather(self._checking[1], return_exceptions=True)
         await self._fetching.close()
         await self._gossip.leave()
         await self._gossip.close()
@@ -222,12 +186,17 @@ class Collaboration:
         await self._catch_up.leave()
         await self._gradients.close()
         await self._states.close()
-        self._move(self.phase)
+        self._moves.notify()
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
     # ------------------------------------------------------------------------------------------------------ progress
+
+    @property
+    def phase(self) -> RunPhase:
+        """The phase of this peer between two steps of its trainer."""
+        return self._machine.phase
 
     @property
     def epoch(self) -> int:
@@ -242,10 +211,11 @@ class Collaboration:
     @property
     def finished(self) -> bool:
         """Whether this peer is at the end, at the best state that is known here, and the others are too."""
-        return self._end.over(self.epoch) and self.phase is not Phase.STEPPING and not self._average_due
+        machine = self._machine
+        return self._end.over(self.epoch) and machine.phase is not RunPhase.STEPPING and not machine.states_due
 
-    def mine(self) -> Progress:
-        """Where this peer stands, as others are told."""
+    def progress(self) -> Progress:
+        """The progress of this peer, with the time of its last word to others."""
         return Progress(
             contact=self.core.endpoint.contact,
             epoch=self.state.epoch,
@@ -253,7 +223,7 @@ class Collaboration:
             branch_samples=self.state.samples,
             samples=self.training.samples,
             rate=self.speed.rate,
-            time=self._time_to_tell(),
+            time=self._told_at,
             settings=dict(self.settings.fingerprint),
             end_epoch=self._end.epoch,
             left=self._closed,
@@ -261,39 +231,27 @@ class Collaboration:
             alone=self._solitude.told,
         )
 
-    def _time_to_tell(self) -> float:
-        """Our own wall clock, by which our messages are ordered; it never goes back."""
+    def _next_word(self) -> Progress:
+        """The progress of this peer, to be told to others.
+
+        Its time is our own wall clock, by which our words are ordered; it never goes back.
+        """
         self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
-        return self._told_at
+        return self.progress()
 
     def view(self) -> SwarmView:
-        """The swarm as it is known here now."""
-        companions, now = self._companions, self._now()
-        view = claimed = self._claim = self._claimed()
-        self._goes_on = claimed.behind and not self._fetching.waits(claimed, now)
-        if self._goes_on:
-            view = replace(claimed, behind=False)
-        if companions.look(view, self.settings.target_batch_size, now):
-            return self.view()
-        if view.coming and companions.until is not None:
-            self._gossip.look_again(companions.until)
-        self.others_samples = view.samples - self.training.samples
-        self._gossip.enough = view.samples >= self.settings.target_batch_size
-        self._sought = self._sought and len(view.peers) == 1
-        self._end.settle(self.epoch, self._committed, lambda: self._known.ends)
-        if self._end.look(self.epoch, claimed if claimed.vouched else view, now):
-            self._move(self.phase)
-        self._notices.ends(self.epoch if self.at_end else None, self._end.said)
-        if not self.at_end:
-            self._notices.beyond(self.epoch, self._end.said)
-        return view
+        """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
+        return self._unless_it_goes_on(self._claimed())
+
+    def _unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
+        goes_on = claimed.behind and not self._fetching.waits(claimed, self._now())
+        return replace(claimed, behind=False) if goes_on else claimed
 
     def _claimed(self) -> SwarmView:
         """As the others say, also where we go on with a state that is not the best one."""
-        now, contributors = self._now(), self._committed.samples
-        self._known.contributors = self._attendance.contributors = contributors
+        now = self._now()
         return self._known.view(
-            self.mine(),
+            self.progress(),
             now,
             shared=self._shared,
             awaited=self._companions.awaited,
@@ -302,8 +260,37 @@ class Collaboration:
             silent=self.core.endpoint.silent,
         )
 
-    def _look(self) -> SwarmView:
-        view = self.view()
+    def _heed_contributors(self) -> None:
+        self._known.contributors = self._attendance.contributors = self._committed.samples
+
+    def _look(self) -> tuple[SwarmView, SwarmView]:
+        """Take in what is known now: whom a round waits for, where the run ends, what the user is to be told.
+
+        Returns:
+            The view, and the swarm as the others claim it to be: see `view` and `_claimed`.
+        """
+        self._heed_contributors()
+        companions, target, now = self._companions, self.settings.target_batch_size, self._now()
+        claimed = self._claimed()
+        view = self._unless_it_goes_on(claimed)
+        if companions.observe(view, target, now):
+            return self._look()
+        if view.coming and companions.until is not None:
+            self._gossip.look_again(companions.until)
+        self.others_samples = view.samples - self.training.samples
+        self._gossip.enough = view.samples >= target
+        if len(view.peers) > 1:
+            self._machine.found()
+        self._end.settle(self.epoch, self._committed, lambda: self._known.ends)
+        if self._end.observe(self.epoch, claimed if claimed.vouched else view, now):
+            self._moves.notify()
+        self._notices.ends(self.epoch if self.at_end else None, self._end.said)
+        if not self.at_end:
+            self._notices.beyond(self.epoch, self._end.said)
+        return view, claimed
+
+    def _look_and_tell(self) -> SwarmView:
+        view, _ = self._look()
         self._gossip.tell(view)
         return view
 
@@ -314,73 +301,83 @@ class Collaboration:
 
     def accumulated(self) -> None:
         """The trainer has accumulated, or stepped: look again."""
-        self._news.set()
+        self._news.notify()
 
     # ------------------------------------------------------------------------------------------------------- driving
 
-    def _move(self, phase: Phase) -> None:
-        self.phase = phase
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def _happened(self, event: Event) -> None:
+        self._machine.happened(event)
+        self._moves.notify()
 
     async def _drive(self) -> None:
         await self._gossip.looked.wait()
         if (misfit := self._misfit()) is not None:
             self.failure = misfit
-            self._move(self.phase)
+            self._moves.notify()
             return
+        machine = self._machine
         while True:
             self.speed.measure(self._now())
             self._notices.accumulated(self.training)
-            self._news.clear()
-            view = self.view()
+            seen = self._news.count
+            view, claimed = self._look()
             self._judge(view)
-            claimed = self._claim
-            if self._goes_on and self.phase not in (*_BUSY, Phase.BEHIND):
-                self._fetching.look(claimed, self.settings.state_patience_s, self._now())
-            elif self.phase not in _BUSY:
-                self._fetching.prefer(claimed)
-            self._gossip.tell(view, now=self.phase is Phase.AVERAGING)
-            if self._average_due:
-                await self._average_state()
-                continue
-            if self.phase is Phase.AVERAGING:
-                await self._average()
-                continue
-            if self.phase is Phase.COLLECTING:
-                self._gradients.meet(view.together - {self.core.peer_id}, comes=self._companions.before is None)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
-                    await self._news.wait()
+            if not machine.is_busy:
+                goes_on = claimed.behind and not view.behind
+                begin = goes_on and machine.phase is not RunPhase.BEHIND
+                self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
+            self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
+            alone = machine.phase is RunPhase.AVERAGING and self._alone(view)
+            match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
+                case Work.AVERAGE_GRADIENTS:
+                    await self._average()
+                case Work.AVERAGE_STATES:
+                    await self._average_states()
+                case Work.STEP_ALONE:
+                    await self._step_alone()
+                case Work.SEEK:
+                    await self._gossip.seek()
+                case Work.LOOK_AGAIN:
+                    self._moves.notify()
+                case Work.WAIT:
+                    if machine.phase is RunPhase.COLLECTING:
+                        others = view.together - {self.core.peer_id}
+                        self._gradients.meet(others, comes=self._companions.before is None)
+                    await self._news.after(seen, 1.0)
+
+    def _situation(self, view: SwarmView, *, must_fetch: bool = False) -> Situation:
+        return Situation(
+            behind=view.behind,
+            must_fetch=must_fetch,
+            at_end=self.at_end,
+            may_leave=self.finished,
+            enough=view.samples >= self.settings.target_batch_size,
+        )
 
     def _judge(self, view: SwarmView) -> None:
-        if self.phase in _BUSY or self._average_due or self._fetching.holds:
+        """Let the machine go on from this look, unless it waits for an average, or a state is being taken over."""
+        machine, before = self._machine, self.phase
+        if machine.is_busy or machine.states_due or self._fetching.holds:
             return
-        if self._may_not_begin(view) or view.behind or self._fetching.has_news:
-            phase = Phase.BEHIND
-        elif self.at_end and not self.finished:
-            phase = Phase.ENDING
-        elif self.at_end or view.samples < self.settings.target_batch_size:
-            phase = Phase.COLLECTING
-        else:
-            phase = Phase.AVERAGING
-        if phase is not self.phase:
-            self._move(phase)
+        must_fetch = self._may_not_begin(view) or self._fetching.has_news
+        machine.happened(self._situation(view, must_fetch=must_fetch).event)
+        if machine.phase is not before:
+            self._moves.notify()
 
     def _may_not_begin(self, view: SwarmView) -> bool:
         """Whether this peer waits for the state of a run that is further than its own beginning."""
         further = self._known.further(self.epoch)
         on_its_own = self.epoch > 0 and not view.behind and not self.at_end
         self._notices.without(further if on_its_own else {}, self.epoch)
-        stance = self._look_at_beginning(view)
+        stance = self._judge_beginning(view)
         return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.settings.require_state)
 
-    def _look_at_beginning(self, view: SwarmView) -> Stance:
+    def _judge_beginning(self, view: SwarmView) -> Stance:
         """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
         if self.epoch > 0:
             return Stance.FREE
         now, giving = self._now(), self._giving()
-        stance = self._beginning.look(
+        stance = self._beginning.judge(
             self._known.further(self.epoch),
             others_here=len(view.together) - 1,
             now=now,
@@ -403,21 +400,7 @@ class Collaboration:
         return intake.donors if intake.in_time(now, self._beginning.until(now)) else frozenset()
 
     async def _average(self) -> None:
-        """Average the gradients with everybody at our state; then STEPPING, or back to where we belong."""
-        view = self.view()
-        if view.behind:
-            self._move(Phase.BEHIND)
-            return
-        if view.samples < self.settings.target_batch_size:
-            self._move(Phase.COLLECTING)  # somebody left, with the samples
-            return
-        if self._alone(view):
-            if len(view.peers) == 1 and not self._sought:
-                self._sought = True
-                await self._gossip.seek()
-            else:
-                await self._step_alone()
-            return
+        """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.state, self.core.peer_id
         said = self._said(await self._check(name))
         self._attendance.search()
@@ -426,7 +409,7 @@ class Collaboration:
             tag=name.group_tag,
             gather=said,
             hopeless=lambda view: view.behind or self._alone(view),
-            expected=lambda: self._attendance.awaited(self.view().together - {me}, self._now()),
+            expected=lambda: self._attendance.wait_for(self.view().together - {me}, self._now()),
             prepare=lambda: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
@@ -478,7 +461,7 @@ class Collaboration:
         if (verdict := judge(checks)) is None:
             return True
         to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
-        if self._checks.is_news(verdict) and me not in verdict.others:
+        if self._checks.count_difference(verdict) and me not in verdict.others:
             self._notices.differ(name.epoch, verdict)
         if not to_mend:
             return True
@@ -508,7 +491,7 @@ class Collaboration:
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
             async with self.lock.held():
                 self.training.discard()
-            self._move(Phase.COLLECTING)
+            self._happened(Event.MISFIT)
             return
         self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
@@ -538,7 +521,7 @@ class Collaboration:
             if self.state != name:
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
-                self._move(Phase.COLLECTING)
+                self._happened(Event.UNFIT)
                 return
             samples = self.training.samples
             self.training.use_own_mean()
@@ -566,16 +549,11 @@ class Collaboration:
             samples=name.samples - self.state.samples,
             is_step=agreement is not None,
         )
-        self._move(Phase.STEPPING)
+        self._happened(Event.STATES_AVERAGED if agreement is None else Event.AVERAGED)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
 
-    @property
-    def _must_wait(self) -> bool:
-        ending = self.phase is Phase.ENDING or (self._average_due and self.at_end)
-        return self.phase is Phase.AVERAGING or (ending and self.phase is not Phase.STEPPING and not self.finished)
-
-    async def decide(self, timeout_s: float) -> Phase:
+    async def decide(self, timeout_s: float) -> RunPhase:
         """Look at the accumulators just now, and say what is to be done (trainer).
 
         Waits while a round goes on, or the others come to the end; AVERAGING and ENDING only if time ran out.
@@ -584,16 +562,22 @@ class Collaboration:
             async with asyncio.timeout(timeout_s):
                 await self._gossip.looked.wait()
                 await asyncio.sleep(0)  # the driver looks first: it may find that we do not belong here
-                if self.phase not in _BUSY:
-                    self._judge(self.view())
-                    self._news.set()
-                while self._must_wait and not self._closed and self.failure is None:
-                    await self._moved.wait()
+                if not self._machine.is_busy:
+                    view, _ = self._look()
+                    self._judge(view)
+                    self._news.notify()
+                while self._trainer_waits():
+                    await self._moves.next()
         if self.failure is not None:
             raise self.failure
         if self.settings.require_state and not self.view().behind:
             self.check_beginning()
         return self.phase
+
+    def _trainer_waits(self) -> bool:
+        if self._closed or self.failure is not None:
+            return False
+        return self._machine.trainer_waits(at_end=self.at_end, may_leave=self._end.over(self.epoch))
 
     def check_beginning(self) -> None:
         """Raise `StateUnavailable` if this peer needs a state that others have, and has waited for it long enough."""
@@ -634,13 +618,13 @@ class Collaboration:
         if update is None or not update.taken:
             return
         self._update = None
-        self._companions.renamed(self._now(), step=update.is_step)
+        self._companions.state_changed(self._now(), step=update.is_step)
         if self.state != update.name:
             self._notices.interrupted()
         elif update.is_step:
             self._advanced(update)
-        self._renewed(expected=self.state == update.name and update.peers > 1 and not self.at_end)
-        self._move(Phase.COLLECTING)
+        self._announce_state(expected=self.state == update.name and update.peers > 1 and not self.at_end)
+        self._happened(Event.STEPPED)
         if update.is_step and self.state == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
 
@@ -664,11 +648,9 @@ class Collaboration:
 
     async def tell_loaded(self) -> None:
         """After `loaded`: tell everybody (trainer)."""
-        self._update, self._average_due = None, False
-        self._companions.forget()
-        self._companions.renamed(self._now())
-        self._renewed()
-        self._move(Phase.COLLECTING)
+        self._update, self._machine.states_due = None, False
+        self._announce_other_state()
+        self._happened(Event.RENAMED)
 
     def _advanced(self, update: Update) -> None:
         (epoch, digest, _), every = update.name, self.settings.average_state_every
@@ -681,25 +663,31 @@ class Collaboration:
         self._solitude.stepped(epoch, peers)
         # The last step is followed by an average of the tensors that differ by design: batch norm statistics, say.
         last = self.training.averages_extras or bool(self._counts)
-        self._average_due = last if self.at_end else bool(every) and epoch % every == 0
+        self._machine.states_due = last if self.at_end else bool(every) and epoch % every == 0
 
-    def _renewed(self, *, expected: bool = False) -> None:
+    def _announce_other_state(self) -> None:
+        """Our state is one to which no round has led: nobody is on the way to it."""
+        self._companions.forget()
+        self._companions.state_changed(self._now())
+        self._announce_state()
+
+    def _announce_state(self, *, expected: bool = False) -> None:
         """The state has another name: donors offer the new one, the others are told now, unless they expect it."""
         speed, held = self.speed, self.training.samples
-        why = self.contribution.look(
+        why = self.contribution.state_changed(
             self.epoch, processed=speed.processed, batches=speed.batches, held=held, now=self._now()
         )
         if why is not None and not self._gossip.has_twin:  # rounds take only one of the two: that was said
             self._notices.warn(why)
         self._states.sharing.changed()
         self._states.sharing.priority = float(self.state.epoch)
-        view = self.view()
-        self._gossip.renamed(view, expected=expected)
-        self._news.set()
+        view, _ = self._look()
+        self._gossip.announce_state(view, expected=expected)
+        self._news.notify()
         if len(view.peers) > 1:  # else there is nobody to compare with
             self._begin_check()
 
-    async def _average_state(self) -> None:
+    async def _average_states(self) -> None:
         """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.
 
         The trainer goes on meanwhile, and takes the average at its next step: so nobody waits for the slowest trainer,
@@ -719,9 +707,9 @@ class Collaboration:
                 gather=self._counts.said() if self.at_end and self._counts else None,
             )
         finally:
-            self._average_due = False
+            self._machine.states_due = False
             if self.at_end:
-                self._move(self.phase)  # the trainer waits
+                self._moves.notify()  # the trainer waits
         if result is not None and self.state == name:
             counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]
@@ -735,19 +723,10 @@ class Collaboration:
         if counts is not None:
             self._counts.take(counts)
 
-    async def _between_rounds(self, timeout_s: float) -> bool:
-        """Return when no round is under way, or after so many seconds; whether there is none."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._gradients.between_rounds()
-                await self._states.between_rounds()
-                return True
-        return False
-
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
         while self._update is not None and not self._update.taken and not self._closed:
-            await self._moved.wait()
+            await self._moves.next()
         return self.state
 
     def _stepped_with(self) -> frozenset[PeerID]:
@@ -774,7 +753,7 @@ class Collaboration:
         await self._gossip.looked.wait()
 
         def waits() -> bool:  # a newcomer that may not begin has nothing else to do
-            return patient or self._look_at_beginning(self.view()) is Stance.WAITING
+            return patient or self._judge_beginning(self._look()[0]) is Stance.WAITING
 
         deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
@@ -792,7 +771,7 @@ class Collaboration:
                 failure = error  # its holders may be gone by now, or be where we are
             needed = waits()
         if taken:
-            self._move(Phase.COLLECTING)
+            self._happened(Event.TAKEN_OVER)
         elif patient:
             raise failure or StateUnavailable(f"a better state is known, but did not arrive within {timeout_s:g} s")
         return taken
@@ -809,12 +788,10 @@ class Collaboration:
             if self._claimed().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
                 self._notices.warn(trouble)
             if self._took_over:
-                self._beginning.had()
-                self._companions.forget()
-                self._companions.renamed(self._now())
-                self._renewed()
-            if self.phase is Phase.STEPPING and self._update is None:
-                self._move(Phase.COLLECTING)  # what was due was of another state; the trainer may be interrupted
+                self._beginning.state_taken()
+                self._announce_other_state()
+            if self.phase is RunPhase.STEPPING and self._update is None:  # also when the trainer is interrupted
+                self._happened(Event.OVERTAKEN)
 
     def _to_follow(self) -> list[Contact]:
         """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
@@ -834,11 +811,12 @@ class Collaboration:
             if self.state != before:
                 continue  # by a step of our own, before the trainer stood still
             async with self.lock.held():
-                self._update, self._average_due, self._took_over = update, False, True
+                self._update, self._machine.states_due, self._took_over = update, False, True
                 try:
                     await shielded(self.core.env.executor.run(self.step))
                 finally:
                     self._update = None
+                    self._heed_contributors()
             if self.state != update.name:
                 break
             self._shared = True
@@ -853,7 +831,7 @@ class Collaboration:
         leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
         donors = [Donor(self._gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]
         if not self._mend_from:
-            better = self._known.better(self.mine(), self._now())
+            better = self._known.better(self.progress(), self._now())
             lower = sorted(peer for peer in better if peer not in leaders)
             # Below all epochs, in their order.
             donors += [Donor(self._gossip.contact(peer), -1.0 / (1 + better[peer]), better[peer]) for peer in lower]
@@ -881,7 +859,7 @@ class Collaboration:
             self._withheld(view.leaders)
             raise
         finally:
-            self._beginning.gave(self._giving())
+            self._beginning.note_giving(self._giving())
             self._intake = None
         name, values = name_of(state.metadata), state.metadata["training"]
 
@@ -892,8 +870,9 @@ class Collaboration:
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)
             self.state, self._committed, self._took_over = name, committed_of(state.metadata), True
+            self._heed_contributors()
             self._mend_from = frozenset()
-            self._update, self._average_due = None, False
+            self._update, self._machine.states_due = None, False
             self._shared = True
 
         try:
@@ -903,10 +882,10 @@ class Collaboration:
             self._misfits.add(values, state.tensors, str(error))
             self._withheld(view.leaders)
             raise
-        self._known.gave(state.donors)
+        self._known.note_given(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s, self.core.reachability.shut_out)
 
     def _withheld(self, peers: Iterable[PeerID]) -> None:
-        self._known.withheld(peers, self._now())
+        self._known.note_withheld(peers, self._now())
         self.accumulated()

@@ -1,12 +1,10 @@
-"""One step of an averager: its plan, which its owner may change until it is too late, and its result."""
+"""One step of an averager: the request, which its owner may change until it is too late, and the result."""
 
 from __future__ import annotations
 
 import asyncio
 import enum
 import math
-from collections.abc import Coroutine
-from contextlib import suppress
 from numbers import Real
 from typing import Any
 
@@ -17,13 +15,14 @@ from shoal.allreduce.round import Outcome
 from shoal.clock import Clock, own_clock
 from shoal.errors import ConfigError, LocalError, RoundFailed
 from shoal.locks import SafeLock
-from shoal.matchmaking import Group
 from shoal.peer import PeerID
+from shoal.tasks import Changes
 from shoal.wire import encode_plain
 
-__all__ = ["AveragingMode", "AveragingStage", "StepPlan", "StepResult"]
+__all__ = ["AveragingMode", "AveragingStage", "StepRequest", "StepResult"]
 
-_MAX_GATHER_BYTES = 65536
+MAX_GATHERED_BYTES = 65536
+"""The longest `gather` value of one member, packed."""
 
 
 class AveragingMode(enum.Enum):
@@ -47,12 +46,12 @@ class AveragingStage(enum.Enum):
     FINISHED = "finished"
 
 
-class StepPlan:
-    """The plan of one step. Any thread may read it, and set `weight` and `scheduled_time`; the methods are loop only.
+class StepRequest:
+    """What one step is to do. Any thread may read it, and set `weight` and `scheduled_time`; the methods are loop only.
 
     Args:
-        weight: the weight of this peer's values: 0, or from 1e-9 to 1e12. gather: a MessagePack value that all members
-        get.
+        weight: the weight of this peer's values: 0, or from 1e-9 to 1e12.
+        gather: a MessagePack value that all members get.
         scheduled_time: no search for a group before this, wall-clock seconds; None: at once.
         triggered: False: no search for a group before `allow_allreduce`.
 
@@ -79,8 +78,7 @@ class StepPlan:
         self.weight, self.scheduled_time = weight, scheduled_time
         self.gathered = _pack(gather)
         self._triggered = triggered
-        self._changed = asyncio.Event()
-        self._search: tuple[asyncio.Timeout, Clock] | None = None
+        self._changes = Changes()
 
     @property
     def weight(self) -> float:
@@ -121,16 +119,13 @@ class StepPlan:
     def allow_allreduce(self) -> None:
         """Let a group be looked for, and the values be averaged."""
         self._triggered = True
-        self._changed.set()
+        self._changes.notify()
 
     def changed(self) -> None:
         """Tell that the scheduled time was changed."""
-        self._changed.set()
-        if self._search is not None and self._early_s(self._search[1]) > 0:
-            self._search[0].reschedule(asyncio.get_running_loop().time())
-            self._search = None
+        self._changes.notify()
 
-    def _early_s(self, clock: Clock) -> float:
+    def early_s(self, clock: Clock) -> float:
         """Seconds until the scheduled time; 0 from then on."""
         return 0.0 if self.scheduled_time is None else max(0.0, self.scheduled_time - own_clock(clock).time())
 
@@ -146,44 +141,27 @@ class StepPlan:
         """
         loop = asyncio.get_running_loop()
         self.grouped = self.began = False
-        while (early_s := self._early_s(clock)) > 0 or not self._triggered:
+        while (early_s := self.early_s(clock)) > 0 or not self._triggered:
             self.stage = AveragingStage.IDLE if early_s > 0 else AveragingStage.AWAITING_TRIGGER
             if loop.time() >= deadline:
                 if early_s > 0:
                     raise RoundFailed("the step's scheduled_time lies after its timeout")
                 raise RoundFailed("allow_allreduce() was not called before the step's timeout")
-            self._changed.clear()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(min(early_s or math.inf, deadline - loop.time())):
-                    await self._changed.wait()
+            await self._changes.next(min(early_s or math.inf, deadline - loop.time()))
 
-    async def find(self, search: Coroutine[Any, Any, Group], clock: Clock) -> Group | None:
-        """The group that `search` finds; None if it was given up, because the step is to begin later now."""
-        if self._early_s(clock) > 0:
-            search.close()
-            return None
-        self.stage = AveragingStage.LOOKING_FOR_GROUP
-        scope = asyncio.timeout(None)
-        try:
-            async with scope:
-                self._search = scope, clock
-                group = await search
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            return None
-        finally:
-            self._search = None
+    async def wait_until_postponed(self, clock: Clock) -> None:
+        """Wait until the scheduled time lies in the future."""
+        while self.early_s(clock) == 0:
+            await self._changes.next()
+
+    def take_group(self, clock: Clock) -> bool:
+        """Note that there is a group, unless the step is to begin later now; returns whether it is noted."""
         with self._guard:
-            self.grouped = self._early_s(clock) == 0
-        if not self.grouped:  # it was set in this moment
-            group.release()
-            return None
-        self.stage = AveragingStage.RUNNING_ALLREDUCE
-        return group
+            self.grouped = self.early_s(clock) == 0
+        return self.grouped
 
     def take_values(self) -> None:
-        """Mark the values as taken now; returns the present weight."""
+        """Note that the values are taken now."""
         with self._guard:
             self.began = True
 
@@ -217,6 +195,6 @@ def _pack(gather: object) -> bytes:
         packed = encode_plain(gather)
     except ValueError as error:
         raise ConfigError(f"gather cannot be sent: {error}") from error
-    if len(packed) > _MAX_GATHER_BYTES:
-        raise ConfigError(f"gather takes {len(packed)} bytes, the most is {_MAX_GATHER_BYTES}")
+    if len(packed) > MAX_GATHERED_BYTES:
+        raise ConfigError(f"gather takes {len(packed)} bytes, the most is {MAX_GATHERED_BYTES}")
     return packed

@@ -1,17 +1,17 @@
-"""The memory of one run of a vector, what it keeps from round to round, and how this round codes it.
+"""The memory of one segment of a vector, what it keeps from round to round, and how this round codes it.
 
-**Reference** (decision 0011): the last committed average, against which a later round may code. One buffer for each run
-whose codec is `Differences`. When a round is committed, the buffer is set part by part to the committed average, which
-has the same bits at all members that succeeded. The reference gets the name of that round. Every member says the name
-when it joins a group. If all members that contribute say the same name, values are sent as differences from the
-reference, in the run's codec, and received averages are added to it. Otherwise this run is sent without loss in this
-round, and all members that succeed have the same reference afterwards.
+**Reference** (decision 0011): the last committed average, against which a later round may code. One buffer for each
+segment whose codec is `Differences`. When a round is committed, the buffer is set part by part to the committed
+average, which has the same bits at all members that succeeded. The reference gets the name of that round. Every member
+says the name when it joins a group. If all members that contribute say the same name, values are sent as differences
+from the reference, in the segment's codec, and received averages are added to it. Otherwise this segment is sent
+without loss in this round, and all members that succeed have the same reference afterwards.
 
 A round that fails leaves reference and name as they were.
 
 **Residual** (error feedback): the losses of this member's encodings, kept until a later round can count them. One flat
-*residual* R for each run whose codec is `ErrorFeedback`, in units of value times weight, as sums are. With x for this
-member's values and w for its weight, W for the total weight, ^ for encoded and decoded:
+*residual* R for each segment whose codec is `ErrorFeedback`, in units of value times weight, as sums are. With x for
+this member's values and w for its weight, W for the total weight, ^ for encoded and decoded:
 
 =============================  ================================  ======================================================
 in a round, for each part      what is encoded                   the residual after it, if the round was committed
@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 import torch
 
-from shoal.allreduce.partition import Part, Run
+from shoal.allreduce.partition import Part, Segment
 from shoal.compression import (
     CompressionBase,
     Differences,
@@ -54,7 +54,7 @@ from shoal.compression import (
 )
 from shoal.wire import Member
 
-__all__ = ["LARGEST", "Reference", "Residual", "RoundMemory", "RunBuffers", "common_reference", "sum_dtype"]
+__all__ = ["LARGEST", "Reference", "Residual", "RoundMemory", "SegmentBuffers", "common_reference", "sum_dtype"]
 
 LARGEST = {torch.float32: 1e36, torch.float64: 1e305}
 """No value times its weight may be larger: the sum of 256 members, the most in a group, then stays finite."""
@@ -80,7 +80,7 @@ class RoundMemory:
     """
 
     def __init__(self, *lists: Sequence[torch.Tensor]) -> None:
-        # Each tensor may be a run of its own.
+        # Each tensor may be a segment of its own.
         sizes = [sum(each.numel() * each.itemsize + _ALIGNED for each in tensors) for tensors in lists]
         # Not zeros: the system gives memory when it is first written.
         self._local, self._result = (torch.empty(max(sizes, default=0), dtype=torch.uint8) for _ in range(2))
@@ -99,11 +99,11 @@ def common_reference(members: Iterable[Member]) -> bytes:
 
 
 class Reference:
-    """The reference of one run.
+    """The reference of one segment.
 
     Args:
-        start: the run's first element in the flat vector.
-        values: as long as the run, in its dtype.
+        start: the segment's first element in the flat vector.
+        values: as long as the segment, in its dtype.
 
     Attributes:
         agreed: whether this round codes against it.
@@ -137,12 +137,12 @@ def _within(values: torch.Tensor) -> torch.Tensor:
 
 
 class Residual:
-    """The losses of one run's encodings.
+    """The losses of one segment's encodings.
 
     Args:
-        dtype: the dtype of the run's tensors.
+        dtype: the dtype of the segment's tensors.
         start: its first element in the flat vector.
-        kept: the residual itself, in the dtype of sums; as long as the run.
+        kept: the residual itself, in the dtype of sums; as long as the segment.
         limit: a value times a weight of more than this cannot be summed.
     """
 
@@ -195,8 +195,8 @@ class Residual:
         return values.clamp_(-limit, limit).to(self._dtype)
 
 
-class RunBuffers(NamedTuple):
-    """Memory of one run. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
+class SegmentBuffers(NamedTuple):
+    """Memory of one segment. `sums` is `result` itself where sums are kept in the tensors' own dtype."""
 
     start: int
     dtype: torch.dtype
@@ -207,25 +207,25 @@ class RunBuffers(NamedTuple):
     reference: Reference | None
 
     @classmethod
-    def of(cls, run: Run, local: torch.Tensor, result: torch.Tensor) -> RunBuffers:
+    def of(cls, segment: Segment, local: torch.Tensor, result: torch.Tensor) -> SegmentBuffers:
         """In this memory; new memory for what a codec keeps."""
-        dtype, codec = local.dtype, codec_by_name(run.codec)
+        dtype, codec = local.dtype, codec_by_name(segment.codec)
         residual = reference = None
         if isinstance(codec, Differences):
-            reference = Reference(run.start, torch.zeros_like(local))
+            reference = Reference(segment.start, torch.zeros_like(local))
         if isinstance(codec.codec if isinstance(codec, Differences) else codec, ErrorFeedback):
             kept = torch.zeros(local.numel(), dtype=sum_dtype(dtype))
             # Half: decoded values may be a little larger than the encoded ones, and others would refuse them.
-            residual = Residual(dtype, run.start, kept, limit=LARGEST[kept.dtype] / 2)
-        return cls(run.start, dtype, codec, local, result, residual, reference)
+            residual = Residual(dtype, segment.start, kept, limit=LARGEST[kept.dtype] / 2)
+        return cls(segment.start, dtype, codec, local, result, residual, reference)
 
     @classmethod
-    def of_all(cls, runs: Iterable[Run], memory: RoundMemory) -> list[RunBuffers]:
-        """The buffers of these runs, one after another."""
+    def of_all(cls, segments: Iterable[Segment], memory: RoundMemory) -> list[SegmentBuffers]:
+        """The buffers of these segments, one after another."""
         found, start = [], 0
-        for run in runs:
-            local, result, start = memory.take(start, run.stop - run.start, dtype_by_name(run.dtype))
-            found.append(cls.of(run, local, result))
+        for segment in segments:
+            local, result, start = memory.take(start, segment.stop - segment.start, dtype_by_name(segment.dtype))
+            found.append(cls.of(segment, local, result))
         return found
 
     @property

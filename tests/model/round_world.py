@@ -1,0 +1,320 @@
+"""The machines of a round in one world: three members, and every message on its way, in every order of events.
+
+`World` holds the state machines that run in the protocol. `search` visits every state that they can reach. Sums are not
+messages here: a reducer may finish the average of its part at any moment. So more can happen than in the protocol.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from shoal.allreduce.commit import Ask, Average, MemberRules
+from shoal.allreduce.coordinator import Coordinator, CoordinatorAction, Send
+from shoal.allreduce.member import Contributions, MemberAction, MemberMachine, Work
+from shoal.peer import PeerID
+from shoal.wire import Abort, Assign, Commit, Contact, Gone, Held, PartAbsent, Report
+from shoal.wire import Member as WireMember
+from tests.model.commit_model import COORDINATOR, PEERS, Broken
+
+ROUND = b"r" * 16
+
+
+class _Anytime(Contributions):
+    """Waits for nobody: the world says when a sum is complete."""
+
+    def own(self, part: int, attempt: int, now: float) -> list[Work]:
+        return []
+
+    def exclude(self, sender: int) -> list[Work]:
+        return []
+
+
+_ANYTIME = _Anytime(0, (), silence_s=1.0, now=0.0)
+
+
+@lru_cache
+def _group(contributes: tuple[bool, ...]) -> list[WireMember]:
+    peers = [PeerID(bytes([index]) * 32) for index in PEERS]
+    return [WireMember(Contact(peer), True, None, b"", values) for peer, values in zip(peers, contributes, strict=True)]
+
+
+class Member(MemberMachine):
+    """The machine of a member, without the parts of it that are the same in all states."""
+
+    def __init__(self, me: int, reducers: Sequence[int], contributes: tuple[bool, ...]) -> None:
+        super().__init__(ROUND, me, COORDINATOR, _group(contributes), reducers, silence_s=1.0, now=0.0)
+        self.contributions, self.contributing = _ANYTIME, contributes
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("contributions", "_members")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, contributions=_ANYTIME, _members=_group(state["contributing"]))
+
+
+def new_coordinator(reducers: Sequence[int], contributes: Sequence[bool]) -> Coordinator:
+    """The coordinator of a round of these members, all of which can reduce."""
+    reduces = [True] * len(contributes)
+    return Coordinator(ROUND, reducers, reduces, contributes, COORDINATOR, min_group_size=2, stall_s=1.0, now=0.0)
+
+
+class World:
+    """One state of the search.
+
+    Args:
+        reducers: of the two parts, at first.
+        auxiliary: the members that have no values.
+        may_step_aside: the coordinator may leave itself out.
+        may_doubt: members may give up on a coordinator that lives.
+    """
+
+    def __init__(
+        self, reducers: tuple[int, int], auxiliary: set[int], *, may_step_aside: bool = False, may_doubt: bool = False
+    ) -> None:
+        self.may_step_aside, self.aside, self.may_doubt = may_step_aside, False, may_doubt
+        self.gave_up: list[int] = []  # on the coordinator; as if they had crashed
+        self.alive = [True] * 3
+        self.contributes = tuple(peer not in auxiliary for peer in PEERS)
+        self.members = [Member(peer, reducers, self.contributes) for peer in PEERS]
+        self.coordinator = new_coordinator(reducers, self.contributes)
+        self.averaging: list[tuple[int, int, int]] = []  # peer, part, attempt
+        self.finished: list[tuple[int, int]] = []
+        self.averages: list[tuple[int, int, int, int]] = []  # part, attempt, sender, receiver
+        self.asks: list[tuple[int, int, int, int]] = []  # part, attempt, asked, asking
+        self.reports: list[list[Report]] = [[], [], []]
+        self.control: list[list[Any]] = [[], [], []]
+        for peer, member in enumerate(self.members):
+            self.do(peer, member.start(0.0))
+
+    # ----------------------------------------------------------------------------------------------------- the steps
+
+    def moves(self, crashes: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
+        """Every step from here: (method, whether it must happen sooner or later, arguments)."""
+        rules, decides = self.coordinator.rules, self.alive[COORDINATOR]
+        yield from (("finish", True, work) for work in self.averaging)
+        yield from (("obtain", True, average) for average in self.averages)
+        yield from (("answer", True, ask) for ask in self.asks if self.alive[ask[2]])
+        lost = {(sender, receiver) for *_, sender, receiver in (*self.averages, *self.asks) if not self.alive[sender]}
+        yield from (("stream_breaks", True, pair) for pair in sorted(lost))
+        for peer in PEERS:
+            if self.reports[peer] and decides:
+                yield "hear", True, (peer,)
+            if self.control[peer]:
+                yield "obey", True, (peer,)
+            if peer != COORDINATOR and not decides and self.members[peer].may_learn and self.alive[peer]:
+                yield "cut", False, (peer,)
+            if peer != COORDINATOR and peer in rules.live and decides and rules.verdict is None:
+                yield "suspect", not self.alive[peer], (peer,)
+            if peer == COORDINATOR and self.may_step_aside and len(rules.live) == len(PEERS) and decides:
+                yield "suspect", False, (COORDINATOR,)
+            if self.alive[peer]:
+                yield from self._moves_of(peer)
+                if self.alive.count(False) - len(self.gave_up) < crashes:
+                    yield "crash", False, (peer,)
+
+    def _moves_of(self, peer: int) -> Iterator[tuple[str, bool, tuple[Any, ...]]]:
+        member = self.members[peer]
+        others = [other for other in PEERS if other != peer and self.alive[other]]
+        if member.rules.commit is not None:
+            yield from (("relay", True, (other, peer)) for other in others if not self.members[other].decided)
+        elif self.may_doubt and peer != COORDINATOR and not member.decided:
+            if member.may_learn:
+                yield "doubt", False, (peer,)
+            elif not self.hopes(peer):
+                yield "leave", True, (peer,)
+
+    def hopes(self, peer: int) -> bool:
+        """Whether another member says that it knows the verdict, or may still learn it: what `AskVerdict` asks."""
+        others = [self.members[other] for other in PEERS if other not in (peer, COORDINATOR) and self.alive[other]]
+        return any(each.rules.commit is not None or each.may_learn for each in others)
+
+    def finish(self, peer: int, part: int, attempt: int) -> None:
+        """A reducer averages a part, and sends it to everybody."""
+        self.averaging.remove((peer, part, attempt))
+        if attempt < self.members[peer].rules.attempt[part]:
+            return
+        if (part, attempt) in self.finished:
+            raise Broken(f"part {part} attempt {attempt} was averaged twice")
+        self.finished = sorted([*self.finished, (part, attempt)])
+        self.hold(peer, part, attempt)
+        self.averages += [(part, attempt, peer, other) for other in PEERS if other != peer and self.contributes[other]]
+
+    def obtain(self, part: int, attempt: int, sender: int, receiver: int) -> None:
+        """An average reaches a member."""
+        self.averages.remove((part, attempt, sender, receiver))
+        self.hold(receiver, part, attempt)
+
+    def hold(self, peer: int, part: int, attempt: int) -> None:
+        """The bytes of an average are at a member."""
+        member = self.members[peer]
+        if member.rules.wants(part, attempt):
+            member.rules.expect(part, attempt)
+            member.averaged(Held(part, attempt, b"\x07", 3.0, f"{part}/{attempt}".encode().ljust(16)))
+        self.do(peer, [])
+
+    def answer(self, part: int, attempt: int, asked: int, asking: int) -> None:
+        """A member gives an average that it is asked for, or says that it has none; as `Round._requested` does."""
+        self.asks.remove((part, attempt, asked, asking))
+        rules = self.members[asked].rules
+        held = rules.held[part]
+        if held is not None and held.attempt >= attempt:
+            self.averages.append((part, held.attempt, asked, asking))
+        elif rules.commit is not None or rules.failed is not None or rules.reducer[part] != asked:
+            self.do(asking, self.members[asking].source_lost(asked, PartAbsent(part, attempt)))
+        # Otherwise it averages the part itself, and gives it to everybody then.
+
+    def stream_breaks(self, sender: int, receiver: int) -> None:
+        """The other side is dead: what it was to give does not come."""
+        self.averages = [each for each in self.averages if each[2:] != (sender, receiver)]
+        self.asks = [each for each in self.asks if each[2:] != (sender, receiver)]
+        self.do(receiver, self.members[receiver].source_lost(sender, None))
+
+    def hear(self, peer: int) -> None:
+        """The coordinator reads a member's next report."""
+        self.tell(self.coordinator.reported(peer, self.reports[peer].pop(0), 0.0))
+
+    def suspect(self, peer: int) -> None:
+        """The coordinator leaves a member out, perhaps itself."""
+        self.aside = self.aside or peer == COORDINATOR
+        self.tell(self.coordinator.leave_out(peer, "suspected", 0.0))
+
+    def tell(self, actions: list[CoordinatorAction]) -> None:
+        """Send what the coordinator says."""
+        for action in actions:
+            if isinstance(action, Send):
+                self.control[action.member].append(action.message)
+
+    def obey(self, peer: int) -> None:
+        """A member reads the coordinator's next message."""
+        message: Assign | Gone | Commit | Abort = self.control[peer].pop(0)
+        self.do(peer, self.members[peer].obey(message, 0.0))
+
+    def relay(self, peer: int, knows: int) -> None:
+        """A member hears the verdict from another one."""
+        commit = self.members[knows].rules.commit
+        assert commit is not None
+        self.do(peer, self.members[peer].obey(commit, 0.0))
+
+    def doubt(self, peer: int) -> None:
+        """A member takes the coordinator for lost, rightly or not. What the coordinator says still arrives."""
+        self.do(peer, self.members[peer].coordinator_lost("silent"))
+
+    def cut(self, peer: int) -> None:
+        """The stream of a dead coordinator ends: what was on its way is lost."""
+        self.control[peer] = []
+        self.doubt(peer)
+
+    def leave(self, peer: int) -> None:
+        """A member gives up on a coordinator that it doubts."""
+        if self.members[peer].give_up("outcome unknown"):
+            self.alive[peer] = False
+            self.gave_up = sorted([*self.gave_up, peer])
+
+    def crash(self, peer: int) -> None:
+        """A member dies."""
+        self.alive[peer] = False
+
+    def do(self, peer: int, actions: list[MemberAction]) -> None:
+        """Carry out what a member is to do, and let it report."""
+        for action in actions:
+            match action:
+                case Average(part, attempt):
+                    self.averaging = sorted({*self.averaging, (peer, part, attempt)})
+                case Ask(part, attempt, source):
+                    self.asks = sorted({*self.asks, (part, attempt, source, peer)})
+        member = self.members[peer]
+        if not member.decided and ((report := member.report(0)).held or report.lost):
+            self.reports[peer].append(report)
+
+    # ----------------------------------------------------------------------------------------------------- the states
+
+    def key(self) -> bytes:
+        """The state as bytes, without what can make no difference any more."""
+        for peer, member in enumerate(self.members):
+            rules = member.rules
+            if not self.alive[peer]:
+                self.control[peer] = []
+                self.members[peer] = member = Member(peer, (), self.contributes)
+                member.rules = MemberRules(peer, (), contributes=self.contributes[peer])
+                member.rules.failed = "dead"
+            elif rules.succeeded:
+                rules.reducer = []
+                member._asked = {}
+            if not self.alive[peer] or rules.succeeded:
+                self.averaging = [work for work in self.averaging if work[0] != peer]
+        verdict = self.coordinator.rules.verdict
+        if verdict is not None or not self.alive[COORDINATOR]:
+            self.coordinator = new_coordinator((), ())
+            self.coordinator.rules.verdict = verdict
+        live = self.coordinator.rules.live
+        self.reports = [queue if peer in live else [] for peer, queue in enumerate(self.reports)]
+        wants = [member.rules.wants for member in self.members]
+        self.averages = sorted({each for each in self.averages if wants[each[3]](*each[:2])})
+        self.asks = [each for each in self.asks if wants[each[3]](*each[:2])]
+        return pickle.dumps(self)
+
+    def check(self) -> None:
+        """Agreement: members that succeeded, dead or alive, hold the same committed averages."""
+        done = [(peer, member.rules) for peer, member in enumerate(self.members) if member.rules.succeeded]
+        commits = [tuple(due.digest for due in rules.commit.parts) for _, rules in done if rules.commit is not None]
+        if len(set(commits)) > 1:
+            raise Broken(f"members succeeded with different verdicts: {commits}")
+        for peer, rules in done:
+            held = [each.digest if each else None for each in rules.held]
+            if any(a != due and (a or self.contributes[peer]) for a, due in zip(held, commits[0], strict=True)):
+                raise Broken(f"peer {peer} succeeded with {held}, committed was {commits[0]}")
+
+    def check_end(self) -> None:
+        """When nothing more must happen, and the coordinator lives: see `commit_model.check_end`."""
+        verdict = self.coordinator.rules.verdict
+        if not self.alive[COORDINATOR]:
+            return
+        if verdict is None:
+            raise Broken("the coordinator lives and there is no verdict")
+        for peer in self.gave_up if isinstance(verdict, Commit) else ():
+            if any(self.alive[other] and self.members[other].may_learn for other in PEERS if other != COORDINATOR):
+                raise Broken(f"peer {peer} gave up a round that was committed, and another knows the verdict")
+        for peer in PEERS:
+            others = [other for other in PEERS if other != peer and self.contributes[other]]
+            without = self.aside or not self.contributes[COORDINATOR]
+            if without and others and not any(self.alive[other] for other in others):
+                continue
+            if isinstance(verdict, Commit) and self.alive[peer] and not self.members[peer].rules.succeeded:
+                raise Broken(f"peer {peer} lives and never gets the average: {self.members[peer].rules.failed}")
+
+
+def search(world: World, crashes: int) -> int:
+    """Visit every state that can be reached with so many crashes; returns how many there are.
+
+    Raises:
+        Broken: a state breaks a promise; with the way there.
+    """
+    first = world.key()
+    came_from: dict[bytes, tuple[bytes, str] | None] = {first: None}
+    frontier = [first]
+    while frontier:
+        state = frontier.pop()
+        try:
+            here: World = pickle.loads(state)
+            here.check()
+            must = False
+            for name, fair, arguments in list(here.moves(crashes)):
+                world = pickle.loads(state)
+                getattr(world, name)(*arguments)
+                after = world.key()
+                must = must or (fair and after != state)
+                if after not in came_from:
+                    came_from[after] = state, f"{name}{arguments}"
+                    frontier.append(after)
+            if not must:
+                here.check_end()
+        except Broken as error:
+            way = []
+            while (before := came_from[state]) is not None:
+                state, step = before
+                way.append(step)
+            raise Broken(f"{error}; after {', '.join(reversed(way))}") from error
+    return len(came_from)

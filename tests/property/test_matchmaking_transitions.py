@@ -1,0 +1,158 @@
+"""Every change of phase in the machine's table happens in some search, and no other one does."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shoal.matchmaking.declarations import Memory
+from shoal.matchmaking.events import (
+    TRANSITIONS,
+    Answered,
+    Cancel,
+    LeaderLost,
+    Nudged,
+    PeerLost,
+    SearchPhase,
+    Tick,
+    Transition,
+)
+from shoal.matchmaking.machine import GroupMachine
+from shoal.wire import Contact, JoinAccepted, JoinRedirected, JoinRefused
+from tests.property.matchmaking_world import BEGIN, Setup, Weather, contact_of, peer_id
+from tests.property.test_matchmaking_properties import PeerPlan, play
+from tests.unit.test_matchmaking_machine import Play, declared, following, join
+
+SWARMS = 300
+
+
+@contextmanager
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Transition]]:
+    """Counts the changes of phase of all machines."""
+    seen: Counter[Transition] = Counter()
+    change = GroupMachine._change_phase
+
+    def note(self: GroupMachine, phase: SearchPhase, leader: Contact | None = None) -> None:
+        seen[self.phase, self._cause, phase] += 1
+        change(self, phase, leader)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GroupMachine, "_change_phase", note)
+        yield seen
+
+
+def simulate(seed: int) -> None:
+    """A swarm of random peers, of which some die, vanish or give up."""
+    rng = random.Random(seed)
+
+    def sometimes() -> float | None:
+        return rng.choice([None, None, rng.uniform(0.0, 0.3), rng.uniform(0.0, 6.0)])
+
+    plans = [
+        PeerPlan(
+            calls_at=rng.choice([rng.uniform(0.0, 0.3), rng.uniform(0.0, 6.0)]),
+            leads=rng.random() < 0.8,
+            reduces=rng.random() < 0.7,
+            skew_s=rng.choice([0.0, 2.0, -2.0]),
+            expects_all=rng.random() < 0.3,
+            dies_at=sometimes(),
+            vanishes=rng.random() < 0.5,
+            cancels_at=sometimes(),
+        )
+        for _ in range(rng.randint(2, 9))
+    ]
+    weather = Weather(latency_s=rng.choice([0.002, 0.05]), jitter_s=rng.choice([0.0, 0.1]), visible_after_s=0.3)
+    play(seed, weather, plans, target=rng.choice([None, 2, 4]), least=2, deadline_s=rng.choice([None, 6.0]))
+
+
+def asking(**options: object) -> Play:
+    """A search that has asked the peer of number 1."""
+    game = Play(**options)  # type: ignore[arg-type]
+    game.settle(declared(1))
+    assert game.machine.phase is SearchPhase.ASKING
+    return game
+
+
+def at_the_deadline(begin: Callable[..., Play]) -> None:
+    """No time is left for a round."""
+    begin(setup=Setup(deadline_s=5.5)).hear(Tick(), at=5.5)
+
+
+def silent(begin: Callable[..., Play]) -> None:
+    """The leader gives no sign of life."""
+    game = begin()
+    game.silent.add(peer_id(1))
+    game.hear(Tick(), at=1.0)
+
+
+def follower_accepts() -> None:
+    """A peer that follows us would lead us."""
+    game = asking()
+    game.hear(join(1, expiration=2_000_000.0))
+    game.hear(Answered(peer_id(1), JoinAccepted()))
+
+
+def last_leader_is_expected() -> None:
+    """The last round succeeded under a leader that comes again."""
+    Play(memory=Memory(leader=contact_of(1)), expected=lambda: frozenset({peer_id(1)}))
+
+
+def nudged_peer_follows_another() -> None:
+    """Two leaders meet through a follower."""
+    game = Play()
+    game.settle(declared(60))
+    game.hear(Nudged(peer_id(60), JoinRedirected(contact_of(70))))
+
+
+SCRIPTS: tuple[Callable[[], object], ...] = (
+    last_leader_is_expected,
+    nudged_peer_follows_another,
+    follower_accepts,
+    lambda: Play().hear(Cancel()),
+    *(lambda begin=begin: at_the_deadline(begin) for begin in (asking, following)),
+    *(lambda begin=begin: silent(begin) for begin in (asking, following)),
+    *(
+        lambda begin=begin, event=event: begin().hear(event)
+        for begin in (asking, following)
+        for event in (
+            Answered(peer_id(1), JoinRefused("full", "")),
+            Answered(peer_id(1), JoinRedirected(contact_of(2))),
+            Answered(peer_id(1), JoinRedirected(contact_of(1))),
+            Answered(peer_id(1), BEGIN),
+            LeaderLost(peer_id(1), "lost"),
+            PeerLost(peer_id(1)),
+            Cancel(),
+        )
+    ),
+    lambda: following().hear(join(1, expiration=2_000_000.0)),
+    lambda: Play(setup=Setup(min_group_size=1)).wait(6.0),
+)
+
+
+def test_every_transition_of_the_table_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random swarms and scripts together make each change of phase in the table; it is printed with its counts."""
+    with noted(monkeypatch) as simulated:
+        for seed in range(SWARMS):
+            simulate(seed)
+    with noted(monkeypatch) as scripted:
+        for script in SCRIPTS:
+            script()
+    print(f"\n{'phase':<10} {'cause':<15} {'next':<10} {'swarms':>7} {'scripts':>8}")
+    for transition in TRANSITIONS:
+        phase, cause, after = transition
+        counts = f"{simulated[transition]:>7,} {scripted[transition]:>8,}"
+        print(f"{phase.name:<10} {cause:<15} {after.name:<10} {counts}  {TRANSITIONS[transition]}")
+    covered = (simulated + scripted).keys()
+    print(f"covered: {len(covered & TRANSITIONS.keys())} of {len(TRANSITIONS)} transitions")
+    assert covered == TRANSITIONS.keys()
+
+
+def test_a_change_of_phase_that_is_not_in_the_table_is_refused() -> None:
+    """A rule that is added to the machine is added to the table too."""
+    game = following()
+    with pytest.raises(AssertionError):
+        game.machine._change_phase(SearchPhase.FOLLOWING)

@@ -1,0 +1,270 @@
+"""Fills the tables of `docs/protocol.md` from the code: ``make tables``.
+
+A table stands between the lines ``<!-- generated: KIND NAME -->`` and ``<!-- end -->``. Its texts stand in the code:
+
+============================  =================================================================================
+kind and name                 the table
+============================  =================================================================================
+``messages MODULE [GROUP]``   each message of the module, or of the part of it below the comment ``# --- GROUP``: its
+                              docstring, and its fields with their types and the texts of ``Attributes:``
+``settings CLASS``            the fields of a class, with their defaults and the texts of ``Attributes:``
+``members ENUM``              the members of an enum, with their docstrings
+``constants``                 the constants that the table names already, with their values and docstrings: to add
+                              one, add a row with its name
+``transitions MODULE.NAME``   a mapping of (phase, event, next phase) to when a machine goes that way
+``text MODULE.NAME``          the Markdown that this function returns
+============================  =================================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from shoal import wire
+from shoal.peer import Address, PeerID
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "protocol.md"
+
+_BLOCK = re.compile(r"<!-- generated: (\w+) ?(.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
+_CONSTANT = re.compile(r"^\| `([\w.]+)` \|(?:.*? \| (.*?) ?\|)?$", re.MULTILINE)
+_SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_WORDS: dict[Any, str] = {None: "none", True: "true", False: "false", msgspec.NODEFAULT: "required", "": "empty"}
+_NAMES = {PeerID: "peer id", Address: "address", bytes: "bytes", str: "text", msgspec.Raw: "raw"}
+
+Rows = Iterator[tuple[str, ...]]
+
+
+def filled(page: str) -> str:
+    """The page with every table made anew.
+
+    Raises:
+        KeyError, AttributeError, ImportError: a marker names a kind of table, or code, that does not exist.
+    """
+
+    def block(found: re.Match[str]) -> str:
+        kind, name, old = found.groups()
+        if kind == "text":
+            made = named(name)().rstrip("\n") + "\n"
+        elif kind == "constants":
+            made = table(constants(dict(_CONSTANT.findall(old))))
+        else:
+            made = table(KINDS[kind](*name.split(" ", 1)))
+        head = found[0].partition("\n")[0]
+        return f"{head}\n\n{made}\n<!-- end -->\n"
+
+    return _BLOCK.sub(block, page)
+
+
+def table(rows: Iterable[tuple[str, ...]]) -> str:
+    """A table of markdown; the first row is its head."""
+    head, *body = rows
+    lines = [head, ("---",) * len(head), *body]
+    return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |").replace("|  |", "| |") for cells in lines)
+
+
+# ------------------------------------------------------------------------------------------------------ kinds of table
+
+
+def messages(module: str, group: str = "") -> Rows:
+    """Every message of the module or of one part of it, in order."""
+    yield "message", "field", "type", "meaning"
+    for kind in structs(module, group):
+        text, fields = documented(kind)
+        yield f"`{kind.__struct_config__.tag}`", "", _role(kind), text
+        hints = get_type_hints(kind, include_extras=True)
+        for field in msgspec.structs.fields(kind):
+            default = f"; default {_default(field.name, field)}" if _has_default(field) else ""
+            yield "", f"`{field.name}`", type_text(hints[field.name]) + default, fields[field.name]
+
+
+def settings(name: str) -> Rows:
+    """Every field of a class, in order."""
+    kind = named(name)
+    fields = msgspec.structs.fields(kind) if issubclass(kind, msgspec.Struct) else dataclasses.fields(kind)
+    texts = {name: text for base in reversed(kind.__mro__) for name, text in documented(base)[1].items()}
+    yield "name", "default", "meaning"
+    for field in fields:
+        yield f"`{field.name}`", _default(field.name, field), texts[field.name]
+
+
+def members(name: str) -> Rows:
+    """Every member of an enum, in order; with its value, if that is a number that goes on the wire."""
+    kind: type[Enum] = named(name)
+    numbers = issubclass(kind, int)
+    texts = dict(attribute_docstrings(ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]))
+    yield ("name", "number", "meaning") if numbers else ("name", "meaning")
+    for member in kind:
+        number = (str(member.value),) if numbers else ()
+        yield f"`{member.name}`", *number, texts[member.name]
+
+
+def constants(names: Mapping[str, str]) -> Rows:
+    """Constants by name; one that has no docstring keeps the text that the page gives it."""
+    yield "name", "value", "meaning"
+    for name, text in names.items():
+        module, _, constant = name.rpartition(".")
+        texts = dict(attribute_docstrings(ast.parse(inspect.getsource(importlib.import_module(module)))))
+        yield f"`{name}`", quantity(constant, named(name)), texts.get(constant, text)
+
+
+def transitions(name: str) -> Rows:
+    """The changes of a machine's phase: a mapping of (phase, event, next phase) to when it happens."""
+    yield "phase", "event", "next phase", "when"
+    for (before, event, after), when in named(name).items():
+        yield before.name, f"`{event}`", after.name, when
+
+
+KINDS = {kind.__name__: kind for kind in (messages, settings, members, transitions)}
+
+
+# ---------------------------------------------------------------------------------------------------- reading the code
+
+
+def named(name: str) -> Any:
+    """What a module has under this name."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def structs(module: str, group: str = "") -> list[type[msgspec.Struct]]:
+    """The messages of a module in order, or of the part of it below one comment that is a line."""
+    found = importlib.import_module(module)
+    source = inspect.getsource(found)
+    if group:
+        source = re.split(rf"^# -+ {group}$", source, flags=re.MULTILINE)[1]
+        source = re.split(r"^# -+ ", source, flags=re.MULTILINE)[0]
+    classes = [getattr(found, name) for name in re.findall(r"^class (\w+)\b", source, re.MULTILINE)]
+    return [kind for kind in classes if issubclass(kind, msgspec.Struct) and kind.__struct_config__.tag]
+
+
+def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
+    """The docstring of a class in one line, and the texts of its `Attributes:`."""
+    text, _, attributes = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")
+    attributes = re.split(r"\n(?=\S)", attributes)[0]
+    found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes, re.MULTILINE)
+    return _line(text), {name: _sentence(text) for name, text in found}
+
+
+def attribute_docstrings(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """Each name that is assigned in a module or class and has a docstring below it."""
+    for here, after in pairwise(getattr(node, "body", [])):
+        targets = here.targets if isinstance(here, ast.Assign) else [getattr(here, "target", None)]
+        text = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else None
+        for name in targets[0].elts if isinstance(targets[0], ast.Tuple) else targets:
+            if isinstance(name, ast.Name) and isinstance(text, str):
+                yield name.id, _line(text)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _sentence(text: str) -> str:
+    """The text of a field as a cell: in one line, and without the full stop of a single sentence."""
+    line = _line(text)
+    return line[:-1] if line.endswith(".") and ". " not in line else line
+
+
+# ------------------------------------------------------------------------------------------------- types and values
+
+
+def _role(kind: type[msgspec.Struct]) -> str:
+    """How a message is answered, if it begins something."""
+    if issubclass(kind, wire.Request):
+        return f"request, answered by {_tags(wire.reply_type(kind))}"
+    if issubclass(kind, wire.Opening):
+        up, down = wire.stream_types(kind)
+        return f"opening; the opener then sends {_tags(up)}, the acceptor {_tags(down)}"
+    return ""
+
+
+def _tags(kind: Any) -> str:
+    names = [f"`{one.__name__}`" for one in get_args(kind) or [kind]]
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def type_text(hint: Any) -> str:
+    """A field's type in words, with the limits that the decoder checks."""
+    limits = [part for part in getattr(hint, "__metadata__", ()) if isinstance(part, msgspec.Meta)]
+    if not limits:
+        return _plain_type(hint, "")
+    (limit,), plain = limits, hint.__origin__
+    if limit.min_length is not None and limit.min_length == limit.max_length:
+        return f"{limit.max_length} {_plain_type(plain, '')}"
+    if limit.max_length is not None:
+        most = size(limit.max_length) if plain is bytes else f"{limit.max_length:,}"
+        return _plain_type(plain, f" (at most {most}{' characters' if plain is str else ''})")
+    return _plain_type(plain, f" from {limit.ge:,}" + (f" to {_number(limit.le)}" if limit.le is not None else ""))
+
+
+def _plain_type(hint: Any, limit: str) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is types.UnionType or (args and type(None) in args):
+        return " or ".join("none" if one is type(None) else type_text(one) for one in args)
+    if origin is list or (origin is tuple and args[-1] is ...):
+        return f"list{limit} of {type_text(args[0])}"
+    if origin is tuple:
+        return f"({', '.join(map(type_text, args))})"
+    if origin is dict:
+        return f"map{limit} of {type_text(args[0])} to {type_text(args[1])}"
+    if isinstance(hint, type) and issubclass(hint, wire.Message):
+        return f"`{hint.__name__}`"
+    return f"{_NAMES.get(hint, hint.__name__)}{limit}"
+
+
+def _has_default(field: Any) -> bool:
+    return field.default is not msgspec.NODEFAULT or field.default_factory is not msgspec.NODEFAULT
+
+
+def _default(name: str, field: Any) -> str:
+    value = field.default
+    if value is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+        value = field.default_factory()
+    if type(value) in (int, float):
+        return quantity(name, value)
+    if isinstance(value, bytes | tuple | list | Mapping) and not value:
+        return "empty"
+    return f"`{type(value).__name__}`" if isinstance(value, msgspec.Struct) else _WORDS[value]
+
+
+def size(count: int) -> str:
+    """A number of bytes in the largest unit that divides it."""
+    return next((f"{count // unit} {name}" for unit, name in _SIZES if count >= unit and count % unit == 0), str(count))
+
+
+def _number(value: float) -> str:
+    if type(value) is int:
+        return f"2^{value.bit_length() - 1}" if value > 1 << 40 and value & (value - 1) == 0 else f"{value:,}"
+    return f"{value:g}"
+
+
+def quantity(name: str, value: float) -> str:
+    """A number with the unit that its name says: `bytes`, or `_s` at the end; `per_s` and `calls_s` are rates."""
+    low = name.lower()
+    text = size(int(value)) if "bytes" in low else _number(value)
+    if not low.endswith("_s"):
+        return text
+    return f"{text}/s" if "calls" in low or "per_" in low else f"{text} s"
+
+
+def main() -> None:
+    """Write the page anew."""
+    PAGE.write_text(filled(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Which transitions of a state machine were taken, beside the table that names them all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from functools import wraps
+from types import TracebackType
+from typing import Any, Self
+
+Transition = tuple[Enum, str, Enum]
+
+
+class Recorder:
+    """Notes the changes of phase of all machines of a class, while it is entered.
+
+    Args:
+        machine: the class; it has a property `phase`.
+        methods: its methods that take events in. An event that is an argument is named by its class, others by the
+            method.
+    """
+
+    def __init__(self, machine: type, methods: Sequence[str]) -> None:
+        self.machine, self.taken = machine, Counter[Transition]()
+        self._methods = {name: getattr(machine, name) for name in methods}
+
+    def __enter__(self) -> Self:
+        for name, method in self._methods.items():
+            setattr(self.machine, name, self._noting(name, method))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for name, method in self._methods.items():
+            setattr(self.machine, name, method)
+
+    def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def noting(machine: Any, *args: Any, **kwargs: Any) -> Any:
+            before = machine.phase
+            result = method(machine, *args, **kwargs)
+            if machine.phase is not before:
+                named = name in ("obey", "handle")
+                self.taken[before, type(args[0]).__name__ if named else name, machine.phase] += 1
+            return result
+
+        return noting
+
+    def check(self, table: Mapping[Any, str]) -> None:
+        """Print the table with how often each transition was taken. Fails if one was not, or is not in the table."""
+        rows = {**dict.fromkeys(table, 0), **self.taken}
+        print(f"{self.machine.__name__}: {len(self.taken)} of {len(table)} transitions visited")
+        for (before, event, after), times in rows.items():
+            print(f"  {before.name.lower():<10} {event:<16} {after.name.lower():<10} {times:>8,}")
+        unknown, missed = set(self.taken) - set(table), set(table) - set(self.taken)
+        assert not unknown, f"transitions that the table does not name: {unknown}"
+        assert not missed, f"transitions that nothing visits: {missed}"

@@ -12,8 +12,7 @@ from shoal.lazy import lazy
 
 if TYPE_CHECKING:
     from shoal.zero.checkpoint import load, save
-    from shoal.zero.estimate import estimate
-    from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs
+    from shoal.zero.laws import ENGINES, Cost, Engine, Precision, costs, estimate
     from shoal.zero.optimizer import ShardedOptimizer
     from shoal.zero.plain import full_state_dict
     from shoal.zero.saved import consolidate

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "protocol.md"
 
 _BLOCK = re.compile(r"<!-- generated: (\w+) ?(.*?) -->\n(.*?)<!-- end -->\n", re.DOTALL)
-_CONSTANT = re.compile(r"^\| `([\w.]+)` \|(?:.*? \| (.*?) ?\|)?$", re.MULTILINE)
+_CONSTANT = re.compile(r"^\| `([\w.]+)` \|", re.MULTILINE)
 _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _WORDS: dict[Any, str] = {None: "none", True: "true", False: "false", msgspec.NODEFAULT: "required", "": "empty"}
 _NAMES = {PeerID: "peer id", Address: "address", bytes: "bytes", str: "text", msgspec.Raw: "raw"}
@@ -52,7 +52,7 @@ def filled(page: str) -> str:
     """The page with every table made anew.
 
     Raises:
-        KeyError, AttributeError, ImportError: a marker names a kind of table, or code, that does not exist.
+        KeyError, AttributeError, ImportError: a kind of table, code, or its docstring does not exist.
     """
 
     def block(found: re.Match[str]) -> str:
@@ -60,7 +60,7 @@ def filled(page: str) -> str:
         if kind == "text":
             made = named(name)().rstrip("\n") + "\n"
         elif kind == "constants":
-            made = table(constants(dict(_CONSTANT.findall(old))))
+            made = table(constants(_CONSTANT.findall(old)))
         else:
             made = table(KINDS[kind](*name.split(" ", 1)))
         head = found[0].partition("\n")[0]
@@ -112,13 +112,13 @@ def members(name: str) -> Rows:
         yield f"`{member.name}`", *number, texts[member.name]
 
 
-def constants(names: Mapping[str, str]) -> Rows:
-    """Constants by name; one that has no docstring keeps the text that the page gives it."""
+def constants(names: Iterable[str]) -> Rows:
+    """Constants by name."""
     yield "name", "value", "meaning"
-    for name, text in names.items():
+    for name in names:
         module, _, constant = name.rpartition(".")
         texts = dict(attribute_docstrings(ast.parse(inspect.getsource(importlib.import_module(module)))))
-        yield f"`{name}`", quantity(constant, named(name)), texts.get(constant, text)
+        yield f"`{name}`", quantity(constant, named(name)), texts[constant]
 
 
 def transitions(name: str) -> Rows:

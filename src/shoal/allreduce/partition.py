@@ -31,6 +31,8 @@ MAX_PARTS = 1 << 13
 """With more parts a commit would not fit in one message (`Limits.header_bytes`): choose a larger `part_size_bytes`."""
 
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 10, 8 << 20
+"""The smallest and the largest `part_size_bytes`."""
+
 _MAX_SCHEMA_BYTES, _MAX_TENSORS = 4 << 20, 1 << 16
 _SHOWN = 120
 

@@ -75,10 +75,19 @@ _FAREWELL_S = 1.0
 """A round waits so long at its end for the others to end their streams."""
 
 _ASK_TIMEOUT_S = 2.0
+"""The longest time for an `AskVerdict`."""
+
 _ASK_PAUSE_S = 0.1
+"""The pause until the others are asked for the verdict again."""
+
 _ARRIVAL_S = 10.0
+"""A `Reduce` stream waits so long for its round to begin here."""
+
 _MAX_EARLY_STREAMS = 512
+"""The most `Reduce` streams that wait for their rounds."""
+
 _REMEMBERED_VERDICTS = 64
+"""The number of rounds whose verdicts are remembered."""
 
 
 class Round:

@@ -20,6 +20,7 @@ __all__ = ["DownStream", "ReducerStream", "SenderStream", "UpStream"]
 
 _OPEN_TIMEOUT_S = 10.0
 _FAREWELL_S = 1.0
+"""The longest time for our streams of values to end in order."""
 
 UpStream = Stream[PartData | PartRequest, PartAverage | PartAbsent]
 DownStream = Stream[PartAverage | PartAbsent, PartData | PartRequest]

@@ -30,6 +30,7 @@ _KEEP_S = 5.0
 """Entries outlive the window that they announce: clocks differ, and readers judge for themselves."""
 
 _DONOR_TIMEOUT_S = 5.0
+"""The longest time for a donor's declaration."""
 
 _Addresses = Annotated[list[str], msgspec.Meta(max_length=8)]
 

@@ -29,7 +29,11 @@ from shoal.wire import Contact
 __all__ = ["Lookup"]
 
 _QUERIES_PER_COUNT = 10
+"""The most calls of a lookup, for each node that is to answer."""
+
 _CONTACTS_PER_REPLY = 32
+"""The most nodes of one reply that are looked at."""
+
 _ANSWERS_PER_SLOW = 4
 
 

@@ -26,10 +26,19 @@ __all__ = ["Neighbours"]
 
 _AVOIDED_MAX = 4096
 _REMEMBERED_MAX = 256
+"""The most lost nodes that are remembered."""
+
 _FIRST_PAUSE_S = 5.0
+"""A node that failed is avoided for so long at first, then twice as long each time."""
+
 _LONGEST_PAUSE_S = 120.0
+"""A node that failed is avoided for at most so long."""
+
 _LIAR_PAUSE_S = 600.0
+"""A node that lied is not believed for so long."""
+
 _REMEMBER_S = 3600.0
+"""A lost node is remembered for so long."""
 
 
 class _Avoided(NamedTuple):

@@ -22,8 +22,14 @@ from shoal.wire import Contact, DhtStore, Record
 __all__ = ["Publisher", "StoreAndFind"]
 
 _RECORDS_PER_CALL = 256
+"""The most records in one `DhtStore`."""
+
 _BYTES_PER_CALL = 512 << 10
+"""The most bytes of records in one `DhtStore`."""
+
 _SPARE_NODES = 2
+"""Nodes that take the place of those that fail to store a record."""
+
 _MAX_ROUTES = 1024
 
 

@@ -30,6 +30,7 @@ __all__ = ["ID_BITS", "RoutingTable", "id_of_key", "key_of", "node_id"]
 
 ID_BITS = 256
 _FAILURES_TO_REMOVE = 2
+"""A node that gives no answer to so many calls in a row leaves the table."""
 
 
 def key_of(key: str | bytes) -> bytes:

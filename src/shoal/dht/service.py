@@ -22,9 +22,12 @@ from shoal.wire import Contact, DhtFind, DhtFindReply, DhtFound, DhtPing, DhtPon
 __all__ = ["Service"]
 
 _BURST_S = 16.0
+"""A peer may use its rates of this time at once."""
+
 _CHECKED_AT_ONCE = 4
 _SPARE_BYTES = 4096
 _BYTES_PER_TOKEN = 16384
+"""So many bytes of a reply cost as much as one key."""
 
 
 class Service:

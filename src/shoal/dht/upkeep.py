@@ -37,8 +37,14 @@ from shoal.wire import Contact, DhtPing, Record
 __all__ = ["Upkeep"]
 
 _BUCKETS_AT_ONCE = 4
+"""The most buckets that are refreshed at a time."""
+
 _LOST_AT_ONCE = 3
+"""The most lost nodes that are dialed at a time."""
+
 _DUTY = 2
+"""So many of a key's holders give it to new ones."""
+
 _KEYS_AT_ONCE = 64
 _KNOCK_S = 5.0
 

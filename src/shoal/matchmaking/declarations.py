@@ -36,10 +36,18 @@ __all__ = ["DirectoryPoller", "KnownDeclarations", "Memory"]
 _MAX_DECLARATIONS = 1024
 _MAX_LOST = 1024
 _MAX_NUDGES = 4
+"""The most nudges at a time."""
+
 _POLL_MAX_S = 1.0
+"""The longest pause between two reads of the directory."""
+
 _DECLARE_AGAIN_S = 0.5
+"""The pause after a declaration that failed."""
+
 # A quiet time of 8 mean gaps: if 16 peers come at random, evenly spread times, no gap is longer 99 times in 100.
 _GAPS_WAITED = 8.0
+"""The quiet time is so many mean gaps between joins."""
+
 _PRIOR_GAPS = 2
 
 

@@ -32,6 +32,7 @@ _SLICE_BYTES = 9
 _SHOWN_CHARACTERS = 120
 _TEXT_CHARACTERS = 1000
 _END_STREAM_S = 3.0
+"""The longest time for a stream to end in order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,9 +60,13 @@ SOFT_CODES = frozenset({"full", "replaced"})
 """Refusals that mean: ask again in a while."""
 
 _MAX_HOPS = 6
+"""The most redirections in a row that a peer follows."""
+
 _MAX_MISMATCHES = 8
 _EXPECTED_POLL_S = 0.1
 _CROWD_GROUPS = 4
+"""So many full groups of declarers before a peer are a crowd."""
+
 _LATER_S = 1e-3
 _HEAD_START_S = 1.0
 """The leader of the last group declares itself earlier than the others by this, so that it can lead them again."""

@@ -58,7 +58,10 @@ __all__ = ["Matchmaker"]
 
 _WHERE = "matchmaking"
 _FAREWELL_S = 3.0
+"""The longest time for a stream to end in order, in the background."""
+
 _WITHDRAW_AFTER_S = 0.1
+"""The time from the end of a search to the withdrawal of its declaration."""
 
 _HELD_S = 0.5
 """If the leader of the last group does not search yet, it waits so long before it refuses a peer that asks it: the news

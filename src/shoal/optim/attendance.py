@@ -34,7 +34,11 @@ _LONGEST_WINDOWS = 64
 _MAX_REMEMBERED = 1024
 
 _STRANGERS_S = 4.0
+"""Rounds wait in vain for strangers for so long in all."""
+
 _STRANGERS_PART, _KNOWN_PART = 0.02, 0.1
+"""The share of the time that is added to `_STRANGERS_S`, and to the two windows for contributors."""
+
 _WORTH_S = 1.0
 """Shorter waits are of little use: newcomers on slow lines would not come. Contributors are waited for at least so
 long."""

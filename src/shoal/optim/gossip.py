@@ -40,6 +40,8 @@ _DEAF_S = 30.0
 """A peer that could not be told is no keeper for so long."""
 
 _CALL_TIMEOUT_S = 3.0
+"""The longest time for a `TellProgress`."""
+
 _LEAVE_S = 1.0
 _SILENCE_S = 1.0
 

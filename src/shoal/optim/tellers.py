@@ -29,6 +29,7 @@ FEW = 4
 """So many others are all told directly."""
 
 KEEPERS = 2
+"""The number of keepers of each state, or of each part of its peers."""
 
 _PART = 96
 """A state with twice as many peers is divided."""
@@ -40,11 +41,17 @@ Then a count is told, again when half as much is left, and so on, and after each
 """
 
 _BATCHES = 1.5
+"""The end of an epoch is near, too, when so many batches of this peer are left."""
 
 _LATE_S = 0.5
+"""An epoch is late so long after its estimated end; then its keepers are looked at."""
+
 _SILENCE_S, _PEERS_PER_S = 1.0, 16.0
+"""Far from the end of an epoch keepers are told after so long, or at so many peers a second if that takes longer."""
 
 _WRITTEN_PER_S, _READ_PER_S, _LOOK_S = 16.0, 8.0, 5.0
+"""So many peers of a run write to the DHT, and read it, in a second. Once all are known, `_LOOK_S` lie between two
+reads at least."""
 
 
 class Order:

@@ -20,7 +20,10 @@ _AHEAD_S = 0.5
 """Chunks for this long are asked for ahead: more than any round trip takes."""
 
 MIN_AHEAD = 2
+"""Chunks that are asked for ahead beside those of `_AHEAD_S`."""
+
 MAX_AHEAD = 64
+"""The most chunks that are asked for ahead."""
 
 _WEIGHT = 0.3
 """The weight of the latest gap between two chunks in the mean."""

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 __all__ = ["Candidates", "Donor"]
 
 _BUSY_REFUSALS = 5
+"""A donor is left after so many refusals of chunks."""
+
 _FAILURES_AFTER_CHUNKS = 2
+"""A donor that has given chunks is left after so many failures in a row."""
 
 
 @dataclass(frozen=True, slots=True)

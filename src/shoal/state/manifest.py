@@ -51,8 +51,14 @@ __all__ = [
 ]
 
 MIN_CHUNK_BYTES = 1 << 10
+"""The smallest chunks that a receiver takes."""
+
 CHUNK_BYTES = 1 << 20
+"""The size of a chunk. It is doubled until the chunks are few enough."""
+
 MAX_CHUNK_BYTES = 16 << 20
+"""The largest chunks."""
+
 MAX_CHUNKS = 4096
 """So many hashes fit into one message beside the other fields; larger states get larger chunks."""
 
@@ -60,6 +66,8 @@ SLICE_ELEMENTS = 1 << 20
 """So many elements of a tensor are encoded together."""
 
 MAX_METADATA_BYTES = 1 << 20
+"""The longest metadata of a state."""
+
 _MAX_EXPANSION, _SMALL_BYTES = 256, 16 << 20
 """A state is at most so many times as large as its encoding, unless it is small: taking memory must cost bytes."""
 

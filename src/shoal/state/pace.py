@@ -19,6 +19,8 @@ from shoal.errors import ConfigError
 __all__ = ["BackgroundLimit", "Pacer"]
 
 MIN_BYTES_PER_S = 32 << 10
+"""The lowest upload limit."""
+
 _PIECE_S = 0.125
 _BURST_S = 0.25
 
@@ -67,11 +69,15 @@ QUICK_S = 0.02
 """The next piece is twice as large if it may go so soon after the one before."""
 
 HELD_PIECE_BYTES = 64 << 10
+"""A piece beside rounds."""
+
 LONGEST_HOLD_S = 1.5
 """A piece is not held for longer: so every receiver gets 43 kB/s, which is no stall."""
 
 LOOK_AGAIN_S = 0.02
 _WINDOW_S = 0.5
+"""The time over which traffic is compared."""
+
 _WATCH_S = 0.1
 """Nothing is sent before other traffic was watched for so long: sent bytes cannot leave the queues of the line."""
 

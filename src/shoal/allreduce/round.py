@@ -419,6 +419,8 @@ class Round:
             # A member that does not take the verdict in this time asks the others for it.
             if self._coordinating is None:
                 self._control[self.coordinator].abort()
+        finally:
+            await self._talks.cancel()  # the group's streams are read by nobody from now on
 
     # ------------------------------------------------------------------------------------------ values and averages
 

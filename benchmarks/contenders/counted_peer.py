@@ -12,7 +12,7 @@ from benchmarks.contenders.worker import serve
 from shoal.allreduce.vector import PartDigests, Vector
 from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
-from shoal.transport.layers import Held
+from shoal.transport.layers import ReceiveBuffer
 
 
 class Touched:
@@ -52,20 +52,20 @@ class Touched:
 
     def _count_kept(self) -> None:
         """Received bytes are copied where a record has come in part: to memory of their own, and back before it."""
-        keep, receive_buffer = Held.keep, Held.receive_buffer
+        keep, receive_buffer = ReceiveBuffer.keep, ReceiveBuffer.receive_buffer
 
-        def counted_keep(self: Held, rest: memoryview) -> None:
+        def counted_keep(self: ReceiveBuffer, rest: memoryview) -> None:
             keep(self, rest)
             count("kept", len(self) if self.view.obj is not rest.obj else 0)
 
-        def counted_receive_buffer(self: Held, wanted: int) -> memoryview:
+        def counted_receive_buffer(self: ReceiveBuffer, wanted: int) -> memoryview:
             buffer = receive_buffer(self, wanted)
             count("kept", len(self) if buffer.obj is not self.view.obj else 0)
             return buffer
 
         count = self._count
-        setattr(Held, "keep", counted_keep)  # noqa: B010 (as `_wrap` does it)
-        setattr(Held, "receive_buffer", counted_receive_buffer)  # noqa: B010
+        setattr(ReceiveBuffer, "keep", counted_keep)  # noqa: B010 (as `_wrap` does it)
+        setattr(ReceiveBuffer, "receive_buffer", counted_receive_buffer)  # noqa: B010
 
 
 class CountedPeer(ShoalPeer):

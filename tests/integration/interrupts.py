@@ -208,7 +208,7 @@ def look(peer: Peer) -> None:
                 continue
     with limited("holding"):
         peer.hold()
-    assert peer.averager._held.lock.holder in ("", "shoal itself"), "the averager's lock is kept"
+    assert peer.averager._locked.lock.holder in ("", "shoal itself"), "the averager's lock is kept"
 
 
 def main(count: int, seed: int) -> None:

@@ -38,7 +38,7 @@ async def start_core(
 def seize(lock: TensorLock, holder: str) -> Callable[[], None]:
     """Take a lock that is free; returns what gives it back."""
     stack = ExitStack()
-    assert stack.enter_context(lock.holding(holder, 0.0))
+    assert stack.enter_context(lock.acquire_in_thread(holder, 0.0))
     return stack.close
 
 

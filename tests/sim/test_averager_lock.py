@@ -34,12 +34,12 @@ def test_coroutines_have_the_lock_in_the_order_of_asking() -> None:
         lock, had = TensorLock(), list[str]()
 
         async def work(name: str) -> None:
-            async with lock.held():
+            async with lock.acquire():
                 had.append(name)
                 await sim.sleep(1.0)
 
         async def impatient(timeout_s: float) -> None:
-            async with lock.held(timeout_s) as has_come:
+            async with lock.acquire(timeout_s) as has_come:
                 assert not has_come
 
         release = seize(lock, "the test")
@@ -136,7 +136,7 @@ def test_a_holder_that_comes_again_and_again_starves_no_round() -> None:
 
         async def busy() -> None:
             while True:
-                async with lock.held():
+                async with lock.acquire():
                     await sim.sleep(0.02)
 
         holding = asyncio.ensure_future(busy())

@@ -216,7 +216,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         trainer = await run.add("p0")
         await sim.sleep(3.0)
         participant = trainer.participant
-        async with participant.lock.held():
+        async with participant.lock.acquire():
             participant.training.accumulators[0].fill_(7.0)
             participant.training.samples = BATCH
             participant.accumulated()

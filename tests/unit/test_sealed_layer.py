@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.transport import sealed
 from shoal.transport.connection import TcpConnection
-from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
+from shoal.transport.layers import RECORD_BYTES, BrokenLayer, ReceiveBuffer, Scratch
 from shoal.transport.sealed import PAUSE_BYTES, SealedLayer
 
 KEYS = bytes(32), b"\1" * 32
@@ -169,7 +169,7 @@ def test_unread_records_wait_sealed() -> None:
 def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], unit: int, shared: bool, seed: int) -> None:
     """Whatever comes and is taken, also while other connections use the shared memory."""
     scratch, rng = Scratch(), random.Random(seed)
-    held = Held(scratch, b"")
+    held = ReceiveBuffer(scratch, b"")
     wire = rng.randbytes(sum(came) * unit)
     sent, got = 0, b""
     for number, count in enumerate(came):
@@ -194,12 +194,12 @@ def test_what_waits_is_kept_in_order(came: list[int], taken: list[int], unit: in
     assert len(held) == 0
 
 
-def is_large(held: Held) -> bool:
+def is_large(held: ReceiveBuffer) -> bool:
     """Whether what waits lies in memory that was lent."""
     return memoryview(held.view.obj).nbytes > 1 << 20
 
 
-def receive(held: Held, data: bytes) -> memoryview:
+def receive(held: ReceiveBuffer, data: bytes) -> memoryview:
     """Let some bytes come; returns all that waits."""
     held.receive_buffer(len(data))[: len(data)] = data
     return held.received(len(data))
@@ -208,7 +208,7 @@ def receive(held: Held, data: bytes) -> memoryview:
 def test_the_beginning_of_a_record_stays_where_it_came() -> None:
     """The rest comes right behind it; the memory is shared again afterwards. A few bytes are copied."""
     scratch = Scratch()
-    held, other = Held(scratch, b""), Held(scratch, b"")
+    held, other = ReceiveBuffer(scratch, b""), ReceiveBuffer(scratch, b"")
     before = scratch.receiving
     held.keep(receive(held, b"a" * 300_000)[100_000:])
     assert held.view.obj is before.obj
@@ -226,13 +226,13 @@ def test_the_beginning_of_a_record_stays_where_it_came() -> None:
 def test_memory_is_lent_to_one_at_a_time() -> None:
     """The others' bytes are copied; who is gone has none any more."""
     scratch = Scratch()
-    many = [Held(scratch, b"") for _ in range(2)]
+    many = [ReceiveBuffer(scratch, b"") for _ in range(2)]
     for number, held in enumerate(many):
         held.keep(receive(held, bytes([number]) * 100_000))
     assert [is_large(held) for held in many] == [True, False]
     assert all(held.view == bytes([number]) * 100_000 for number, held in enumerate(many))
     del many[0], held
-    late = Held(scratch, b"")
+    late = ReceiveBuffer(scratch, b"")
     late.keep(receive(late, b"x" * 100_000))
     assert is_large(late)
 
@@ -240,7 +240,7 @@ def test_memory_is_lent_to_one_at_a_time() -> None:
 def test_a_record_that_comes_in_small_pieces_is_copied_a_few_times_at_most() -> None:
     """Where it began to come slowly it gets memory of its own, into which the rest is received."""
     scratch = Scratch()
-    held = Held(scratch, b"")
+    held = ReceiveBuffer(scratch, b"")
     piece, shared = 1000, 0
     for _ in range(RECORD_BYTES // piece):
         room = held.receive_buffer(0)

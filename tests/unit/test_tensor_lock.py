@@ -16,7 +16,7 @@ import torch
 from shoal.averager import TensorLock
 from shoal.averager import lock as lock_module
 from shoal.runtime import tensors as tensors_module
-from shoal.runtime.tensors import HeldTensors
+from shoal.runtime.tensors import LockedTensors
 
 LONG_S = 60.0
 
@@ -33,12 +33,12 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
     lock, had = TensorLock(), []
 
     def work(name: str) -> None:
-        with lock.holding(name, LONG_S) as has_come:
+        with lock.acquire_in_thread(name, LONG_S) as has_come:
             assert has_come
             had.append(lock.holder)
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("b", "c", "d")]
-    with lock.holding("a", 0.0) as has_come:
+    with lock.acquire_in_thread("a", 0.0) as has_come:
         assert has_come
         for count, thread in enumerate(threads, 2):
             thread.start()
@@ -52,7 +52,7 @@ def test_a_thread_that_comes_again_waits_behind_the_others() -> None:
 
 def in_a_thread(lock: TensorLock) -> bool:
     """Have it; whether it came."""
-    with lock.holding("b", LONG_S) as has_come:
+    with lock.acquire_in_thread("b", LONG_S) as has_come:
         return has_come
 
 
@@ -60,7 +60,7 @@ def in_a_loop(lock: TensorLock) -> bool:
     """The same from a coroutine."""
 
     async def work() -> bool:
-        async with lock.held(LONG_S) as has_come:
+        async with lock.acquire(LONG_S) as has_come:
             return has_come
 
     return asyncio.run(work())
@@ -71,7 +71,7 @@ def test_who_waits_has_it_when_the_other_leaves(have: Callable[[TensorLock], boo
     """A thread and a coroutine alike, though nobody tells them."""
     lock, had = TensorLock(), []
     thread = threading.Thread(target=lambda: had.append(have(lock)))
-    with lock.holding("a"):
+    with lock.acquire_in_thread("a"):
         thread.start()
         in_line(lock, 2)
     thread.join(LONG_S)
@@ -81,17 +81,17 @@ def test_who_waits_has_it_when_the_other_leaves(have: Callable[[TensorLock], boo
 def test_who_gives_up_leaves_the_line() -> None:
     """After its time is over a thread goes on without, and whoever stands behind it is not held up."""
     lock = TensorLock()
-    with lock.holding("a"):
+    with lock.acquire_in_thread("a"):
         assert lock.held_by_this_thread
-        with lock.holding("b", 0.001) as has_come:
+        with lock.acquire_in_thread("b", 0.001) as has_come:
             assert not has_come
             assert lock.holder == "a"
         assert lock.holder == "a"
     assert lock.holder == ""
     assert not lock.held_by_this_thread
-    with lock.holding():
+    with lock.acquire_in_thread():
         assert lock.holder == f"thread {threading.current_thread().name!r}"
-    with lock.holding("c", 0.0) as has_come:
+    with lock.acquire_in_thread("c", 0.0) as has_come:
         assert has_come
 
 
@@ -116,12 +116,12 @@ class Interrupt:
             if self.moments == self._moment:
                 raise KeyboardInterrupt
 
-    def during_a_block(self, held: HeldTensors, kept: list[BaseException]) -> bool:
+    def during_a_block(self, held: LockedTensors, kept: list[BaseException]) -> bool:
         """Hold the tensors for a moment; whether it was interrupted. Notebooks keep the error, too, with its frames."""
         before = sys.getprofile()
         sys.setprofile(self)
         try:
-            with held.held():
+            with held.acquire():
                 pass
         except KeyboardInterrupt as error:
             kept.append(error)
@@ -133,7 +133,7 @@ class Interrupt:
 
 def test_an_interrupt_at_any_moment_costs_nobody_the_lock() -> None:
     """Ctrl+C while a thread takes the tensors, has them, or gives them back: the next one gets them."""
-    held, kept = HeldTensors([torch.zeros(1)]), list[BaseException]()
+    held, kept = LockedTensors([torch.zeros(1)]), list[BaseException]()
     whole = Interrupt(0)
     assert not whole.during_a_block(held, kept)
     assert whole.moments > 20
@@ -141,6 +141,6 @@ def test_an_interrupt_at_any_moment_costs_nobody_the_lock() -> None:
     for moment in range(1, whole.moments + 1):
         interrupted += Interrupt(moment).during_a_block(held, kept)
         assert held.lock.holder == "", moment
-        with held.held(wait=False):
+        with held.acquire(wait=False):
             assert held.lock.held_by_this_thread
     assert interrupted >= whole.moments - 1

@@ -242,7 +242,7 @@ class SegmentBuffers(NamedTuple):
         """A part of `local` or `result`."""
         return values[part.start - self.start : part.stop - self.start]
 
-    def mine(self, part: Part) -> torch.Tensor:
+    def own_values(self, part: Part) -> torch.Tensor:
         """My values of a part, as they are encoded and summed."""
         values = self.piece(self.local, part)
         return values if self.against is None else self.against.difference(part, values)

@@ -228,7 +228,7 @@ class Vector:
     def contribution(self, part: Part) -> Buffer:
         """My values of a part, encoded; without a copy where they are sent as they are."""
         segment = self._segments[part.segment]
-        values = segment.mine(part)
+        values = segment.own_values(part)
         if segment.residual is not None:
             return segment.residual.contribution(part, values, segment.codec)
         return view_bytes(values) if segment.codec.name == "none" else segment.codec.encode(values, part.sizes)
@@ -266,7 +266,7 @@ class Vector:
         """
         segment = self._segments[part.segment]
         if segment.residual is not None and (averaged_here or counted):
-            segment.residual.settle(part, segment.mine(part), segment.codec, averaged_here=averaged_here)
+            segment.residual.settle(part, segment.own_values(part), segment.codec, averaged_here=averaged_here)
         if segment.reference is not None:
             segment.reference.keep(part, segment.piece(segment.result, part))
 
@@ -283,7 +283,7 @@ class Vector:
         Earlier sums are forgotten.
         """
         segment = self._segments[part.segment]
-        mine, result = segment.mine(part), segment.piece(segment.result, part)
+        mine, result = segment.own_values(part), segment.piece(segment.result, part)
         sums = result if result.dtype == sum_dtype(segment.dtype) else torch.empty(part.numel, dtype=torch.float32)
         if not weight:
             sums.zero_()

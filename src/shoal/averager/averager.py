@@ -347,7 +347,7 @@ class Averager:
     @asynccontextmanager
     async def _tensors(self, until: float, round_id: bytes | None = None, but: str = "") -> AsyncIterator[None]:
         """Hold the tensors' lock; at `until` (loop time) raise `RoundFailed` with `but` and the lock's holder."""
-        async with self.lock.held(max(0.0, until - asyncio.get_running_loop().time())) as has_come:
+        async with self.lock.acquire(max(0.0, until - asyncio.get_running_loop().time())) as has_come:
             if not has_come:
                 reason = f"{but}no access to the tensors in time: {self.lock.holder or 'somebody'} held them"
                 raise RoundFailed(reason, round_id=round_id)

@@ -103,7 +103,7 @@ def first(line: _Line) -> Turn | None:
 
 
 class TensorLock:
-    """A lock for threads (`holding`) and for coroutines (`held`). A holder must not ask for it again.
+    """A lock for threads (`acquire_in_thread`) and for coroutines (`acquire`). A holder must not ask for it again.
 
     Attributes:
         generation: grows whenever a holder may change the tensors.
@@ -121,11 +121,13 @@ class TensorLock:
 
     @property
     def held_by_this_thread(self) -> bool:
-        """Whether the calling thread has the lock, by `holding`."""
+        """Whether the calling thread has the lock, by `acquire_in_thread`."""
         turn = first(self._line)
         return turn is not None and turn.thread == threading.get_ident()
 
-    def holding(self, holder: str = "", timeout_s: float | None = None, kind: Callable[..., Turn] = Turn) -> Turn:
+    def acquire_in_thread(
+        self, holder: str = "", timeout_s: float | None = None, kind: Callable[..., Turn] = Turn
+    ) -> Turn:
         """Hold the lock in a `with` statement of a thread; yields False if others had it for all of `timeout_s`.
 
         Args:
@@ -137,7 +139,7 @@ class TensorLock:
         return kind(self._line, name, float("inf") if timeout_s is None else timeout_s)
 
     @asynccontextmanager
-    async def held(self, timeout_s: float | None = None) -> AsyncIterator[bool]:
+    async def acquire(self, timeout_s: float | None = None) -> AsyncIterator[bool]:
         """Hold the lock in a coroutine, while the loop goes on; yields False if others had it for `timeout_s`.
 
         Args:

@@ -89,7 +89,7 @@ class StateSharing:
 
     @asynccontextmanager
     async def _hold_state(self) -> AsyncIterator[SharedState]:
-        async with self._lock.held():
+        async with self._lock.acquire():
             yield await shielded(self._core.env.executor.run(self._state))
 
     async def _declare_loop(self) -> None:

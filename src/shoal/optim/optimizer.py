@@ -325,7 +325,7 @@ class Optimizer(torch.optim.Optimizer):
             LocalError: another thread is in `step`.
             ClosedError: the optimizer or its DHT was shut down.
         """
-        with self._one_step.holding(timeout_s=0.0) as alone:
+        with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
                 raise LocalError("step() is called while another step() is running: call it from one thread at a time")
             gradients = torch.is_grad_enabled()
@@ -380,7 +380,7 @@ class Optimizer(torch.optim.Optimizer):
         if (found := self._schedules.find()) is None:
             return
         what = f"the {type(found).__name__} that was made over this optimizer"
-        with self._lock.holding():
+        with self._lock.acquire_in_thread():
             if self._own_schedule:
                 self._training.restore_rates()
                 message = f"{what} has no effect: the run's schedule is the one that was given as scheduler"
@@ -405,7 +405,7 @@ class Optimizer(torch.optim.Optimizer):
                 self._warn(f"the run has ended at epoch {self.local_epoch}: step() does nothing; look at `finished`")
             return loss
         if not participant.at_end:
-            with self._lock.holding():
+            with self._lock.acquire_in_thread():
                 worth = self._training.accumulate(samples) or self._training.holds_average
             if worth:
                 participant.speed.count(samples)
@@ -419,7 +419,7 @@ class Optimizer(torch.optim.Optimizer):
     def _take_turn(self) -> None:
         phase = self._run(self._participant.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is RunPhase.STEPPING:
-            with self._lock.holding():
+            with self._lock.acquire_in_thread():
                 self._participant.step()
             self._run(self._participant.stepped(), GRACE_S)
             if self._participant.at_end:
@@ -458,7 +458,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's state dict, and under `"shoal"` where the run stands; plain torch does without that."""
-        with self._lock.holding():
+        with self._lock.acquire_in_thread():
             state, training = self._participant.state, self._training
             name = {"epoch": state.epoch, "digest": state.digest.hex(), "samples": state.samples}
             where = {**name, "scheduled": training.scheduled, "fingerprint": training.fingerprint().hex()}
@@ -480,7 +480,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)
         where = _where(saved.pop("shoal", None))
-        with self._lock.holding():
+        with self._lock.acquire_in_thread():
             try:
                 self._training.load_optimizer(saved)
             except (LookupError, TypeError, ValueError) as error:
@@ -498,12 +498,12 @@ class Optimizer(torch.optim.Optimizer):
         Call this one instead of the inner optimizer's: its way back rounds, and this peer's weights would differ from
         the others'. Until `train` it keeps a copy of the parameters, which newcomers are given, and `step` raises.
         """
-        with self._lock.holding():
+        with self._lock.acquire_in_thread():
             self._training.evaluate()
 
     def train(self) -> None:
         """Put the weights to train with in place again, with the bits that they had."""
-        with self._lock.holding():
+        with self._lock.acquire_in_thread():
             self._training.train()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

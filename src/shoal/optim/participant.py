@@ -416,7 +416,7 @@ class Participant:
         if result is None:
             if self._alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
-            async with self.lock.held():
+            async with self.lock.acquire():
                 self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
@@ -452,7 +452,7 @@ class Participant:
         if training.evaluates:
             return None
         check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
-        async with self.lock.held():  # a step renames under it: so they were those of this state all the time
+        async with self.lock.acquire():  # a step renames under it: so they were those of this state all the time
             return check if self.state == name else None
 
     async def _judge_parameters(self, result: StepResult, name: StateName) -> bool:
@@ -466,7 +466,7 @@ class Participant:
         if not to_mend:
             return True
         self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
-        async with self.lock.held():
+        async with self.lock.acquire():
             self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()
         self._mend_from = verdict.others[me]
@@ -489,7 +489,7 @@ class Participant:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
         if (why := misfit(said.options, agreement.options)) is not None:
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-            async with self.lock.held():
+            async with self.lock.acquire():
                 self.training.discard()
             self._happened(Event.MISFIT)
             return
@@ -517,7 +517,7 @@ class Participant:
 
     async def _step_alone(self) -> None:
         name = self.state
-        async with self.lock.held():
+        async with self.lock.acquire():
             if self.state != name:
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
@@ -810,7 +810,7 @@ class Participant:
             await self._fetching.parked()
             if self.state != before:
                 continue  # by a step of our own, before the trainer stood still
-            async with self.lock.held():
+            async with self.lock.acquire():
                 self._update, self._machine.states_due, self._took_over = update, False, True
                 try:
                     await shielded(self.core.env.executor.run(self.step))
@@ -876,7 +876,7 @@ class Participant:
             self._shared = True
 
         try:
-            async with self.lock.held():
+            async with self.lock.acquire():
                 await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
         except StateUnavailable as error:
             self._misfits.add(values, state.tensors, str(error))

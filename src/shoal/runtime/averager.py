@@ -26,7 +26,7 @@ from shoal.runtime.checks import flag, own_number, seconds
 from shoal.runtime.control import StepControl, check_schedule
 from shoal.runtime.dht import DHT
 from shoal.runtime.sharing import SharesState
-from shoal.runtime.tensors import HeldTensors
+from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture, LoopThread
 from shoal.state import SharedState
 
@@ -161,7 +161,7 @@ class DecentralizedAverager(SharesState):
         self._state_compression = codec_argument("state_compression", state_compression)
         self._shutdown_timeout_s = seconds("shutdown_timeout", shutdown_timeout, 5.0)
         self._tensor_infos = None if tensor_infos is None else tuple(tensor_infos)
-        self._held = HeldTensors(averaged_tensors)
+        self._locked = LockedTensors(averaged_tensors)
         self._averager: Averager | None = None
         self._end: Callable[[], LoopFuture[None] | None] = lambda: None
         self._closed = False
@@ -202,10 +202,10 @@ class DecentralizedAverager(SharesState):
         async def begin() -> Averager:
             averager = Averager(
                 core,
-                self._held.tensors,
+                self._locked.tensors,
                 self.prefix,
                 self._settings,
-                lock=self._held.lock,
+                lock=self._locked.lock,
                 codecs=self._codecs,
                 state=state,
             )
@@ -241,7 +241,7 @@ class DecentralizedAverager(SharesState):
 
     def __repr__(self) -> str:
         state = "running" if self.is_alive() else "not running"
-        return f"DecentralizedAverager({len(self._held.tensors)} tensors, prefix={self.prefix!r}, {state})"
+        return f"DecentralizedAverager({len(self._locked.tensors)} tensors, prefix={self.prefix!r}, {state})"
 
     def _core(self) -> Averager:
         if self._averager is None:
@@ -288,7 +288,7 @@ class DecentralizedAverager(SharesState):
             if self.dht.loop_thread.forked:
                 self.dht.loop_thread.check_alive()
             in_loop = self.dht.loop_thread.is_current()
-        return self._held.held(wait=not in_loop)
+        return self._locked.acquire(wait=not in_loop)
 
     @overload
     def step(
@@ -369,7 +369,7 @@ class DecentralizedAverager(SharesState):
             control = StepControl(self, self.dht.loop_thread, request, deadline=deadline, allow_retries=allow_retries)
             self.dht.loop_thread.answer(control, work())
             return control
-        self._held.check_not_held()
+        self._locked.check_not_held()
         return self._run(work(), timeout_s)
 
     # ----------------------------------------------------------------------------------------------------------- groups

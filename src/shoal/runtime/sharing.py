@@ -14,7 +14,7 @@ from shoal.compression import CompressionBase, CompressionInfo
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.runtime.checks import flag, seconds
 from shoal.runtime.dht import DHT
-from shoal.runtime.tensors import HeldTensors
+from shoal.runtime.tensors import LockedTensors
 from shoal.runtime.thread import GRACE_S, LoopFuture
 from shoal.state import SharedState
 
@@ -33,7 +33,7 @@ class SharesState:
     dht: DHT
     _shares_at_start: bool
     _priority_at_start: float
-    _held: HeldTensors
+    _locked: LockedTensors
     _averager: Averager | None
     _state_compression: CompressionBase
     _tensor_infos: Sequence[CompressionInfo] | None
@@ -61,10 +61,10 @@ class SharesState:
             last two, may be left out. The default: no metadata, the averaged tensors, and the averager's
             `tensor_infos`.
         """
-        return None, self._held.tensors, self._tensor_infos
+        return None, self._locked.tensors, self._tensor_infos
 
     def _shared_state(self) -> SharedState:
-        state = self._held.export(self.get_current_state)
+        state = self._locked.export(self.get_current_state)
         if not isinstance(state, tuple | list) or not 1 <= len(state) <= 3:
             raise ConfigError(f"get_current_state must return a tuple of 1 to 3 values, got {state!r:.80}")
         metadata, tensors, infos = [*state, None, None][:3]
@@ -75,7 +75,7 @@ class SharesState:
         codecs = [self._state_compression.choose(info) for info in chosen]
         # An epoch is a whole number from 0. It decides only between donors that have declared the same priority.
         epoch = min(max(0, int(self.state_sharing_priority)), _MAX_EPOCH)
-        averaged = {tensor.data_ptr() for tensor in self._held.tensors}
+        averaged = {tensor.data_ptr() for tensor in self._locked.tensors}
         others = [i for i, tensor in enumerate(tensors) if tensor.data_ptr() not in averaged]
         return SharedState(metadata, tensors, codecs, epoch, may_be_infinite=others)
 

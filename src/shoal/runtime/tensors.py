@@ -12,7 +12,7 @@ import torch
 from shoal.averager import TensorLock, Turn
 from shoal.errors import LocalError
 
-__all__ = ["HeldTensors"]
+__all__ = ["LockedTensors"]
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class _Block(Turn):
             raise
 
 
-class HeldTensors:
+class LockedTensors:
     """Tensors and their lock.
 
     Args:
@@ -53,7 +53,7 @@ class HeldTensors:
         self.lock = TensorLock()
         self._exporters: set[int] = set()  # threads that export the state, while shoal holds the lock
 
-    def held(self, *, wait: bool = True) -> AbstractContextManager[list[torch.Tensor]]:
+    def acquire(self, *, wait: bool = True) -> AbstractContextManager[list[torch.Tensor]]:
         """Hold the tensors within a `with` statement, which gets a list of them.
 
         Args:
@@ -67,7 +67,7 @@ class HeldTensors:
         if self.lock.held_by_this_thread:
             raise LocalError("this thread holds the tensors already: leave the other `with get_tensors()` block first")
         holder = f"a get_tensors() block in thread {threading.current_thread().name!r}"
-        block = self.lock.holding(holder, _LOCK_TIMEOUT_S if wait else 0.0, _Block)
+        block = self.lock.acquire_in_thread(holder, _LOCK_TIMEOUT_S if wait else 0.0, _Block)
         assert isinstance(block, _Block)
         block.tensors, block.lock = self.tensors, self.lock
         return block

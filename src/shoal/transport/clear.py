@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shoal.transport.base import Buffer
-from shoal.transport.layers import Held, Scratch
+from shoal.transport.layers import ReceiveBuffer, Scratch
 
 __all__ = ["PAUSE_BYTES", "ClearLayer"]
 
@@ -26,7 +26,7 @@ class ClearLayer:
     pause_bytes = PAUSE_BYTES
 
     def __init__(self, scratch: Scratch, received: bytes = b"") -> None:
-        self._held, self._direct = Held(scratch, received), False
+        self._held, self._direct = ReceiveBuffer(scratch, received), False
 
     @property
     def pending(self) -> int:

@@ -13,7 +13,7 @@ from weakref import ref
 
 from shoal.transport.base import Buffer
 
-__all__ = ["BUNCH_BYTES", "RECORD_BYTES", "BrokenLayer", "Held", "Layer", "Scratch"]
+__all__ = ["BUNCH_BYTES", "RECORD_BYTES", "BrokenLayer", "Layer", "ReceiveBuffer", "Scratch"]
 
 RECORD_BYTES = 512 << 10
 """The longest plaintext of a record. Each record costs a call, and a moment in which another thread can take the
@@ -59,13 +59,13 @@ class Scratch:
         self.receiving = memoryview(bytearray(_RECEIVE_BYTES))
         self.sending = memoryview(bytearray(BUNCH_BYTES + 1024))
         self._spare: memoryview | None = None
-        self._lent_to: Callable[[], Held | None] = _nobody
+        self._lent_to: Callable[[], ReceiveBuffer | None] = _nobody
 
     def lend_sending(self) -> None:
         """Leave the memory of `sending` to the socket's transport, which may have a view of it; make new memory."""
         self.sending = memoryview(bytearray(len(self.sending)))
 
-    def lend_receiving(self, held: Held) -> memoryview | None:
+    def lend_receiving(self, held: ReceiveBuffer) -> memoryview | None:
         """Lend the memory of `receiving` to the owner of its bytes, and make new memory; None if it is lent already."""
         if self._lent_to() is not None:
             return None
@@ -79,7 +79,7 @@ class Scratch:
         self._lent_to, self._spare = _nobody, lent
 
 
-class Held:
+class ReceiveBuffer:
     """Received bytes that wait for a reader, or for the rest of their record.
 
     Many bytes stay where they came: that memory is lent to them, and most of the next bytes come right behind. A few

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from shoal.transport.base import Buffer
-from shoal.transport.layers import RECORD_BYTES, BrokenLayer, Held, Scratch
+from shoal.transport.layers import RECORD_BYTES, BrokenLayer, ReceiveBuffer, Scratch
 
 __all__ = ["KEY_BYTES", "PAUSE_BYTES", "REKEY_BYTES", "SealedLayer"]
 
@@ -92,7 +92,7 @@ class SealedLayer:
 
     def __init__(self, sending_key: bytes, receiving_key: bytes, scratch: Scratch, received: bytes = b"") -> None:
         self._sending, self._receiving, self._scratch = _Key(sending_key), _Key(receiving_key), scratch
-        self._sealed = Held(scratch, received)  # the beginning of a record, or whole records that nobody reads
+        self._sealed = ReceiveBuffer(scratch, received)  # the beginning of a record, or whole records that nobody reads
         self._opened = memoryview(b"")  # the rest of a record that was longer than the read
 
     @property

@@ -275,16 +275,16 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
         found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
 
         def look_before_each_release(name: str, participant: Any) -> None:
-            held, tensors = participant.lock.held, participant.training.describe()
+            acquire, tensors = participant.lock.acquire, participant.training.describe()
 
             @asynccontextmanager
             async def looked_at(timeout_s: float | None = None) -> AsyncIterator[bool]:
-                async with held(timeout_s) as has_come:
+                async with acquire(timeout_s) as has_come:
                     yield has_come
                     content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
                     found[name].setdefault(participant.state.digest, set()).add(content)
 
-            participant.lock.held = looked_at
+            participant.lock.acquire = looked_at
 
         await sim.sleep(3.0)
         extra[1].fill_(1.0)  # as statistics of other batches

@@ -1,0 +1,49 @@
+"""How a peer looks at the swarm while a round of its own searches for a group."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+from shoal import sim
+from shoal.averager import Averager, AveragerSettings
+from shoal.clock import Env
+from shoal.optim.rounds import Rounds
+from shoal.progress import SwarmView
+from shoal.sim import run
+from shoal.tasks import Changes
+
+
+class _Searching:
+    """An averager that finds no group."""
+
+    looking, prefix, group_tag, settings = True, "run_grad", "", AveragerSettings()
+
+    async def step(self, **_: Any) -> None:
+        await sim.sleep(30)
+
+
+def test_news_right_after_a_look_are_seen_at_once() -> None:
+    """The news of several peers can come in one turn of the loop: the last ones do not wait for the next second."""
+
+    async def main() -> float:
+        loop, news, came_at = asyncio.get_running_loop(), Changes(), list[float]()
+
+        def arrive() -> None:
+            came_at.append(loop.time())
+            news.notify()
+
+        def look() -> SwarmView:
+            if not came_at:
+                loop.call_soon(arrive)
+            return cast("SwarmView", SimpleNamespace(behind=bool(came_at)))
+
+        loop.call_later(0.1, news.notify)
+        result = await Rounds(Env(), look, news).run(
+            cast("Averager", _Searching()), tag="", hopeless=lambda view: view.behind, expected=frozenset
+        )
+        assert result is None
+        return loop.time() - came_at[0]
+
+    assert run(main()) < 0.01

@@ -99,6 +99,6 @@ class Changes:
                     await self._next.wait()
         return self.count > seen
 
-    async def next(self, timeout_s: float | None = None) -> bool:
-        """Wait for a change from now on; see `after`."""
-        return await self.after(self.count, timeout_s)
+    def next(self, timeout_s: float | None = None) -> Coroutine[Any, Any, bool]:
+        """Wait for a change after this call, also if it is awaited, or begun as a task, later; see `after`."""
+        return self.after(self.count, timeout_s)

@@ -126,6 +126,18 @@ def test_a_change_that_comes_while_a_waiter_looks_is_not_missed() -> None:
     run(main())
 
 
+def test_a_change_before_a_task_that_waits_has_begun_is_not_missed() -> None:
+    """A task begins a turn of the loop after it was made. What counts is the moment at which `next` was called."""
+
+    async def main() -> None:
+        changes, loop = Changes(), asyncio.get_running_loop()
+        waiter = loop.create_task(changes.next(timeout_s=1))
+        changes.notify()
+        assert await waiter
+
+    run(main())
+
+
 def test_a_change_wakes_every_waiter_once() -> None:
     """Every waiter is woken; a later one waits for the next change."""
 

@@ -127,8 +127,7 @@ class Rounds:
         round_ = loop.create_task(step)
         try:
             while not round_.done():
-                seen = self._news.count  # read here: news may come before the task begins
-                news = loop.create_task(self._news.after(seen, 1.0))
+                news = loop.create_task(self._news.next(1.0))
                 await asyncio.wait({round_, news}, return_when=asyncio.FIRST_COMPLETED)
                 news.cancel()
                 view = self._look()

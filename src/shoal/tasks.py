@@ -46,12 +46,15 @@ class Tasks:
         if others := self._others():
             await asyncio.wait(others, timeout=timeout_s)
 
-    async def cancel(self) -> None:
-        """Cancel all tasks except the caller's own, and wait until they have ended."""
+    def cancel(self) -> Coroutine[Any, Any, None]:
+        """Cancel all tasks except the caller's own. They are cancelled at once; await the result for their end."""
         others = self._others()
         for task in others:
             task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+        return self._end(others)
+
+    async def _end(self, tasks: list[asyncio.Task[Any]]) -> None:
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _others(self) -> list[asyncio.Task[Any]]:
         current = asyncio.current_task()

@@ -185,3 +185,22 @@ def test_an_object_and_its_tasks_need_no_cycle_collector() -> None:
             gc.enable()
 
     run(main())
+
+
+def test_tasks_are_cancelled_also_if_nobody_can_wait_for_their_end() -> None:
+    """An owner that is cancelled while it ends one group of tasks has cancelled the others already."""
+
+    async def main() -> None:
+        groups = [Tasks(lambda error: None) for _ in range(3)]
+        tasks = [group.spawn(_forever()) for group in groups]
+
+        async def end_all() -> None:
+            await asyncio.gather(*(group.cancel() for group in groups))
+
+        ending = asyncio.ensure_future(end_all())
+        await sim.sleep(0)
+        ending.cancel()
+        await sim.sleep(1)
+        assert all(task.cancelled() for task in tasks)
+
+    run(main())

@@ -145,3 +145,8 @@ def test_verbose_shows_the_log_where_the_program_has_not_said_where_it_goes() ->
         "run 'r' has ended, with epoch 9",
         "aaaaaaaa took 1.0 MB of the state of 'r'",
     ]
+
+
+def test_the_former_name_of_a_rounds_coordinator_works() -> None:
+    """Programs that subscribe to events read `decider`."""
+    assert events.GroupFormed(prefix="r", round_id=b"", peers=(), coordinator=PEER, waited_s=0.0).decider == PEER

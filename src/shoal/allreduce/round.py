@@ -231,8 +231,7 @@ class Round:
             for stream in list(self._serving):
                 stream.abort()
             self._parts.stop()
-            for tasks in (self._reporting, self._talks, self._tasks):
-                await tasks.cancel()
+            await asyncio.gather(*(tasks.cancel() for tasks in (self._reporting, self._talks, self._tasks)))
             await self._settled()
             self._table.remove(self)
             self._closed = True

@@ -20,6 +20,7 @@ from shoal.allreduce.vector import NO_DIGEST, PartDigests, Vector
 from shoal.clock import Executor, shielded
 from shoal.errors import PeerProtocolError
 from shoal.peer import PeerID
+from shoal.tasks import Changes
 from shoal.transport.base import Buffer
 from shoal.wire import Commit, Held, PartAbsent, PartAverage, PartData
 
@@ -95,7 +96,7 @@ class Parts:
         self._work, self._digests = PartWork(vector, executor, len(parts)), PartDigests(round_id)
         self._weights: dict[Work, float] = {}
         self._begun: dict[Work, asyncio.Event] = {}
-        self._assigned = asyncio.Event()
+        self._assignments = Changes()
         self._over = False
 
     def named(self, number: int, attempt: int, sender: PeerID) -> Part:
@@ -160,7 +161,7 @@ class Parts:
             raise PeerProtocolError(f"{nbytes} bytes for part {part.number}", peer)
         rules, contributions = self._machine.rules, self._machine.contributions
         while message.attempt > rules.attempt[part.number] and not self._over:
-            await self._assigned.wait()  # the sender heard of the new attempt before us
+            await self._assignments.next()  # the sender heard of the new attempt before us
         data = await read(nbytes)
         if not contributions.expects(*work, sender):
             return []
@@ -205,13 +206,12 @@ class Parts:
 
     def assigned(self) -> None:
         """The coordinator has assigned something: tasks that wait for an attempt look again."""
-        self._assigned.set()
-        self._assigned = asyncio.Event()
+        self._assignments.notify()
 
     def stop(self) -> None:
         """Wake all tasks that wait."""
         self._over = True
-        self._assigned.set()
+        self._assignments.notify()
         for begun in self._begun.values():
             begun.set()
 

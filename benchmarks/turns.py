@@ -146,12 +146,70 @@ class Training:
         return Turn(max(answer["seconds"] for answer in answers), cpu_s)
 
 
+class Network:
+    """The DHT: each node stores values, then each reads those of the node before it."""
+
+    turns = 15
+
+    def __init__(self, nodes: int, keys: int) -> None:
+        self.nodes, self.keys = nodes, keys
+        self.what = f"{keys} stores by each of {nodes} nodes of a DHT, then as many gets"
+
+    async def start(self, sources: Path, logs: Path) -> Contender:
+        swarm, invites = Contender("dht", []), list[str]()
+        for number in range(self.nodes):
+            peer = await Peer.spawn(sys.executable, "shoal_dht", [], logs / f"dht-{number}.log", sources=sources)
+            swarm.peers.append(peer)
+            invites.append((await peer.ask("start", START_S, invites=invites[:1], options={}))["invite"])
+        return swarm
+
+    async def turn(self, swarm: Contender, number: int) -> Turn:
+        keys = [[f"turn {number} node {node} key {key}" for key in range(self.keys)] for node in range(self.nodes)]
+        wall_s, before = 0.0, swarm.cpu_s()
+        for what, whose in (("store", keys), ("get", keys[1:] + keys[:1])):
+            asked = (
+                peer.ask("at_once", WORK_S, what=what, keys=[each])
+                for peer, each in zip(swarm.peers, whose, strict=True)
+            )
+            answers = await asyncio.gather(*asked)
+            if failed := sum(answer["failed"] for answer in answers):
+                raise RuntimeError(f"{failed} times {what} failed")
+            wall_s += max(answer["ended"] for answer in answers) - min(answer["began"] for answer in answers)
+        return Turn(wall_s, swarm.cpu_s() - before)
+
+
+class Sharded:
+    """`shoal.zero` on two ranks (`contenders.zero_peer`)."""
+
+    turns = 5
+
+    def __init__(self, stage: int, parameters: float = 8e6, ranks: int = 2, steps: int = 3) -> None:
+        self.stage, self.parameters, self.ranks, self.steps = stage, parameters, ranks, steps
+        self.what = f"{steps} steps of a model of {parameters / 1e6:g}M parameters in stage {stage} on {ranks} ranks"
+
+    async def start(self, sources: Path, logs: Path) -> Contender:
+        options = [f"--engine=shoal-{self.stage}", f"--params={self.parameters}", f"--ranks={self.ranks}"]
+        options.append(f"--file={(logs / 'meet').resolve()}")
+        spawned = [
+            Peer.spawn(sys.executable, "zero_peer", [*options, f"--rank={n}"], logs / f"{n}.log", sources=sources)
+            for n in range(self.ranks)
+        ]
+        swarm = Contender("zero", [await each for each in spawned])
+        await swarm.ask_all("start", START_S)
+        return swarm
+
+    async def turn(self, swarm: Contender, number: int) -> Turn:
+        answers, cpu_s = await timed(swarm, "work", steps=self.steps)
+        return Turn(max(answer["seconds"] for answer in answers), cpu_s)
+
+
 MODEL = "262144,256,256,589824,256,256,262144,1024,1024"
 """Elements of the tensors in the third stage of ResNet-50: weights, and scales and biases of normalization."""
 
 KINDS: dict[str, Kind] = {
     "rounds": Rounds(2, 5_000_000),
     "rounds_of_4": Rounds(4, 1_000_000),
+    "rounds_of_8": Rounds(8, 1_000_000),
     "rounds_16bit": Rounds(2, 5_000_000, "float16"),
     "rounds_8bit": Rounds(2, 5_000_000, "uniform8bit"),
     "rounds_quantile": Rounds(2, 5_000_000, "quantile8bit"),
@@ -163,12 +221,17 @@ KINDS: dict[str, Kind] = {
     "small": Rounds(2, 128_000, "none", "64"),
     "small_8bit": Rounds(2, 128_000, "uniform8bit", "64"),
     "groups": Groups(4),
+    "groups_of_16": Groups(16),
+    "dht": Network(8, 16),
     "downloads": Downloads(100),
     "local_steps": Training("local", "400 local steps, 48 small tensors"),
     "epochs_alone": Training("alone", "60 epochs of a peer alone, 48 small tensors"),
     "epochs": Training("together", "10 epochs of 2 peers, 48 small tensors"),
     "optimizer_demo": Training("demo", "4 epochs alone, 4 batches each, the demo's model", turns=5),
     "optimizer_wide": Training("wide", "2 epochs alone, 4 batches each, 8 million parameters", turns=5),
+    "zero_1": Sharded(1),
+    "zero_2": Sharded(2),
+    "zero_3": Sharded(3),
 }
 
 

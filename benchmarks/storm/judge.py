@@ -141,11 +141,17 @@ def wrong_suspicions(
 ) -> tuple[int, int]:
     """How often one that was live was found silent by one that was live: a member, and one that decided last.
 
-    Both for two seconds, at least: who has just woken may be found silent for what it did not say before.
+    Both for two seconds, at least: who has just woken may be found silent for what it did not say before. A peer whose
+    place has been taken over by a restarted one is dead, and rightly found silent.
     """
     members = coordinators = 0
+    living: dict[int, str] = {}
     for each in said:
+        if "ready" in each:
+            living[place_of[each["ready"]]] = each["ready"]
         if "silent" not in each or not begin <= each["at"] < end or each["silent"] not in place_of:
+            continue
+        if living.get(place_of[each["silent"]], each["silent"]) != each["silent"]:
             continue
         both = place_of[each["silent"]], int(each["peer"].split(".")[0])
         if all(any(a <= each["at"] - 2.0 and each["at"] < b for a, b in lives.spans[place]) for place in both):

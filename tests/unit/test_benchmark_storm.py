@@ -63,3 +63,16 @@ def test_a_wrong_suspicion_is_of_one_that_was_live_for_a_while_by_one_that_was()
     said = [found(5.0, 0, "b"), found(5.0, 0, "c", decides=True), found(12.0, 0, "c"), found(20.5, 0, "c")]
     said += [found(20.5, 2, "a"), found(99.0, 0, "b"), found(5.0, 0, "stranger")]
     assert wrong_suspicions(said, PLACES, lives, 0.0, 50.0) == (1, 1)
+
+
+def test_a_dead_peer_whose_place_a_restarted_one_took_over_is_rightly_found_silent() -> None:
+    """A peer that comes back from a cut line finds those silent that died meanwhile."""
+    lives = Lives(3)
+    lives.begin(0, 0.0)
+    lives.begin(1, 0.0)
+    lives.end(1, 10.0)
+    lives.begin(1, 12.0)
+    places = {**PLACES, "b again": 1}
+    ready = [{"peer": "1.0", "at": 0.0, "ready": "b"}, {"peer": "1.1", "at": 12.0, "ready": "b again"}]
+    found = [{"peer": "0.0", "at": 20.0, "silent": silent, "decides": True} for silent in ("b", "b again")]
+    assert wrong_suspicions(ready + found, places, lives, 0.0, 50.0) == (0, 1)

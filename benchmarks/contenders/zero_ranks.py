@@ -27,7 +27,6 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal.zero
-from shoal.zero.parameters import unique_bytes
 
 BATCH, TOKENS = 2, 64
 LEARNING_RATE = 1e-3
@@ -183,6 +182,8 @@ def on_device() -> int:
 
 def held(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Bytes of unique storages between backward pass and step."""
+    from shoal.zero.parameters import unique_bytes  # here, so that `benchmarks.turns` runs older code, which lacks it
+
     if isinstance(optimizer, shoal.zero.ShardedOptimizer):
         found = optimizer.memory()
         return {"parameters": found.parameters, "gradients": found.gradients, "state": found.state}

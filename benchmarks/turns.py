@@ -128,7 +128,7 @@ class Downloads:
 class Training:
     """`shoal.Optimizer` at work (`contenders.optimizer_peer`)."""
 
-    def __init__(self, case: str, what: str, peers: int = 1, turns: int = 9) -> None:
+    def __init__(self, case: str, what: str, *, peers: int, turns: int = 9) -> None:
         self.case, self.what, self.peers, self.turns = case, what, peers, turns
 
     async def start(self, sources: Path, logs: Path) -> Contender:
@@ -224,11 +224,11 @@ KINDS: dict[str, Kind] = {
     "groups_of_16": Groups(16),
     "dht": Network(8, 16),
     "downloads": Downloads(100),
-    "local_steps": Training("local", "400 local steps, 48 small tensors"),
-    "epochs_alone": Training("alone", "60 epochs of a peer alone, 48 small tensors"),
-    "epochs": Training("together", "10 epochs of 2 peers, 48 small tensors"),
-    "optimizer_demo": Training("demo", "4 epochs alone, 4 batches each, the demo's model", turns=5),
-    "optimizer_wide": Training("wide", "2 epochs alone, 4 batches each, 8 million parameters", turns=5),
+    "local_steps": Training("local", "400 local steps, 48 small tensors", peers=1),
+    "epochs_alone": Training("alone", "60 epochs of a peer alone, 48 small tensors", peers=1),
+    "epochs": Training("together", "10 epochs of 2 peers, 48 small tensors", peers=2),
+    "optimizer_demo": Training("demo", "4 epochs alone, 4 batches each, the demo's model", peers=1, turns=5),
+    "optimizer_wide": Training("wide", "2 epochs alone, 4 batches each, 8 million parameters", peers=1, turns=5),
     "zero_1": Sharded(1),
     "zero_2": Sharded(2),
     "zero_3": Sharded(3),

@@ -199,6 +199,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
         groups = copy.deepcopy(swarm.param_groups[0])
         for saved, why in (
             (other.state_dict(), "it is of another optimizer: parameter group 0 has no 'dampening'"),
+            ({**other.state_dict(), "state": None}, "'NoneType' object has no attribute 'items'"),
             ({}, "it has no 'param_groups'"),
             (None, "state_dict must be what state_dict"),
         ):

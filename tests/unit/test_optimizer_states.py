@@ -402,3 +402,94 @@ def test_an_optimizer_that_cannot_be_tried_alone_takes_states_over() -> None:
     step(donor, 0)
     take_over(newcomer, donor)
     assert_equal(newcomer, donor)
+
+
+# ------------------------------------------------------------------------------------------ a state dict that is loaded
+
+
+def damaged(state_dict: dict[str, Any], how: str) -> dict[str, Any]:
+    """A copy of the state dict of AdamW that cannot be loaded."""
+    made = copy.deepcopy(state_dict)
+    group, entry = made["param_groups"][0], made["state"][0]
+    changes: dict[str, Callable[[], object]] = {
+        "of SGD": lambda: made.update(sgd_state()),
+        "shape": lambda: entry.update(exp_avg=torch.zeros(7)),
+        "missing": lambda: entry.pop("exp_avg"),
+        "not a number": lambda: entry["exp_avg"].fill_(math.nan),
+        "lr": lambda: group.update(lr="boom"),
+        "betas": lambda: group.update(betas=None),
+        "amsgrad": lambda: group.update(amsgrad=True),
+        "no state": lambda: made.update(state=None),
+        "no entry": lambda: made["state"].update({0: None}),
+    }
+    changes[how]()
+    return made
+
+
+def sgd_state() -> dict[str, Any]:
+    """After a step with momentum."""
+    training = training_of(optimizer_by_name("torch.optim.SGD"))
+    step(training, 0)
+    return training.optimizer.state_dict()
+
+
+LOADED = {
+    "of SGD": "it has no 'step'",
+    "shape": "statistic 'exp_avg' has shape (7,), and (6, 4) here",
+    "missing": "statistic 'exp_avg' is missing",
+    "not a number": "it is not finite afterwards",
+    "lr": "option 'lr' is a text there and a number here",
+    "betas": "option 'betas' is nothing there",
+    "amsgrad": "option 'amsgrad' is True there and False here",
+    "no state": "'items'",
+    "no entry": "'NoneType'",
+}
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("how", LOADED)
+def test_a_refused_load_state_dict_has_changed_the_optimizer(how: str, fresh: bool) -> None:
+    """That of another optimizer left its groups, and one without `exp_avg` was taken: then every step raised."""
+    saved, training = adamw(lr=0.5), adamw()
+    step(saved, 0)
+    if not fresh:
+        step(training, 1)
+    optimizer = training.optimizer
+    before, groups, state = everything(training), optimizer.param_groups, optimizer.state
+    with pytest.raises(ValueError, match=re.escape(LOADED[how])):
+        training.load_optimizer(damaged(saved.optimizer.state_dict(), how))
+    after = everything(training)
+    assert before[0] == after[0]
+    assert all(map(torch.equal, before[1], after[1]))
+    assert optimizer.param_groups is groups
+    assert optimizer.state is state
+    step(training, 2)
+    training.load_optimizer(saved.optimizer.state_dict())
+    assert optimizer.param_groups is groups
+    assert groups[0]["lr"] == 0.5
+    step(training, 3)
+
+
+@pytest.mark.parametrize("name", ["Lookahead", "ScheduleFreeWrapper"])
+def test_a_loaded_state_dict_leaves_the_wrapped_optimizer_with_other_groups(name: str) -> None:
+    """Learning rates that were set afterwards had no effect: the wrapped one stepped the groups that it had loaded."""
+    module = pytest.importorskip("pytorch_optimizer")
+    wrap = getattr(module, name)
+    saved, training = (training_of(lambda params: wrap(torch.optim.AdamW(params, lr=0.5))) for _ in range(2))
+    for each in (training, saved):
+        each.train()
+    step(saved, 0)
+    optimizer: Any = training.optimizer
+    groups, inner_state = optimizer.param_groups, optimizer.optimizer.state
+    training.load_optimizer(copy.deepcopy(saved.optimizer.state_dict()))
+    assert optimizer.param_groups is groups
+    assert optimizer.optimizer.param_groups is groups
+    assert optimizer.optimizer.state is inner_state
+    assert len(inner_state) == len(training.parameters)
+    with torch.no_grad():
+        for mine, theirs in zip(training.parameters, saved.parameters, strict=True):
+            mine.copy_(theirs)
+    for each in (training, saved):
+        step(each, 1)
+    assert everything(training)[0]["optimizer"] == everything(saved)[0]["optimizer"]
+    assert all(map(torch.equal, everything(training)[1], everything(saved)[1]))

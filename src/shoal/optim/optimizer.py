@@ -483,9 +483,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._lock.acquire_in_thread():
             try:
                 self._training.load_optimizer(saved)
-            except (LookupError, TypeError, ValueError) as error:
-                why = f"it has no {error}" if isinstance(error, KeyError) else error
-                raise ConfigError(f"state_dict does not fit this optimizer: {why}") from error
+            except ValueError as error:
+                raise ConfigError(f"state_dict does not fit this optimizer: {error}") from error
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             unchanged = where is not None and where[2] == self._training.fingerprint().hex()

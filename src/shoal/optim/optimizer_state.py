@@ -41,6 +41,7 @@ _MAX_DEPTH = 6
 _ON_HOST = frozenset({"step"})
 """Statistics that torch leaves on the host, unless a step is captured or fused."""
 
+_REPLACED = frozenset({"param_groups", "state"})
 _NOT_ITS_OWN = frozenset({"param_groups", "state", "defaults", "step"})
 _CHANCE = "torch's random numbers"
 _HOST = torch.device("cpu")
@@ -54,10 +55,12 @@ class Prepared(NamedTuple):
     Attributes:
         options: of each group, without its parameters.
         states: its statistics, by parameter, or by a name of its own; then those of each optimizer that it wraps.
+        attributes: that it gets beside these, and those of each optimizer that it wraps; empty for none.
     """
 
     options: list[dict[str, Any]]
     states: list[dict[Any, Any]]
+    attributes: Sequence[dict[str, Any]] = ()
 
 
 class OptimizerState:
@@ -70,21 +73,28 @@ class OptimizerState:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.made_with = [frozenset(group) for group in optimizer.param_groups]
+        self._held = [{k: v for k, v in vars(each).items() if k in _REPLACED} for each in self._optimizers]
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
 
     @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizer, and those that it wraps (Lookahead), which have its groups."""
+        found = [self._optimizer]
+        for each in found:
+            inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
+            found += [value for value in inner if not any(value is other for other in found)]
+        return found
+
+    @property
     def _states(self) -> list[dict[Any, Any]]:
-        """Its statistics, and those of the optimizers that it wraps (Lookahead), which have its groups."""
+        """Its statistics, and those of the optimizers that it wraps."""
         found: list[dict[Any, Any]] = []
-        wrapped = [self._optimizer]
-        for each in wrapped:
+        for each in self._optimizers:
             if not any(each.state is other for other in found):
                 found.append(each.state)
-            inner = [value for value in vars(each).values() if isinstance(value, torch.optim.Optimizer)]
-            wrapped += [value for value in inner if not any(value is other for other in wrapped)]
         return found
 
     @property
@@ -166,10 +176,7 @@ class OptimizerState:
             raise ValueError(
                 f"it is of {len(states)} optimizers, one in the other, and there are {len(self._states)} here"
             )
-        pairs = zip(self._optimizer.param_groups, offered, self.made_with, strict=True)
-        unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
-        options = [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
-        return Prepared(options, states)
+        return Prepared(self._merge(offered), states)
 
     def _read_state(self, reader: _Reader, state: Any, others: Any) -> dict[Any, Any]:
         parameters, found = self._parameters, {}
@@ -197,12 +204,54 @@ class OptimizerState:
                         name: _moved(value, _HOST if name in on_host else parameter.device)
                         for name, value in entry.items()
                     }
-        if len(prepared.states) == 1:  # of one that wraps others no twin can be made
-            try_step(self._optimizer, prepared.options, prepared.states[0])
+        self._try(prepared.options, prepared.states)
         return prepared
+
+    def prepare_loaded(self, state_dict: dict[str, Any]) -> Prepared:
+        """Look at a state dict of the optimizer; nothing is changed.
+
+        Torch puts one in place before it has looked at all of it, and never looks whether a step can be taken from it.
+        So the optimizer loads it, and what it held is put back.
+
+        Raises:
+            ValueError: it does not fit, or no step can be taken from it; says what.
+        """
+        optimizers = self._optimizers
+        own, groups = [dict(vars(each)) for each in optimizers], self._optimizer.param_groups
+        try:
+            self._optimizer.load_state_dict(state_dict)
+            states = [dict(state) for state in self._states]
+            loaded = next((each.param_groups for each in optimizers if each.param_groups is not groups), groups)
+            attributes = [{k: v for k, v in vars(each).items() if k not in _REPLACED} for each in optimizers]
+        except Exception as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{why}") from error
+        finally:
+            for each, before in zip(optimizers, own, strict=True):
+                vars(each).update(before)
+        for index, (theirs, needed) in enumerate(zip(loaded, self.made_with, strict=True)):
+            if missing := sorted(needed - theirs.keys() - LEFT_OUT):
+                raise ValueError(f"it is of another optimizer: parameter group {index} has no {missing[0]!r}")
+        self._merge(loaded)
+        options = [{name: value for name, value in group.items() if name != "params"} for group in loaded]
+        self._try(options, states)
+        return Prepared(options, states, attributes)
+
+    def _merge(self, offered: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
+        """The options of each group once it takes these over. Raises `ValueError` if it cannot."""
+        pairs = zip(self._optimizer.param_groups, offered, self.made_with, strict=True)
+        unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
+        return [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
+
+    def _try(self, options: Sequence[Mapping[str, Any]], states: Sequence[Mapping[Any, Any]]) -> None:
+        if len(states) == 1:  # of one that wraps others no twin can be made
+            try_step(self._optimizer, options, states[0])
 
     def switch(self, prepared: Prepared) -> None:
         """Hold this from now on. Groups and statistics stay the objects that they are: schedules hold on to them."""
+        for each, attributes, held in zip(self._optimizers, prepared.attributes, self._held, strict=False):
+            vars(each).update(attributes)
+            vars(each).update(held)  # also if the user has loaded a state into the optimizer itself
         for group, options in zip(self._optimizer.param_groups, prepared.options, strict=True):
             for name in group.keys() - options.keys() - {"params"}:
                 del group[name]

@@ -26,7 +26,7 @@ from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.optim.inner import Scheduler
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
-from shoal.optim.options import LEFT_OUT, Options, apply
+from shoal.optim.options import Options, apply
 from shoal.optim.schedule import advance, rates_of, tell_rates
 from shoal.optim.state_name import LAST_EPOCH_TAKEN, MAX_SAMPLES_TAKEN
 from shoal.wire import encode
@@ -113,7 +113,6 @@ class TrainingState:
             for index, tensor in enumerate(self.describe(), -len(self.parameters))
             if tensor.dtype.is_floating_point and index not in fixed
         )
-        self._groups, self._state = optimizer.param_groups, optimizer.state
         self.samples = self.left_out = self.left_out_for = self._steps_here = 0
         self.broken: str | None = None
         self.kept_back: str | None = None
@@ -536,22 +535,11 @@ class TrainingState:
 
         Torch replaces them. But objects that hold them (`swarm.param_groups`, a schedule of the user's own) would go on
         reading and setting the ones before, without effect.
+
+        Raises:
+            ValueError: it does not fit, or no step can be taken from it. Nothing was changed.
         """
-        optimizer, groups, state = self.optimizer, self._groups, self._state
-        before = optimizer.param_groups, optimizer.state
-        optimizer.load_state_dict(state_dict)
-        for index, (loaded, needed) in enumerate(zip(optimizer.param_groups, self._kept.made_with, strict=True)):
-            if missing := sorted(needed - loaded.keys() - LEFT_OUT):
-                optimizer.param_groups, optimizer.state = before
-                raise ValueError(f"it is of another optimizer: parameter group {index} has no {missing[0]!r}")
-        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
-            if group is not loaded:
-                group.clear()
-                group.update(loaded)
-        if state is not optimizer.state:
-            state.clear()
-            state.update(optimizer.state)
-        optimizer.param_groups, optimizer.state = groups, state
+        self._kept.switch(self._kept.prepare_loaded(state_dict))
 
 
 def _set_rate(group: dict[str, Any], rate: Any) -> None:

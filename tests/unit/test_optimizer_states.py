@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.inner import make_optimizer
 from shoal.optim.shared_state import why_not_ours
 from shoal.optim.training_state import TrainingState
 from tests.unit.optimizer_cases import (
@@ -194,6 +195,29 @@ def test_what_no_state_dict_holds_is_told(name: str) -> None:
     for number in range(4):
         step(training, number)
     assert OUTSIDE[name] in (training.kept_back or "")
+
+
+@pytest.mark.parametrize("name", [name for name, what in OUTSIDE.items() if what.startswith("keeps")])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_optimizer_that_cannot_be_shared_is_refused_when_it_is_given(name: str, steps: int) -> None:
+    """A newcomer with ScalableShampoo found out by a download that failed, again and again."""
+    training = training_of(optimizer_by_name(f"pytorch_optimizer.{name}"))
+    for number in range(steps):
+        step(training, number)
+    before = [parameter.detach().clone() for parameter in training.parameters]
+    with pytest.raises(ConfigError, match=f"{OUTSIDE[name]}.*use another optimizer"):
+        make_optimizer(None, training.optimizer)
+    assert all(torch.equal(*pair) for pair in zip(training.parameters, before, strict=True))
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_an_optimizer_whose_state_travels_is_taken_as_it_is(name: str) -> None:
+    """The trial of its first step leaves nothing behind, and refuses nobody."""
+    training = training_of(optimizer_by_name(name), parameters(shapes=shapes_for(name)))
+    before = copy.deepcopy(training.optimizer.state_dict()["state"]), everything(training)[1]
+    assert make_optimizer(None, training.optimizer) is training.optimizer
+    assert repr(training.optimizer.state_dict()["state"]) == repr(before[0])
+    assert all(torch.equal(*pair) for pair in zip(everything(training)[1], before[1], strict=True))
 
 
 @pytest.mark.parametrize("name", FAST)

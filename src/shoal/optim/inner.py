@@ -32,7 +32,8 @@ def make_optimizer(
     """The torch optimizer that is meant: a given one, or one made from `params`.
 
     Raises:
-        ConfigError: neither, or both; or one that cannot step from an average of gradients.
+        ConfigError: neither, or both; one that cannot step from an average of gradients; or one whose state no
+            newcomer could take over.
     """
     if isinstance(optimizer, torch.optim.Optimizer):
         if params is not None:
@@ -60,7 +61,8 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 f"parameter {index} of the optimizer has no values yet (it is lazy, or on the meta device): give the "
                 "model one batch, or load its weights, and make the optimizer then"
             )
-    needs = OptimizerState(optimizer).needs
+    kept = OptimizerState(optimizer)
+    needs = kept.needs
     if needs == "gradients of gradients":
         raise ConfigError(
             f"optimizer is of type {type(optimizer).__name__}, which differentiates the gradients within its step, but "
@@ -84,6 +86,7 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
                 f"optimizer is sharded ({name}): this rank steps only a part of the model, but a peer must share the "
                 "whole model with the swarm. Give the swarm an optimizer of the whole model"
             )
+    kept.check_travels()
     return optimizer
 
 

@@ -26,7 +26,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.optim.options import LEFT_OUT
-from shoal.optim.trial import draws_random_numbers, needs, try_step
+from shoal.optim.trial import draws_random_numbers, first_statistics, needs, try_step
 from shoal.state import StateTensorSpec
 
 __all__ = ["AnyTensor", "OptimizerState", "Prepared", "is_number"]
@@ -101,6 +101,22 @@ class OptimizerState:
     def needs(self) -> str | None:
         """The need that its step names, see `trial.needs`; None if it has stepped."""
         return needs(self._optimizer, self._states)
+
+    def check_travels(self) -> None:
+        """Look whether other peers could take over what the optimizer keeps; before its first step that is tried.
+
+        One that wraps others is not tried: no twin can be made of it.
+
+        Raises:
+            ConfigError: it keeps something that cannot travel; names it.
+        """
+        if len(self._states) > 1:
+            return
+        if any(self._states):
+            self.export([])
+            return
+        for number, statistics in first_statistics(self._optimizer):
+            _take_out(_sorted(statistics), [], f"statistic of parameter {number}")
 
     # ------------------------------------------------------------------------------------------------------- take out
 

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["draws_random_numbers", "needs", "try_step"]
+__all__ = ["draws_random_numbers", "first_statistics", "needs", "try_step"]
 
 _GRADIENT = 1e-3
+_CROPPED = 8
+"""Elements in each dimension of a parameter whose statistics are looked at for their kind alone."""
 
 
 def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
@@ -70,6 +72,24 @@ def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]])
         if failure is not None and sign in failure:
             return what
     return None
+
+
+def first_statistics(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Mapping[Any, Any]]]:
+    """The kinds of statistics that a first step leaves behind, for a corner of one parameter of each sort.
+
+    Their values and sizes mean nothing. A parameter that cannot be stepped so is left out. The optimizer is not changed.
+
+    Yields:
+        The number of the parameter, and its statistics.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
+    for group in optimizer.param_groups:
+        for parameter in _of_each_sort(group, {}):
+            corner = parameter.detach()[(slice(_CROPPED),) * parameter.dim()]
+            failure, statistics = _step(optimizer, parameter, _options(group), {}, corner)
+            if failure is None:
+                yield numbers[id(parameter)], statistics
 
 
 def draws_random_numbers(optimizer: torch.optim.Optimizer) -> bool:
@@ -132,9 +152,13 @@ def _step(
     parameter: torch.Tensor,
     options: Mapping[str, Any],
     state: Mapping[Any, Any],
+    values: torch.Tensor | None = None,
 ) -> tuple[str | None, Mapping[Any, Any]]:
-    """The reason why the step failed, None if it did not; and the statistics afterwards."""
-    own = parameter.detach()
+    """The reason why the step failed, None if it did not; and the statistics afterwards.
+
+    `values` are those of the copy that is stepped in place of the parameter; None: the parameter's own.
+    """
+    own = parameter.detach() if values is None else values
     substitute = torch.nn.Parameter(own.clone())
     substitute.grad = torch.full_like(own, _GRADIENT)
     memo: dict[int, Any] = {id(each): each for each_group in optimizer.param_groups for each in each_group["params"]}

@@ -51,7 +51,7 @@ def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking()
         await sim.sleep(0.3)
         run.swarm.crash("entry")
         training = run.swarm.spawn("newcomer", newcomer.train(4, duration_s=1.0, until=until(90.0)))
-        await sim.sleep(20.0)
+        await sim.sleep(25.0)
         assert alone[:3] == [1, 2, 3]
         assert len(warned) == 1
         assert "'run'" in warned[0]
@@ -136,6 +136,29 @@ def test_a_line_that_is_down_is_told_once() -> None:
         await asyncio.wait(tasks)
         assert alone[-1] == last
         assert len(warned) == 1
+        await run.close()
+
+    sim.run(main, seed=33)
+
+
+def test_steps_alone_for_a_few_seconds_are_no_warning() -> None:
+    """It cried wolf: peers that start together, or whose line is down for a moment, find each other soon."""
+
+    async def main() -> None:
+        run = Run(target=24)
+        names = ["p0", "p1", "p2"]
+        for name in names:
+            await run.add(name)
+        alone, warned = notes(run.swarm.peer("p2"))
+        tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=1.0, until=until(60.0))) for n in names]
+        await sim.sleep(5.0)
+        run.swarm.partition([["p0", "p1"], ["p2"]])
+        await sim.sleep(16.0)
+        run.swarm.heal()
+        await asyncio.wait(tasks)
+        assert alone
+        assert not warned
+        assert run.swarm.peer("p2").participant.epoch >= run.swarm.peer("p0").participant.epoch - 1
         await run.close()
 
     sim.run(main, seed=33)

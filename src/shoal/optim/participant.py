@@ -130,7 +130,8 @@ class Participant:
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
-        self._solitude = Solitude(core, settings.run_id, self._known, self._gossip, self._notices)
+        others = self._known, self._gossip, self._notices
+        self._solitude = Solitude(core, settings.run_id, *others, digest=lambda: self.state.digest)
 
     # ------------------------------------------------------------------------------------------------ life and death
 

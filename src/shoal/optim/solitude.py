@@ -1,13 +1,14 @@
 """Whether a peer trains alone, and why, as far as it can tell.
 
-A peer is alone while it is connected with nobody else of its run. One that was given peers, or knows of others, is not
-meant to be: it says so once, `PATIENCE_S` after it was last in company, or with the first step that it takes alone.
+A peer is alone while it is connected with nobody else of its run, or takes steps alone and is connected only with peers
+at other states. One that was given peers, or knows of others, is not meant to be: it says so once, when that has lasted
+for `PATIENCE_S`. Peers that start together often take a first step each before they have found one another.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from shoal.core import PeerCore
@@ -22,8 +23,9 @@ from shoal.transport.sockets import is_loopback
 __all__ = ["PATIENCE_S", "Circumstances", "Solitude"]
 
 PATIENCE_S = 20.0
+"""A peer that trains alone says so when that has lasted for so long."""
 
-_LOOK_S = 2.0
+_LOOK_S = 1.0
 _SHOWN = 4
 
 
@@ -112,15 +114,25 @@ class Solitude:
         known: the progress of the others.
         gossip: tells them.
         notices: say it.
+        digest: returns the digest of this peer's state.
 
     Attributes:
         told: whether it was said, and no step was taken with others since.
     """
 
     def __init__(
-        self, core: PeerCore, run_id: str, known: SwarmProgress, gossip: ProgressGossip, notices: Notices
+        self,
+        core: PeerCore,
+        run_id: str,
+        known: SwarmProgress,
+        gossip: ProgressGossip,
+        notices: Notices,
+        *,
+        digest: Callable[[], bytes],
     ) -> None:
         self._core, self._run_id, self._known, self._gossip, self._notices = core, run_id, known, gossip, notices
+        self._digest = digest
+        self._epoch: int | None = None  # of the last step, if it was taken alone
         self.told = False
 
     async def watch(self) -> None:
@@ -129,24 +141,31 @@ class Solitude:
         since = loop.time()
         while True:
             await asyncio.sleep(_LOOK_S)
-            if any(map(self._core.endpoint.connected, self._known.peers)):
+            if self._in_company():
                 since = loop.time()
             elif loop.time() - since >= PATIENCE_S:
-                self._tell(None)
+                self._tell()
+
+    def _in_company(self) -> bool:
+        connected = [peer for peer in self._known.peers if self._core.endpoint.connected(peer)]
+        if self._epoch is None:
+            return bool(connected)
+        words, here = map(self._known.progress_of, connected), self._digest()
+        return any(word is not None and word.digest == here for word in words)
 
     def stepped(self, epoch: int, peers: int) -> None:
         """A step was taken by so many peers."""
         if peers > 1:
-            self.told = False
+            self.told, self._epoch = False, None
             return
+        self._epoch = epoch
         others = len(self._known.peers)
         self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
-        self._tell(epoch)
 
-    def _tell(self, epoch: int | None) -> None:
+    def _tell(self) -> None:
         if not self.told and (found := self._circumstances()).expected:
             self.told = True
-            self._notices.alone(epoch, found.reasons())
+            self._notices.alone(self._epoch, found.reasons())
 
     def _circumstances(self) -> Circumstances:
         core, endpoint = self._core, self._core.endpoint

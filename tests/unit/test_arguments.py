@@ -26,6 +26,10 @@ def averager(dht: shoal.DHT | None = None, **options: Any) -> shoal.Decentralize
     [
         ({"host_maddrs": 4000}, "host_maddrs must be an address such as /ip4/127.0.0.1/tcp/0, got 4000"),
         ({"announce_maddrs": 4000}, "announce_maddrs must be an address such as .*, got 4000"),
+        (
+            {"announce_maddrs": "/ip4/192.0.2.7/tcp/4000", "client_mode": True},
+            "announce_maddrs tells others an address to dial, and with client_mode=True nobody can dial this peer",
+        ),
         ({"identity_path": 3}, "identity_path must be the path of a file, got 3"),
         ({"identity_path": ""}, "identity_path must be the path of a file, got ''"),
         ({"peers_file": 3}, "peers_file must be the path of a file, got 3"),

@@ -43,7 +43,7 @@ class DHT:
         host_maddrs: where to listen, as `/ip4/HOST/tcp/PORT`; port 0 takes a free one. `/ip4/0.0.0.0/tcp/PORT` lets
             other machines connect. None: `/ip4/127.0.0.1/tcp/0`.
         announce_maddrs: the address to tell others in place of the one where we listen, in the same form, for a
-            forwarded port or a public name; port 0 stands for the port that we listen on.
+            forwarded port or a public name; port 0 stands for the port that we listen on. Not with `client_mode=True`.
         identity_path: file with this peer's key (made if missing, mode 0600); None for a new identity each time.
         peers_file: a file that keeps the known peers, made if missing. A peer that is started again tries these, too.
             Give the other peers an `identity_path` and a fixed port, so that their addresses stay. If there are no
@@ -116,6 +116,11 @@ class DHT:
         )
         self._peers_file = None if peers_file is None else PeersFile(path("peers_file", peers_file))
         self._client_mode = None if client_mode is None else flag("client_mode", client_mode)
+        if self._client_mode and announce_maddrs:
+            raise ConfigError(
+                "announce_maddrs tells others an address to dial, and with client_mode=True nobody can dial this peer: "
+                "leave one of the two out"
+            )
         self._encrypt = flag("encrypt", encrypt)
         self._validators = check_validators(record_validators)
         self._dht_settings = _dht_settings(num_replicas)

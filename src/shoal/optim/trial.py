@@ -77,7 +77,7 @@ def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]])
 def first_statistics(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Mapping[Any, Any]]]:
     """The kinds of statistics that a first step leaves behind, for a corner of one parameter of each sort.
 
-    Their values and sizes mean nothing. A parameter that cannot be stepped so is left out. The optimizer is not changed.
+    Their values and sizes mean nothing. A parameter that cannot be stepped so is left out. Nothing is changed.
 
     Yields:
         The number of the parameter, and its statistics.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,8 +46,8 @@ class Interrupted(BaseException):
     """As `KeyboardInterrupt`, which the test runner would take for its own."""
 
 
-def interrupt_in_the_middle(trainer: Trainer) -> None:
-    """Its next optimizer step changes the first parameter only."""
+def interrupt_in_the_middle(trainer: Trainer, error: BaseException | None = None) -> None:
+    """Its next optimizer step changes the first parameter only, and ends with this error."""
     optimizer: Any = trainer.participant.training.optimizer
     whole = optimizer.step
 
@@ -56,7 +57,7 @@ def interrupt_in_the_middle(trainer: Trainer) -> None:
         trainer.parameters[1].grad = None
         whole()
         trainer.parameters[1].grad = kept
-        raise Interrupted
+        raise error or Interrupted
 
     optimizer.step = half
 
@@ -188,6 +189,40 @@ def test_a_step_that_was_interrupted_is_not_taken_again_and_the_others_state_is_
         await run.close()
 
     sim.run(main, seed=3)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_error_of_the_inner_optimizer_counts_as_an_epoch_without_a_step(others: int) -> None:
+    """The peer named a state of the next epoch, and the warning spoke of an interruption."""
+
+    async def main() -> None:
+        run = Run(target=BATCH * (1 + others))
+        trainers = await two_at_their_first_step(run) if others else [await run.add("p0")]
+        trainer, before, told = trainers[0], trainers[0].participant.state, list[str]()
+        trainer.participant.core.env.events.subscribe(
+            lambda event: told.append(event.message) if isinstance(event, Warned) else None
+        )
+        interrupt_in_the_middle(trainer, RuntimeError("no such kernel"))
+        with pytest.raises(RuntimeError, match="no such kernel"):
+            await run.swarm.run_on("p0", trainer.take_turn if others else partial(trainer.take_batch, BATCH))
+        participant = trainer.participant
+        assert participant.epoch == participant.training.epoch == 0
+        assert participant.state != before
+        assert participant.state.samples == 0
+        await run.swarm.run_on("p0", trainer.take_turn)
+        assert any("own step raised RuntimeError: no such kernel" in each for each in told), told
+        assert not any("interrupted" in each for each in told)
+        if others:
+            await run.swarm.run_on("p1", trainers[1].take_turn)
+            await train_until(run, epoch=3)
+            assert run.agree(["p0", "p1"])
+            assert trainer.downloads == 1
+        else:
+            await run.swarm.run_on("p0", trainer.take_batch, BATCH)
+            await run.swarm.run_on("p0", trainer.finish_epoch, 1)
+        await run.close()
+
+    sim.run(main, seed=4)
 
 
 def test_alone_an_interrupted_step_counts_and_training_goes_on() -> None:

@@ -178,9 +178,15 @@ class Notices:
             "on: announce a later end on most peers, or stop this one"
         )
 
-    def interrupted(self) -> None:
-        """A step was not taken to its end."""
-        self.warn("the step was interrupted: this peer will download the state of a peer that has finished the step")
+    def interrupted(self, error: str | None) -> None:
+        """A step was not taken to its end, because of this error of the optimizer; None: it was interrupted."""
+        if error is None:
+            self.warn("the step was interrupted: this peer will download the state of a peer that has finished the step")
+            return
+        self.warn(
+            f"the optimizer's own step raised {error}. It may have changed some parameters, so this peer will download "
+            "the state of a peer that has taken the step. If every step raises, mend the optimizer or its options"
+        )
 
     def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
         """A state was taken over. Look whether this peer does nothing but download.

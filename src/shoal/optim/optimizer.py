@@ -312,7 +312,8 @@ class Optimizer(torch.optim.Optimizer):
         swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
         If it is interrupted (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
-        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one.
+        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one. It is the same if
+        the inner optimizer's step raises; that error is raised here, and the epoch does not count for this peer.
 
         Args:
             closure: forward and backward pass; its result is returned.
@@ -419,8 +420,12 @@ class Optimizer(torch.optim.Optimizer):
     def _take_turn(self) -> None:
         phase = self._run(self._participant.decide(self.averaging_timeout), self.averaging_timeout)
         if phase is RunPhase.STEPPING:
-            with self._lock.acquire_in_thread():
-                self._participant.step()
+            try:
+                with self._lock.acquire_in_thread():
+                    self._participant.step()
+            except Exception:  # of the optimizer: the others are told at once, as the program may end
+                self._run(self._participant.stepped(), GRACE_S)
+                raise
             self._run(self._participant.stepped(), GRACE_S)
             if self._participant.at_end:
                 self._take_turn()  # the last one: wait for the others

@@ -594,13 +594,14 @@ class Participant:
         """Take the update of phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
 
         It is taken once. An interruption leaves parameters that no other peer has. They get a name of their own, and
-        any proper name is better.
+        any proper name is better. So does an error of the optimizer, whose step does not count.
         """
         update = self._update
         if update is None or update.taken:
             return
         chance, me = self.core.env.rng.randbytes(16), self.core.peer_id.raw
         interrupted = self.state.after_interruption(chance, me, step=update.is_step)
+        failed = self.state.after_difference(chance, me)
         training, epoch = self.training, self.training.epoch
         training.whole = False
         try:
@@ -610,6 +611,8 @@ class Participant:
             # Attributes alone: no interrupt comes in between.
             if training.whole:
                 self.state, self._committed, update.taken = update.name, update.committed, True
+            elif update.is_step and training.step_error is not None:
+                self.state, update.taken = failed, True
             elif training.epoch != epoch or not update.is_step:
                 self.state, self._committed, update.taken = interrupted, update.committed, True
 
@@ -621,7 +624,7 @@ class Participant:
         self._update = None
         self._companions.state_changed(self._now(), step=update.is_step)
         if self.state != update.name:
-            self._notices.interrupted()
+            self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
         self._announce_state(expected=self.state == update.name and update.peers > 1 and not self.at_end)

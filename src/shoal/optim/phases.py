@@ -82,7 +82,7 @@ class Event(enum.Enum):
     STATES_AVERAGED = "a round of states succeeded"
     UNFIT = "nobody else takes part, and the own mean is not finite: it is dropped"
     MISFIT = "a round of gradients succeeded, but its options cannot be set here: what was accumulated is dropped"
-    STEPPED = "the trainer took the step or the average, or was interrupted in it: the state was renamed, and is told"
+    STEPPED = "the trainer took the step or the average, or it was interrupted or raised: the renamed state is told"
     TAKEN_OVER = "a better state was taken over, or the steps that lead to it"
     RENAMED = "a checkpoint was loaded; or the check says that our parameters differ, and our state is renamed as worse"
     OVERTAKEN = "the state that the average was for is no longer ours"
@@ -146,7 +146,7 @@ class Update:
         peers: that take it.
         samples: that go into the state by it.
         is_step: whether it is the swarm's step.
-        taken: whether it was applied, or begun and interrupted.
+        taken: whether it was applied, or begun and not taken to its end.
     """
 
     apply: Callable[[], None]

@@ -85,7 +85,10 @@ class StateName(NamedTuple):
         return StateName(self._next_epoch if step else self.epoch, digest, self.samples)
 
     def after_difference(self, chance: bytes, peer: bytes) -> StateName:
-        """The name of parameters that others do not have under this name: worse than any of its epoch."""
+        """The name of parameters that others do not have under this name, or that a step which raised has left.
+
+        Worse than any of its epoch.
+        """
         return StateName(self.epoch, hashlib.sha256(b"shoal differs" + self.digest + chance + peer).digest(), 0)
 
     @property

@@ -66,6 +66,7 @@ class TrainingState:
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
         epoch: swarm steps that went into the parameters.
         whole: whether the last one that was begun here was taken to its end.
+        step_error: the error that the optimizer's step raised, if the last one did; else None.
         schedule_error: why the schedule does not follow the epochs any more (a `OneCycleLR` has an end): the learning
             rates stay as they are; None if it does.
         kept_back: says what the optimizer keeps and newcomers cannot be given; None if nothing was seen.
@@ -115,6 +116,7 @@ class TrainingState:
         )
         self.samples = self.left_out = self.left_out_for = self._steps_here = 0
         self.broken: str | None = None
+        self.step_error: str | None = None
         self.kept_back: str | None = None
         self.epoch, self.whole, self.stepping = 0, True, False
         self._steps_of_schedule = 0
@@ -297,7 +299,8 @@ class TrainingState:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
         It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
-        From then on it is over: the average is forgotten, and the epoch counted.
+        From then on it is over: the average is forgotten, and the epoch counted. If the optimizer raises, the average is
+        forgotten, too, but the epoch does not count.
 
         Args:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.
@@ -308,7 +311,7 @@ class TrainingState:
         if absent is None:
             absent = [index for index, given in enumerate(self._given) if not given]
         own = [parameter.grad for parameter in self.parameters]
-        before = self.epoch
+        before, self.step_error = self.epoch, None
         try:
             for parameter in self._frozen:
                 parameter.grad = None
@@ -322,13 +325,16 @@ class TrainingState:
                 apply(self.optimizer.param_groups, options)
             self.epoch += 1
             self._step_watched()
+        except Exception as error:
+            self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
+            raise
         finally:
             self.stepping = False
             try:
                 self._give_back(own)
             finally:
                 self._give_back(own)  # an interrupt may have come in between
-                if self.epoch != before:
+                if self.epoch != before or self.step_error is not None:
                     self.discard()
         self._move_schedule(self.scheduled + 1)
         self.whole = True

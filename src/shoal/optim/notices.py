@@ -179,9 +179,11 @@ class Notices:
         )
 
     def interrupted(self, error: str | None) -> None:
-        """A step was not taken to its end, because of this error of the optimizer; None: it was interrupted."""
+        """A step was not taken to its end: its optimizer raised this error; None if it was interrupted."""
         if error is None:
-            self.warn("the step was interrupted: this peer will download the state of a peer that has finished the step")
+            self.warn(
+                "the step was interrupted: this peer will download the state of a peer that has finished the step"
+            )
             return
         self.warn(
             f"the optimizer's own step raised {error}. It may have changed some parameters, so this peer will download "

@@ -312,8 +312,8 @@ class Optimizer(torch.optim.Optimizer):
         swarm's any more, are dropped; so is, with a warning, a batch whose gradients are not finite.
 
         If it is interrupted (Ctrl+C), the next call goes on from there. If it was in the middle of the inner
-        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one. It is the same if
-        the inner optimizer's step raises; that error is raised here, and the epoch does not count for this peer.
+        optimizer's step, that is not repeated, and another peer's state is downloaded if there is one. It is the same
+        if the inner optimizer's step raises; that error is raised here, and the epoch does not count for this peer.
 
         Args:
             closure: forward and backward pass; its result is returned.

@@ -299,8 +299,8 @@ class TrainingState:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
 
         It may be interrupted: as long as the optimizer has not begun, nothing has changed, and it can be called again.
-        From then on it is over: the average is forgotten, and the epoch counted. If the optimizer raises, the average is
-        forgotten, too, but the epoch does not count.
+        From then on it is over: the average is forgotten, and the epoch counted. If the optimizer raises, the average
+        is forgotten, too, but the epoch does not count.
 
         Args:
             options: of all who take this step; they stay in the parameter groups. None: what the groups hold.

@@ -64,7 +64,8 @@ def hf_trainer(line: Line, job: Job, warmup_steps: int = 0) -> Report:
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             trainee.saw()
             time.sleep(job.pace_s)
-            control.should_training_stop |= trainee.swarm.finished
+            if trainee.swarm.finished:
+                control.should_training_stop = True
 
     with shoal.DHT(job.entries, start=True) as dht, tempfile.TemporaryDirectory() as folder:
         dht.events.subscribe(trainee.note)

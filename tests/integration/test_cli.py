@@ -175,6 +175,18 @@ def test_status_that_watches_drops_a_killed_peer_when_its_link_breaks() -> None:
             assert left == {str(dht.peer_id)}
 
 
+def test_status_that_watches_prints_into_a_pipe_at_once() -> None:
+    """Each look at the run is there for the reader when it is made, and not at the end of the command."""
+    with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:
+        publish(dht, "albert", epoch=7, samples=40, rate=30.0)
+        with Talk([*SHOAL, "status", str(invite), "--watch"]) as talk:
+            for _ in range(2):
+                assert talk.line().split()[:2] == ["peer", "epoch"]
+                assert dht.peer_id.short() in talk.line()
+                assert talk.line() == "\n"
+                assert talk.line().startswith("run 'albert': 1 peer at epoch 7")
+
+
 def test_status_of_a_run_that_is_not_there() -> None:
     """Code 3 and a sentence; --run names another run than the invite's."""
     with bootstrap("--run", "albert") as (_, invite), shoal.DHT([invite], start=True) as dht:

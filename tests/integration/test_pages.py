@@ -70,3 +70,17 @@ def test_the_trainers_program_of_the_page_runs(tmp_path: Path) -> None:
         said = trainer.rest()
         assert trainer.wait() == 0, trainer.errors()
     assert said[-1] == "epoch 40, learning rate 0.0e+00\n"
+
+
+@pytest.mark.long
+def test_the_trainers_program_of_the_page_stops_at_max_steps(tmp_path: Path) -> None:
+    """The callback ends the training with the run, and leaves the Trainer's own reasons to stop as they are."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    code = program("docs/training.md", trainer=True)
+    assert code.count("max_steps=1_000_000") == 1
+    with peer(tmp_path / "trainer", code.replace("max_steps=1_000_000", "max_steps=20")) as trainer:
+        trainer.write("")
+        said = trainer.rest()
+        assert trainer.wait() == 0, trainer.errors()
+    assert said[-1].startswith("epoch 2, ")  # 8 batches of 8 samples for each epoch

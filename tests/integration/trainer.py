@@ -52,7 +52,8 @@ class Pace(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """After each batch."""
-        control.should_training_stop = self._optimizer.finished
+        if self._optimizer.finished:
+            control.should_training_stop = True
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import subprocess
@@ -191,6 +192,43 @@ def test_demo_is_given_the_options(
         options(),
         options(report=None),
     ]
+
+
+@pytest.mark.parametrize(
+    ("redirect", "said"),
+    [
+        (">&-", "standard output is closed: send it to a file or to /dev/null"),
+        (">/dev/full", "cannot write the output: No space left on device"),
+    ],
+)
+@pytest.mark.parametrize("command", ["--version", "plan --params 7e9 --peers 4", "dht"])
+def test_output_that_cannot_be_written_ends_with_one_line(command: str, redirect: str, said: str) -> None:
+    """Code 1 and no traceback, also of a peer that is in the network already."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'exec "$0" -m shoal.cli {command} {redirect}', sys.executable],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, f"shoal: {said}")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["--version", "plan --params 7e9 --peers 4"])
+def test_a_reader_that_has_gone_ends_the_command_in_silence(command: str) -> None:
+    """Code 1, as for `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal.cli", *command.split()],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        timeout=100,
+        check=False,
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def progress(name: bytes, **changes: Any) -> Progress:

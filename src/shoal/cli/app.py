@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ __all__ = ["main"]
 
 EXIT_FAILED, EXIT_WRONG, EXIT_INTERRUPTED = 1, 2, 130
 
+_OUTPUT_ERRORS = {errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+"""The errors of a write to a pipe that nobody reads, or to a file whose disk is full or broken."""
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="shoal")
@@ -43,19 +47,33 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Raises:
         SystemExit: always; the codes are in `shoal.cli`.
     """
+    if sys.stdout is None:  # `>&-`; then the next socket would take the place of standard output
+        click.echo("shoal: standard output is closed: send it to a file or to /dev/null", err=True)
+        sys.exit(EXIT_FAILED)
     try:
-        code = command.main(arguments, prog_name="shoal", standalone_mode=False)
+        code = _run(arguments)
         sys.stdout.flush()
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except ShoalError as error:
-        click.echo(f"shoal: {' '.join(str(error).split())}", err=True)
-        code = EXIT_WRONG if isinstance(error, ConfigError) else EXIT_FAILED
-    except (KeyboardInterrupt, click.Abort):
-        code = EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has gone: nothing more can be written, nor flushed at exit.
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS:
+            raise
+        # What is still to be written goes nowhere: Python would fail again when it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno != errno.EPIPE:  # whoever closed a pipe knows
+            click.echo(f"shoal: cannot write the output: {error.strerror}", err=True)
         code = EXIT_FAILED
     sys.exit(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int | None:
+    """Run the command line; the exit code."""
+    try:
+        code: int | None = command.main(arguments, prog_name="shoal", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except ShoalError as error:
+        click.echo(f"shoal: {' '.join(str(error).split())}", err=True)
+        return EXIT_WRONG if isinstance(error, ConfigError) else EXIT_FAILED
+    except (KeyboardInterrupt, click.Abort):
+        return EXIT_INTERRUPTED
+    return code

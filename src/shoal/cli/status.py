@@ -8,6 +8,7 @@ left out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import click
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from shoal.core import PeerCore
@@ -174,10 +176,13 @@ def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeo
     else:
         from rich.console import Console
 
-        console = Console(highlight=False)
-        console.print(table_of(found))
-        console.print(summary_of(found), markup=False, soft_wrap=True)
+        _print(found, Console(highlight=False))
     return 0
+
+
+def _print(found: RunStatus, console: Console) -> None:
+    console.print(table_of(found))
+    console.print(summary_of(found), markup=False, soft_wrap=True)
 
 
 def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
@@ -198,17 +203,24 @@ def _watch(dht: DHT, run_id: str, *, as_json: bool) -> NoReturn:
             news.set()
 
     dht.events.subscribe(note)
-    with Live(console=Console(highlight=False), auto_refresh=False) as live:
+    nobody = f"no peer of run {run_id!r} is there"
+    console = Console(highlight=False)
+    # A pipe or a file would get the last picture of a live display only, when it ends.
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    with live or contextlib.nullcontext():
         while True:
             news.clear()
             found = read_run(dht, run_id, lost=frozenset(lost))
             lost.clear()
             if as_json:
                 click.echo(json.dumps(None if found is None else found.to_dict()))
-            else:
-                nobody = Text(f"no peer of run {run_id!r} is there")
-                shown = nobody if found is None else Group(table_of(found), Text(summary_of(found)))
+            elif live is not None:
+                shown = Text(nobody) if found is None else Group(table_of(found), Text(summary_of(found)))
                 live.update(shown, refresh=True)
+            elif found is not None:
+                _print(found, console)
+            else:
+                console.print(nobody, markup=False, soft_wrap=True)
             news.wait(_WATCH_S)
 
 

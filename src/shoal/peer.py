@@ -21,11 +21,14 @@ import msgspec
 
 from shoal.errors import ConfigError
 
-__all__ = ["Address", "Invite", "PeerID", "parse_peers"]
+__all__ = ["Address", "Invite", "PeerID", "check_run_id", "parse_peers"]
 
 PEER_ID_BYTES = 32
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,253}")
 _INVITE_SCHEME = "shoal:"
+_LONGEST_INVITE, _UNPACKED_INVITE = 8192, 65536
+_LONGEST_RUN_ID = 240
+"""In characters: the names of its averagers and messages are somewhat longer, and may have 256."""
 _HOST_KINDS = {"ip4", "ip6", "dns"}
 
 
@@ -179,13 +182,26 @@ class Invite:
     Attributes:
         addresses: where to dial, at least one.
         run_id: the run to join; empty when the invite names only the network.
+
+    Raises:
+        ConfigError: there is no address, or `run_id` cannot be the name of a run, or the text would be too long.
     """
 
     addresses: tuple[Address, ...]
     run_id: str = ""
 
+    def __post_init__(self) -> None:
+        check_run_id(self.run_id, least=0)
+        if not self.addresses:
+            raise ConfigError("addresses of an invite must be at least one")
+        if len(self._body()) > _UNPACKED_INVITE or len(str(self)) > len(_INVITE_SCHEME) + _LONGEST_INVITE:
+            raise ConfigError(f"addresses are too many for one invite: {len(self.addresses):,}")
+
+    def _body(self) -> bytes:
+        return msgspec.msgpack.encode((1, [str(address) for address in self.addresses], self.run_id))
+
     def __str__(self) -> str:
-        body = msgspec.msgpack.encode((1, [str(address) for address in self.addresses], self.run_id))
+        body = self._body()
         packed = zlib.compress(body, 9)
         text = base64.urlsafe_b64encode(packed + zlib.crc32(packed).to_bytes(4, "big"))
         return _INVITE_SCHEME + text.decode().rstrip("=")
@@ -197,29 +213,63 @@ class Invite:
 
     @classmethod
     def parse(cls, text: str) -> Invite:
-        """Read an invite. Raises `ConfigError` if a character is missing or wrong."""
-        text = text.strip()
-        damaged = ConfigError(f"invite {text[:24]!r}… is damaged: copy the whole line again, from 'shoal:' to its end")
-        if not text.startswith(_INVITE_SCHEME):
-            raise ConfigError(f"not an invite: {text[:24]!r}… (an invite begins with {_INVITE_SCHEME!r})")
-        body = text.removeprefix(_INVITE_SCHEME)
+        """Read an invite. Raises `ConfigError` that says what is wrong with the text."""
+        body = _body_of(text)
         try:
-            # b64decode would skip characters outside its alphabet: a typing error must not pass.
-            if len(body) > 8192 or not re.fullmatch(r"[A-Za-z0-9_-]+", body):
-                raise damaged
             raw = base64.urlsafe_b64decode(body + "=" * (-len(body) % 4))
             packed, checksum = raw[:-4], raw[-4:]
             if zlib.crc32(packed).to_bytes(4, "big") != checksum:
-                raise damaged
-            unpacked = zlib.decompressobj().decompress(packed, 65536)
+                raise binascii.Error("wrong checksum")
+            unpacked = zlib.decompressobj().decompress(packed, _UNPACKED_INVITE)
             version, addresses, run_id = msgspec.msgpack.decode(unpacked, type=tuple[int, list[str], str])
         except (binascii.Error, zlib.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise damaged from error
+            raise _damaged("a character is wrong, or its end is missing") from error
         if version != 1:
             raise ConfigError(f"this invite has format {version}, made by a newer shoal: upgrade to read it")
-        if not addresses:
-            raise damaged
         return cls(tuple(Address.parse(address) for address in addresses), run_id)
+
+
+def _body_of(text: str) -> str:
+    """The part of an invite behind `shoal:`. Raises `ConfigError` if the text is not exactly one invite."""
+    before, scheme, body = text.strip().partition(_INVITE_SCHEME)
+    if not scheme:
+        raise ConfigError(f"not an invite: {text[:24]!r}… (an invite begins with {_INVITE_SCHEME!r})")
+    if before:
+        raise _damaged(f"{before[-24:]!r} stands before {_INVITE_SCHEME!r}")
+    if not body:
+        raise _damaged(f"nothing follows {_INVITE_SCHEME!r}")
+    # b64decode would skip characters outside its alphabet: a typing error must not pass.
+    if wrong := re.search(r"[^A-Za-z0-9_-]", body):
+        raise _damaged(f"it has {wrong[0]!r} in it")
+    if len(body) > _LONGEST_INVITE:
+        raise _damaged("it is longer than any invite")
+    return body
+
+
+def _damaged(what: str) -> ConfigError:
+    return ConfigError(
+        f"the invite is damaged, as {what}: copy it alone and whole, from {_INVITE_SCHEME!r} to its end, as one word"
+    )
+
+
+def check_run_id(run_id: object, name: str = "run_id", *, least: int = 1) -> None:
+    """Check the name of a run.
+
+    Args:
+        run_id: the name.
+        name: that of the user's argument.
+        least: the number of characters that it has at least; 0 if there may be no run.
+
+    Raises:
+        ConfigError: this cannot be the name of a run.
+    """
+    if not isinstance(run_id, str) or not least <= len(run_id) <= _LONGEST_RUN_ID:
+        size = f"{least} to {_LONGEST_RUN_ID}" if least else f"at most {_LONGEST_RUN_ID}"
+        raise ConfigError(f"{name} must be a text of {size} characters, got {run_id!r:.80}")
+    try:
+        run_id.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{name} has a character that UTF-8 cannot write: {run_id!r:.80}") from error
 
 
 def parse_peers(
@@ -278,7 +328,12 @@ def _addresses(item: object) -> tuple[Sequence[Address], str]:
         text = str(item).strip()
         if not isinstance(item, str) and not text.startswith("/"):  # an address of another library is its text
             raise TypeError
-        if not text.startswith(_INVITE_SCHEME):
+        if _INVITE_SCHEME not in text:
+            if not text.startswith("/"):
+                raise ConfigError(
+                    f"neither an invite nor an address: {text!r:.80} (an invite begins with {_INVITE_SCHEME!r}, "
+                    "an address with '/ip4/', '/ip6/' or '/dns/')"
+                )
             return [Address.parse(text)], ""
         item = Invite.parse(text)
     return item.addresses, item.run_id

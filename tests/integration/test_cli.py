@@ -149,7 +149,8 @@ def test_status_shows_the_run_without_a_peer_that_was_killed() -> None:
         gone = shoal.DHT([invite], start=True)
         publish(gone, "albert", epoch=6, samples=10, rate=10.0)
         gone.shutdown()
-        for_people, for_programs = shoal_command("status", str(invite)), shoal_command("status", str(invite), "--json")
+        for_people = shoal_command("status", f" {invite}\n")  # as it was copied
+        for_programs = shoal_command("status", str(invite), "--json")
     assert (for_people.returncode, for_people.stderr) == (0, "")
     assert f"{dht.peer_id.short()}      7  07070707       40       30.0   100%" in for_people.stdout
     assert "run 'albert': 1 peer at epoch 7; 40 of 100 samples" in for_people.stdout

@@ -178,6 +178,39 @@ class TestInvite:
         with pytest.raises(ConfigError, match="damaged"):
             Invite.parse("shoal:" + body)
 
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('"{}"', "'\"' stands before 'shoal:'"),
+            ("use this: {}", "'use this: ' stands before 'shoal:'"),
+            ('{}"', "it has '\"' in it"),
+            ("{:.40} {}", "it has ' ' in it"),
+            ("{:.40}\n{}", r"it has '\n' in it"),
+            ("{:.40}", "a character is wrong, or its end is missing"),
+            ("shoal:", "nothing follows 'shoal:'"),
+            ("{}" + "A" * 9000, "it is longer than any invite"),
+        ],
+    )
+    def test_invite_that_was_quoted_torn_or_cut_off(self, text: str, said: str) -> None:
+        """The message says what is wrong and what to do, alone and among initial peers; all invites begin alike."""
+        invite = str(Invite((HERE, THERE), "albert"))
+        for read in (Invite.parse, parse_peers):
+            with pytest.raises(ConfigError) as caught:
+                read(text.format(invite, invite[40:]))
+            assert f"invite is damaged, as {said}: copy it alone and whole" in str(caught.value)
+
+    @pytest.mark.parametrize("run_id", [3, None, b"run", "r" * 241, "\udcff"])
+    def test_invite_for_a_run_that_nobody_can_name(self, run_id: Any) -> None:
+        """Refused when it is made, because nobody could read it, or train the run."""
+        with pytest.raises(ConfigError, match="run_id"):
+            Invite((HERE,), run_id)
+
+    @pytest.mark.parametrize("where", [(), tuple(Address(f"{i:0>60}.org", 4, PeerID(bytes(32))) for i in range(9000))])
+    def test_invite_that_nobody_could_read(self, where: tuple[Address, ...]) -> None:
+        """Without addresses, or with too many."""
+        with pytest.raises(ConfigError, match="addresses"):
+            Invite(where)
+
     def pack(self, content: object) -> str:
         """An invite with any content and a right checksum."""
         packed = zlib.compress(msgspec.msgpack.encode(content))
@@ -268,6 +301,14 @@ class TestParsePeers:
                 return str(HERE)
 
         assert parse_peers([Multiaddr()]) == (HERE,)
+
+    @pytest.mark.parametrize("text", ["eNoNxdENhCAMANA4kPaooHM4ghgvAWKL", "192.0.2.7:4000", f'"{HERE}"'])
+    def test_text_that_is_neither_invite_nor_address(self, text: str) -> None:
+        """The message shows how both begin."""
+        with pytest.raises(ConfigError) as caught:
+            parse_peers(text)
+        assert "neither an invite nor an address" in str(caught.value)
+        assert "begins with 'shoal:', an address with '/ip4/', '/ip6/' or '/dns/'" in str(caught.value)
 
     @pytest.mark.parametrize("wrong", ["", "nobody", ["nobody"], [b"bytes"], [None], [HERE, 5], 5])
     def test_refuses_anything_else(self, wrong: Any) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shoal.cli.options import checked_run
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["dht", "maddr_of"]
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port; 0 is any free one.")
 @click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
 @click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
-@click.option("--run", "run_id", default="", help="Name of the run that the invite is for.")
+@click.option("--run", "run_id", default="", callback=checked_run, help="Name of the run that the invite is for.")
 @click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
 @click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
 @click.option("--quiet", is_flag=True, help="Print nothing but the invite.")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shoal.cli.options import run_of, run_option
+
 if TYPE_CHECKING:
     from shoal.core import PeerCore
     from shoal.peer import Address
@@ -54,7 +56,7 @@ class Finding:
 @click.argument("invite", required=False)
 @click.option("--host", default="0.0.0.0", show_default=True, help="Host that a training peer would listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
-@click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
+@run_option
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
@@ -69,13 +71,12 @@ def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, time
 def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s: float) -> Iterator[Finding]:
     from shoal.cli.dht import maddr_of
     from shoal.errors import ShoalError
-    from shoal.peer import Invite, parse_peers
+    from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT
 
     yield from look_at_machine()
     addresses = parse_peers(invite)
-    if run_id is None and invite is not None and invite.startswith("shoal:"):
-        run_id = Invite.parse(invite).run_id
+    run_id = run_of(invite) if run_id is None else run_id
     try:
         dht = DHT(addresses, start=True, host_maddrs=maddr_of(host, port), startup_timeout=timeout_s)
     except ShoalError as error:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
+from shoal.cli.options import run_of, run_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,17 +150,15 @@ class RunStatus:
 
 @click.command(short_help="Show the peers of a run.")
 @click.argument("invite")
-@click.option("--run", "run_id", help="Name of the run; by default the one that the invite is for.")
+@run_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl+C; with --json a line each time.")
 @click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to join.")
 def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeout: float) -> int:
     """Show the peers of the run that INVITE leads to (an invite or an address)."""
-    from shoal.peer import Invite
     from shoal.runtime.dht import DHT
 
-    if run_id is None:
-        run_id = Invite.parse(invite).run_id if invite.startswith("shoal:") else ""
+    run_id = run_of(invite) if run_id is None else run_id
     if not run_id:
         raise ConfigError("this invite names no run: give its name by --run")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout) as dht:

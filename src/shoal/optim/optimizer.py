@@ -25,6 +25,7 @@ from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
+from shoal.peer import check_run_id
 from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, seconds, whole
 from shoal.runtime.dht import DHT
@@ -42,9 +43,6 @@ _OTHERS_S = 3.0
 
 _MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
-
-_LONGEST_RUN_ID = 240
-"""In characters: the names of its averagers and messages are somewhat longer, and may have 256."""
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -139,7 +137,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
-        _check_run_id(run_id)
+        check_run_id(run_id)
         target_batch_size = whole("target_batch_size", target_batch_size, most=_MOST_SAMPLES)
         catch_up_bytes = whole("catch_up_bytes", catch_up_bytes)
         if batch_size_per_step is not None:
@@ -587,15 +585,6 @@ def _where(saved: Any) -> tuple[StateName, int, str] | None:
         return msgspec.convert(what, tuple[StateName, Annotated[int, msgspec.Meta(ge=0)], str])
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
-
-
-def _check_run_id(run_id: object) -> None:
-    if not isinstance(run_id, str) or not 0 < len(run_id) <= _LONGEST_RUN_ID:
-        raise ConfigError(f"run_id must be a text of 1 to {_LONGEST_RUN_ID} characters, got {run_id!r:.80}")
-    try:
-        run_id.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"run_id has a character that UTF-8 cannot write: {run_id!r:.80}") from error
 
 
 def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -1,0 +1,34 @@
+"""Options that several subcommands share, and what an invite on the command line names."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["checked_run", "run_of", "run_option"]
+
+
+def checked_run(_: click.Context, option: click.Parameter, run_id: str | None) -> str | None:
+    """The name of a run as `--run` gives it. Raises `ConfigError` for a text that no run can have as its name."""
+    from shoal.peer import check_run_id
+
+    if run_id is not None:
+        check_run_id(run_id, "--run", least=0 if option.default == "" else 1)
+    return run_id
+
+
+run_option = click.option(
+    "--run", "run_id", callback=checked_run, help="Name of the run; by default the one that the invite is for."
+)
+
+
+def run_of(invite: str | None) -> str:
+    """The run that an invite or an address names; empty if it names none.
+
+    Raises:
+        ConfigError: this is neither an invite nor an address.
+    """
+    from shoal.peer import parse_peers
+
+    runs = [""]
+    parse_peers(invite, invited=runs.append)
+    return runs[-1]

@@ -255,6 +255,8 @@ class Member:
 
     # as an endpoint and a node of the DHT
 
+    initial_peers = ()
+
     def serve(self, *_: Any, **__: Any) -> Callable[[], None]:
         return lambda: None
 
@@ -409,10 +411,14 @@ class SimulatedSwarm:
             for work in (member.train(), member.attend(), *member.gossip.start())
         ]
         tasks = [self.loop.create_task(work) for work in works]
-        await self.over.wait()
+        over = self.loop.create_task(self.over.wait())
+        await asyncio.wait([over, *tasks], return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for found in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(found, Exception):
+                raise found
+        await over
         return self.epochs
 
 

@@ -46,8 +46,8 @@ def _module(file: str) -> ast.Module:
     return ast.parse((SOURCE / file).read_text(encoding="utf-8"))
 
 
-def lines_of(place: Place) -> int:
-    """How many lines the function has.
+def node_of(place: Place) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """The function itself.
 
     Raises:
         LookupError: there is none of this name.
@@ -60,6 +60,12 @@ def lines_of(place: Place) -> int:
             raise LookupError(f"{place.file} has no {place.name}")
         node = inner[-1]  # the last of several: the others are overloads
     assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef), place
+    return node
+
+
+def lines_of(place: Place) -> int:
+    """How many lines the function has."""
+    node = node_of(place)
     return (node.end_lineno or 0) - min([node.lineno, *(each.lineno for each in node.decorator_list)]) + 1
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
 
 from tests import reading_path
-from tests.reading_path import PAGE, Place, lines_of, places, stories
+from tests.reading_path import PAGE, Place, lines_of, node_of, places, stories
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -27,6 +28,23 @@ def test_every_arrow_of_the_diagrams_names_a_function_of_its_story() -> None:
         files = re.findall(r"[\w/]+\.py", arrow)
         assert set(files) <= known, arrow
         assert files or arrow == "phase STEPPING"
+
+
+ROWS = [found for line in TEXT.split("## Where is")[1].splitlines() if (found := places(line))]
+
+
+@pytest.mark.parametrize(("first", "then"), ROWS, ids=lambda place: place.name)
+def test_a_row_of_where_is_needs_no_third_hop(first: Place, then: Place) -> None:
+    """The function that the page names first calls the second one itself."""
+    called = {name for node in ast.walk(node_of(first)) if (name := _used(node))}
+    assert then.name.rpartition(".")[2] in called
+
+
+def _used(node: ast.AST) -> str | None:
+    """The name of what is called here, or read from an object."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return node.func.id
+    return node.attr if isinstance(node, ast.Attribute) else None
 
 
 def test_what_is_not_there_is_found_out() -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "ThreadExecutor",
     "get_dht_time",
     "own_clock",
+    "seconds_text",
     "shielded",
 ]
 
@@ -133,6 +134,11 @@ def own_clock(clock: Clock) -> Clock:
 def get_dht_time() -> float:
     """The wall-clock time, seconds: the unit of expirations of DHT records and of scheduled times."""
     return time.time()
+
+
+def seconds_text(seconds: float) -> str:
+    """A number of seconds for a message, with two places at most: what is left of a timeout is 2.99999."""
+    return f"{round(seconds, 2):g} s"
 
 
 class Executor(Protocol):

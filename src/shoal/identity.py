@@ -132,17 +132,17 @@ class Identity:
             raise
         except OSError as error:
             raise ConfigError(f"cannot read key file {name}: {error.strerror}") from error
-        if os.name == "posix" and mode & 0o077:
-            raise ConfigError(
-                f"others can read or write key file {name} (mode {stat.S_IMODE(mode):04o}): run `chmod 600 {name}`, "
-                "or create a new key if somebody may have read it"
-            )
         try:
             key = load_pem_private_key(text, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm) as error:
             raise ConfigError(f"{name} is not a key file: expected an unencrypted PEM private key") from error
         if not isinstance(key, Ed25519PrivateKey):
             raise ConfigError(f"the key in {name} is not an Ed25519 key: create one with `shoal key new`")
+        if os.name == "posix" and mode & 0o077:
+            raise ConfigError(
+                f"others can read or write key file {name} (mode {stat.S_IMODE(mode):04o}): run `chmod 600 {name}`, "
+                "or create a new key if somebody may have read it"
+            )
         return cls(key)
 
     @classmethod

@@ -83,7 +83,12 @@ def test_key_new_and_show(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("mode", "text", "said"),
-    [(0o644, None, "chmod 600"), (0o600, "nonsense", "not a key file"), (None, None, "key new")],
+    [
+        (0o644, None, "chmod 600"),
+        (0o600, "nonsense", "not a key file"),
+        (0o644, "nonsense", "not a key file"),
+        (None, None, "key new"),
+    ],
 )
 def test_key_that_cannot_be_shown(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, mode: int | None, text: str | None, said: str

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal import sim
-from shoal.clock import Backoff, Env, Executor, InlineExecutor, SystemClock, ThreadExecutor, shielded
+from shoal.clock import (
+    Backoff,
+    Env,
+    Executor,
+    InlineExecutor,
+    SystemClock,
+    ThreadExecutor,
+    seconds_text,
+    shielded,
+)
 from shoal.events import EventBus
 
 
@@ -100,3 +112,20 @@ def test_what_must_not_be_left_half_done_is_waited_for_by_who_is_cancelled() -> 
         assert await shielded(succeed()) == "result"
 
     sim.run(main)
+
+
+def test_what_is_left_of_a_timeout_is_printed_short() -> None:
+    """A wait that took the rest of its caller's 3 s was "not connected within 2.99999 s"."""
+    texts = [seconds_text(seconds) for seconds in (2.99999, 3, 0.5, 12.3456, 300.0, 0.1 + 0.2)]
+    assert texts == ["3 s", "3 s", "0.5 s", "12.35 s", "300 s", "0.3 s"]
+
+
+def test_all_messages_print_timeouts_short() -> None:
+    """A number of seconds that somebody's clock has run on is rounded by `seconds_text`."""
+    root = Path(shoal.__file__).parent
+    found = [
+        path.name
+        for path in root.rglob("*.py")
+        if re.search(r"(timeout|limit|stall)_s:g\}", path.read_text(encoding="utf-8"))
+    ]
+    assert found == []

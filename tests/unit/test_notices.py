@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shoal.events import Event, EventBus, Warned
 from shoal.identity import Identity
+from shoal.optim.beginning import Beginning
 from shoal.optim.notices import Notices
 from shoal.peer import PeerID
 
@@ -33,3 +34,30 @@ def test_a_peer_that_can_be_reached_and_keeps_downloading_is_told_to_raise_the_b
     assert "4 states were downloaded in a row, the last one in 2.0 s" in message
     assert "Raise target_batch_size" in message
     assert "connect" not in message
+
+
+def test_the_first_peer_with_require_state_is_told_why_it_waits() -> None:
+    """It was told to check "these peers", of which there are none, and that training would begin at epoch 0."""
+    bus, said = EventBus(), list[Event]()
+    bus.subscribe(said.append)
+    beginning = Beginning(600.0, required=True)
+    beginning.judge({}, others_here=0, now=0.0)
+    Notices(bus, "bees").beginning(beginning, behind=False)
+    (message,) = [event.message for event in said if isinstance(event, Warned)]
+    assert message == (
+        "no peer that trains run 'bees' is known, and this one may not begin it (require_state=True): it waits up to "
+        "600 s (load_state_timeout), then step() raises StateUnavailable. Check that run_id is that of the others, "
+        "that initial_peers lead to them, and that one peer trains without require_state"
+    )
+
+
+def test_a_peer_with_require_state_is_not_told_that_it_will_begin() -> None:
+    """Beside a run whose state nobody gives: at the end of the wait it stops."""
+    bus, said = EventBus(), list[Event]()
+    bus.subscribe(said.append)
+    beginning = Beginning(600.0, required=True)
+    beginning.judge({OTHER: 7}, others_here=0, now=0.0)
+    Notices(bus, "bees").beginning(beginning, behind=False)
+    (message,) = [event.message for event in said if isinstance(event, Warned)]
+    assert "up to 600 s (load_state_timeout), before step() raises StateUnavailable (require_state=True)" in message
+    assert "epoch 0" not in message

@@ -44,7 +44,7 @@ from shoal.allreduce.parts import Parts
 from shoal.allreduce.segments import common_reference
 from shoal.allreduce.streams import DownStream, ReducerStream, SenderStream, UpStream
 from shoal.allreduce.vector import Vector
-from shoal.clock import shielded
+from shoal.clock import seconds_text, shielded
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, RoundFailed
 from shoal.events import PeerDropped, Warned
 from shoal.peer import PeerID
@@ -196,7 +196,7 @@ class Round:
             async with asyncio.timeout(self._options.timeout_s):
                 await self._done
         except TimeoutError:
-            self.give_up(f"not decided within {self._options.timeout_s:g} s")
+            self.give_up(f"not decided within {seconds_text(self._options.timeout_s)}")
         except asyncio.CancelledError:
             self.give_up("cancelled")
             raise

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from shoal.clock import Env
+from shoal.clock import Env, seconds_text
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -344,7 +344,8 @@ class Matchmaker:
                 refused = JoinRefused("not-looking", refusal.message)
                 event = events.Nudged(peer, refused) if nudge else events.Answered(peer, refused)
             except (PeerError, TimeoutError) as error:
-                reason = error.message if isinstance(error, PeerError) else f"no answer within {timeout_s:g} s"
+                late = f"no answer within {seconds_text(timeout_s)}"
+                reason = error.message if isinstance(error, PeerError) else late
                 if isinstance(error, PeerProtocolError):
                     self._env.events.emit(PeerDropped(peer=peer, where=_WHERE, reason=reason))
                 event = event if nudge else events.LeaderLost(peer, reason)

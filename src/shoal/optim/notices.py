@@ -134,14 +134,24 @@ class Notices:
         stance = Stance.FREE if behind else beginning.stance
         if not self._note("beginning", stance) or stance is Stance.FREE:
             return
-        if beginning.peers:
-            named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, but no peer gives it now"
-        else:
-            named = "this peer needs a state that others have (require_state), but there is none"
+        if not beginning.peers:
+            self.warn(
+                f"no peer that trains run {self._run_id!r} is known, and this one may not begin it "
+                f"(require_state=True): it waits up to {beginning.patience_s:.0f} s (load_state_timeout), then step() "
+                "raises StateUnavailable. Check that run_id is that of the others, that initial_peers lead to them, "
+                "and that one peer trains without require_state"
+            )
+            return
+        named = f"{_names(beginning.peers)} named a state of epoch {beginning.epoch}, but no peer gives it now"
         if stance is Stance.WAITING:
+            end = (
+                "step() raises StateUnavailable (require_state=True)"
+                if beginning.required
+                else ("training begins at epoch 0")
+            )
             self.warn(
                 f"{named}: this peer waits for it, up to {beginning.patience_s:.0f} s (load_state_timeout), before "
-                "training begins at epoch 0. Check whether these peers live and can be reached from here"
+                f"{end}. Check whether these peers live and can be reached from here"
             )
         elif not beginning.required:
             self.warn(

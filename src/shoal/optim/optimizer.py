@@ -371,8 +371,9 @@ class Optimizer(torch.optim.Optimizer):
             self._schedules.seen()
 
     def _check_open(self) -> None:
-        if self._closed or not self.dht.is_alive():
-            raise ClosedError("the optimizer was shut down, or its DHT was")
+        if self._closed:
+            raise ClosedError("the optimizer was shut down: make another one")
+        self.dht.loop_thread.check_alive()
 
     def _follow_schedule(self) -> None:
         """A schedule that was made over this optimizer since the last step becomes the run's."""

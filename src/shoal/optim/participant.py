@@ -22,7 +22,7 @@ from functools import partial
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import own_clock, shielded
+from shoal.clock import own_clock, seconds_text, shielded
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
@@ -777,7 +777,8 @@ class Participant:
         if taken:
             self._happened(Event.TAKEN_OVER)
         elif patient:
-            raise failure or StateUnavailable(f"a better state is known, but did not arrive within {timeout_s:g} s")
+            late = f"a better state is known, but did not arrive within {seconds_text(timeout_s)}"
+            raise failure or StateUnavailable(late)
         return taken
 
     async def _fetch(self, timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
 
-from shoal.clock import Backoff
+from shoal.clock import Backoff, seconds_text
 from shoal.errors import ClosedError, PeerError, PeerTimeout, PeerUnreachable
 from shoal.peer import Address, PeerID
 from shoal.rpc.connections import Connections
@@ -122,7 +122,7 @@ class Dialer:
         except PeerTimeout:
             raise
         except TimeoutError:
-            raise PeerTimeout(f"not connected within {timeout_s:g} s", peer) from None
+            raise PeerTimeout(f"not connected within {seconds_text(timeout_s)}", peer) from None
 
     async def _result(self, dialing: asyncio.Task[T]) -> T:
         """The result of a dial. A caller that is cancelled does not end the dial."""

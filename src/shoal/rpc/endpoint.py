@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.clock import Env, SharedClock
+from shoal.clock import Env, SharedClock, seconds_text
 from shoal.errors import ClosedError, LocalError, PeerError, PeerProtocolError, PeerTimeout, PeerUnreachable
 from shoal.events import PeerConnected, PeerDropped, PeerLost, PeerSilent, Warned
 from shoal.peer import Address, PeerID
@@ -461,7 +461,7 @@ class Endpoint:
         except PeerTimeout:
             raise
         except TimeoutError:
-            raise PeerTimeout(f"no stream within {timeout_s:g} s", peer) from None
+            raise PeerTimeout(f"no stream within {seconds_text(timeout_s)}", peer) from None
 
     def _peer_of(self, to: Contact | PeerID) -> PeerID:
         if self._closed:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from shoal.clock import SharedClock
+from shoal.clock import SharedClock, seconds_text
 from shoal.errors import PeerError, PeerProtocolError, PeerRefused, PeerTimeout, PeerUnreachable
 from shoal.peer import PeerID
 from shoal.rpc.framing import Kind, Limits, pack, read_frame
@@ -195,7 +195,7 @@ class CallLink:
 
     def _give_up(self, number: int, method: str, timeout_s: float) -> None:
         if (waiting := self._waiting.get(number)) and not waiting.done():
-            waiting.set_exception(PeerTimeout(f"no reply to {method} within {timeout_s:g} s", self.peer_id))
+            waiting.set_exception(PeerTimeout(f"no reply to {method} within {seconds_text(timeout_s)}", self.peer_id))
 
     def tell(self, frame: bytes) -> None:
         """Queue the frame of a note.

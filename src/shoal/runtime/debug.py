@@ -19,6 +19,7 @@ import struct
 import sys
 from contextlib import suppress
 
+from shoal.clock import seconds_text
 from shoal.errors import LocalError, PeerRefused
 from shoal.events import Warned
 from shoal.peer import PeerID
@@ -160,7 +161,8 @@ def _read_one(pid: int, peer: str, timeout_s: float) -> Trace:
                 if len(received) > _MAX_LOCAL_BYTES:
                     raise LocalError(f"process {pid} answers without end: is it another program?")
     except TimeoutError:
-        raise LocalError(f"process {pid} does not answer within {timeout_s:g} s: it is stopped, or hangs") from None
+        late = f"process {pid} does not answer within {seconds_text(timeout_s)}: it is stopped, or hangs"
+        raise LocalError(late) from None
     except OSError as error:
         raise LocalError(f"process {pid} could not be asked: {error.strerror or error}") from error
     if not received:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from shoal.clock import seconds_text
 from shoal.core import PeerCore
 from shoal.dht import DhtNode, DhtSettings, RecordValidator, Subkey, ValueWithExpiration, check_validators
 from shoal.errors import ClosedError, ConfigError, LocalError, PeerTimeout, PeerUnreachable
@@ -156,6 +157,7 @@ class DHT:
         if self._shut_down:
             raise ClosedError("the DHT was shut down: make another one")
         if self._running is not None:
+            self._running.thread.check_alive()
             raise LocalError("this DHT was started already, and is started only once: make another one")
         limit_s = seconds("timeout", timeout, self._startup_timeout)
         self._joining_s = limit_s + GRACE_S
@@ -218,7 +220,7 @@ class DHT:
         running.thread.check_alive()
         limit_s = self._joining_s if timeout is None else timeout
         if not running.thread.is_current() and not running.ready.wait(limit_s):
-            raise PeerTimeout(f"the network was not joined within {limit_s:g} s")
+            raise PeerTimeout(f"the network was not joined within {seconds_text(limit_s)}")
         return running.ready.result()
 
     def _started(self) -> RunningPeer:

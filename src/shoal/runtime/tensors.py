@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from shoal.averager import TensorLock, Turn
+from shoal.clock import seconds_text
 from shoal.errors import LocalError
 
 __all__ = ["LockedTensors"]
@@ -30,7 +31,7 @@ class _Block(Turn):
         try:
             if not self.wait_in_line():
                 other = self.lock.holder or "somebody"
-                raise LocalError(f"no access to the tensors within {self.timeout_s:g} s: {other} held them")
+                raise LocalError(f"no access to the tensors within {seconds_text(self.timeout_s)}: {other} held them")
             self.lock.generation += 1
             return list(self.tensors)  # a list: `tensors[0] += 1` also assigns
         except BaseException:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Generator
 from functools import partial
 from typing import Any, TypeVar, TypeVarTuple
 
-from shoal.clock import ThreadExecutor
+from shoal.clock import ThreadExecutor, seconds_text
 from shoal.errors import ClosedError, LocalError
 from shoal.locks import SafeLock
 from shoal.runtime.pool import DaemonPool, take_one_core
@@ -149,7 +149,9 @@ class LoopThread:
     def check_alive(self) -> None:
         """Raise `ClosedError` if no calls can be made."""
         if self.forked:
-            raise ClosedError("this process is a fork of the one that made the DHT: make another DHT here")
+            raise ClosedError(
+                "objects of shoal do not survive a fork: make the DHT, and all that uses it, in this process"
+            )
         if not self.alive:
             raise _shut_down()
 
@@ -262,7 +264,7 @@ class LoopThread:
             raise
         future.cancel()
         raise LocalError(
-            f"no answer from shoal's own thread within {timeout_s:g} s: "
+            f"no answer from shoal's own thread within {seconds_text(timeout_s)}: "
             "does an event subscriber, or get_current_state, block it?"
         )
 
@@ -326,7 +328,7 @@ class LoopThread:
             async with asyncio.timeout(timeout_s):
                 await last()
         except TimeoutError:
-            _logger.warning("not everything was closed within %g s", timeout_s)
+            _logger.warning("not everything was closed within %s", seconds_text(timeout_s))
         except Exception:
             _logger.exception("closing failed")
         finally:

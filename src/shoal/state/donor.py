@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
-from shoal.clock import Env
+from shoal.clock import Env, seconds_text
 from shoal.errors import ClosedError, ConfigError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.peer import PeerID
@@ -226,7 +226,7 @@ class _Wishes:
             if not await self._changes.next(timeout_s):
                 before, taken = taken, self._stream.bytes_acked
                 if taken < before + _TAKEN_BYTES:
-                    raise PeerRefused(f"no chunk was asked for within {timeout_s:g} s")
+                    raise PeerRefused(f"no chunk was asked for within {seconds_text(timeout_s)}")
         if self._reader.done():
             self._reader.result()
         return self._queue.popleft() if self._queue else None

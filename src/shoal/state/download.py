@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.clock import Env
+from shoal.clock import Env, seconds_text
 from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerTimeout, StateUnavailable
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
@@ -136,7 +136,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
             with env.low_latency():
                 return await download.run(timeout_s)
     except TimeoutError:
-        raise StateUnavailable(download.describe(f"no complete state within {timeout_s:g} s")) from None
+        raise StateUnavailable(download.describe(f"no complete state within {seconds_text(timeout_s)}")) from None
 
 
 class _Busy(Exception):
@@ -321,7 +321,7 @@ class _Download:
             if reply.busy:
                 raise _Busy
             await asyncio.sleep(0.05)  # a good donor has waited already; a bad one could make us spin
-        raise PeerTimeout(f"made no snapshot within {limits.manifest_timeout_s:g} s", donor.peer)
+        raise PeerTimeout(f"made no snapshot within {seconds_text(limits.manifest_timeout_s)}", donor.peer)
 
     async def _join(self, donor: Donor, manifest: Manifest) -> Feed:
         self._described[donor.peer] = manifest

@@ -22,7 +22,7 @@ from contextlib import closing, suppress
 from itertools import chain
 from typing import Any
 
-from shoal.clock import Env
+from shoal.clock import Env, seconds_text
 from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
@@ -283,7 +283,7 @@ class Feed:
         except TimeoutError as error:
             if isinstance(error, PeerError):
                 raise
-            what = "fell silent" if self._is_silent() else f"sent nothing for {self._stall_s:g} s"
+            what = "fell silent" if self._is_silent() else f"sent nothing for {seconds_text(self._stall_s)}"
             raise PeerTimeout(what, self._peer) from None
 
     def _is_silent(self) -> bool:

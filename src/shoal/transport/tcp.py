@@ -22,6 +22,7 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from shoal.clock import seconds_text
 from shoal.errors import (
     ClosedError,
     ConfigError,
@@ -237,7 +238,7 @@ class TcpTransport:
                 raise ClosedError("this transport was closed while it dialed") from error
             raise
         except TimeoutError as error:
-            raise PeerTimeout(f"no connection within {timeout_s:g} s", peer_id) from error
+            raise PeerTimeout(f"no connection within {seconds_text(timeout_s)}", peer_id) from error
 
     async def close(self) -> None:
         """Stop listening and abort every connection. Safe to call twice."""
@@ -412,7 +413,7 @@ class TcpTransport:
             reason = f"{address.host}:{address.port} does not greet as peers do: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
         except TimeoutError as error:
-            reason = f"{address.host}:{address.port} answered, but proved no identity within {limit_s:g} s"
+            reason = f"{address.host}:{address.port} answered, but proved no identity within {seconds_text(limit_s)}"
             raise PeerTimeout(reason, address.peer_id) from error
         finally:
             if connection.proved_peer_id is None:

@@ -174,6 +174,22 @@ def test_the_inner_optimizers_own_step_is_refused() -> None:
         inner.step()  # it is the user's again
 
 
+def test_one_inner_optimizer_given_to_two_runs_is_refused() -> None:
+    """Each run's step was undone by the other's; and one shoal.Optimizer was taken for the inner one of another."""
+    model = torch.nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    with shoal.DHT(start=True) as dht:
+        with swarm_of(dht, model, optimizer=inner) as swarm:
+            with pytest.raises(ConfigError, match=r"in use by another shoal\.Optimizer, of run 'run'"):
+                swarm_of(dht, model, optimizer=inner, run_id="other")
+            with pytest.raises(ConfigError, match=r"optimizer is a shoal\.Optimizer itself, of run 'run'"):
+                swarm_of(dht, model, optimizer=swarm, run_id="other")
+        with swarm_of(dht, model, optimizer=inner, run_id="other") as swarm:
+            backward(model)
+            swarm.step()
+            assert swarm.local_epoch == 1
+
+
 def test_a_state_loaded_into_the_inner_optimizer_is_told() -> None:
     """No peer knew of it, and rates that a schedule set afterwards had no effect: torch had replaced the groups."""
     model = torch.nn.Linear(2, 1)

@@ -44,6 +44,9 @@ _OTHERS_S = 3.0
 _MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
+_run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+"""By inner optimizer: who trains with it."""
+
 
 class Optimizer(torch.optim.Optimizer):
     """Trains one model together with all peers of the same `run_id`.
@@ -165,7 +168,7 @@ class Optimizer(torch.optim.Optimizer):
         shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
         if flag("verbose", verbose):
             print_log()
-        inner = make_optimizer(params, optimizer)
+        inner = _free(make_optimizer(params, optimizer))
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
         self.param_groups = inner.param_groups
@@ -571,9 +574,26 @@ def _guard_step(inner: torch.optim.Optimizer, ours: weakref.ref[Optimizer]) -> C
                 "others': call step() of the shoal.Optimizer only"
             )
 
+    _run_of[inner] = ours
     if not hasattr(inner, "_optimizer_step_pre_hooks"):
         return lambda: None  # it wraps another one, and is no whole torch optimizer
     return inner.register_step_pre_hook(check).remove
+
+
+def _free(inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer, if it takes no run's steps yet; else raises `ConfigError`: two runs would undo each other's."""
+    if isinstance(inner, Optimizer):
+        raise ConfigError(
+            f"optimizer is a shoal.Optimizer itself, of run {inner.run_id!r}: call its shutdown(), and give the torch "
+            "optimizer that it was made with"
+        )
+    other = _run_of.get(inner, lambda: None)()
+    if other is not None and not other._left and other.dht.is_alive():  # noqa: SLF001
+        raise ConfigError(
+            f"optimizer is in use by another shoal.Optimizer, of run {other.run_id!r}: make one, of other parameters, "
+            "for each run; or call shutdown() of that shoal.Optimizer first"
+        )
+    return inner
 
 
 def _where(saved: Any) -> tuple[StateName, int, str] | None:

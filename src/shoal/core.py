@@ -130,7 +130,7 @@ class PeerCore:
         self.env.events.emit(
             Joined(
                 peers=self.node.neighbours,
-                addresses=tuple(f"{address.host}:{address.port}" for address in addresses),
+                addresses=tuple(address.where for address in addresses),
                 only_here=bool(addresses) and all(is_loopback(address.host) for address in addresses),
             )
         )

@@ -70,7 +70,7 @@ class Joined(Event, frozen=True, kw_only=True):
         met = f"joined the network, {_count(self.peers, 'other node')} known" if self.peers else "began a network"
         where = f"others reach this peer at {', '.join(self.addresses)}" if self.addresses else "this peer only dials"
         if self.only_here:
-            where += ": only from this machine; host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in"
+            where += ": only from this machine; host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in, if it has a network"
         return f"{met}; {where}"
 
 

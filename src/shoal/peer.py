@@ -139,6 +139,11 @@ class Address:
         """`ip4`, `ip6` or `dns`."""
         return _kind(self.host)
 
+    @property
+    def where(self) -> str:
+        """`HOST:PORT`, for messages; an IPv6 host is in brackets."""
+        return f"[{self.host}]:{self.port}" if self.kind == "ip6" else f"{self.host}:{self.port}"
+
     @classmethod
     def parse(cls, text: str) -> Address:
         """Read the printed form back. Raises `ConfigError` that says which piece is wrong."""
@@ -209,7 +214,7 @@ class Invite:
     def __repr__(self) -> str:
         first = self.addresses[0]
         more = f" and {len(self.addresses) - 1} more" if len(self.addresses) > 1 else ""
-        return f"Invite({self.run_id!r}, {first.host}:{first.port}{more})"
+        return f"Invite({self.run_id!r}, {first.where}{more})"
 
     @classmethod
     def parse(cls, text: str) -> Invite:

@@ -18,6 +18,7 @@ import shoal
 from shoal.identity import Identity
 from shoal.peer import Address
 from shoal.wire import Contact, Progress, encode
+from tests.integration.routers import why_not
 from tests.integration.workers import LONG_S, Talk, environment, nobody, until
 
 # All warnings, but not `-X dev`: asyncio would then say on stderr how slow a busy machine is.
@@ -228,6 +229,24 @@ def test_the_doctor_says_a_verdict_for_each_thing_that_it_looks_at() -> None:
     assert "1 peer at epoch 3" in verdicts["run"][1]
     assert "target_batch_size=100" in verdicts["settings"][1]
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_machine_without_a_network_is_not_told_to_listen_on_all_interfaces() -> None:
+    """It does so already: the doctor and a warning say that it has no address, and what to do."""
+    alone = ["unshare", "--net", "/bin/sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
+    with Talk([*alone, *SHOAL, "dht", "--host", "0.0.0.0", "--quiet"]) as talk:
+        (address,) = shoal.Invite.parse(talk.line()).addresses
+        assert address.host == "127.0.0.1"
+        assert "this machine has no address that others can dial" in talk.errors()
+        assert "connect it to a network, or give announce_maddrs (--announce)" in talk.errors()
+    done = subprocess.run(
+        [*alone, *SHOAL, "doctor"], capture_output=True, text=True, timeout=LONG_S, env=environment(), check=False
+    )
+    (port,) = [line for line in done.stdout.splitlines() if line[6:].startswith("port")]
+    assert port.startswith("so-so")
+    assert "this machine has no address that others can dial" in port
+    assert "--host 0.0.0.0" not in port
 
 
 def test_the_doctor_of_a_network_that_is_gone_says_what_to_look_at() -> None:

@@ -100,7 +100,7 @@ def test_the_log_at_info_has_a_line_for_what_a_user_cares_about(caplog: pytest.L
         bus.emit(events.RoundAborted(prefix="r", round_id=None, reason="no group", peers=(PEER,)))
         bus.emit(events.RunEnded(run_id="r", epoch=9))
     name = PEER.short()
-    remedy = "host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in"
+    remedy = "host_maddrs='/ip4/0.0.0.0/tcp/PORT' lets others in, if it has a network"
     assert [record.message for record in caplog.records] == [
         f"began a network; others reach this peer at 127.0.0.1:4000: only from this machine; {remedy}",
         "joined the network, 2 other nodes known; this peer only dials",

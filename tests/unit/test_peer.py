@@ -90,6 +90,10 @@ class TestAddress:
         assert str(THERE) == f"/ip6/2001:db8::1/tcp/65535/p2p/{OTHER}"
         assert str(Address("peer.example.org", 1, PEER)) == f"/dns/peer.example.org/tcp/1/p2p/{PEER}"
 
+    def test_is_short_in_messages(self) -> None:
+        """A port of an IPv6 address was not told from its last digits."""
+        assert (HERE.where, THERE.where) == ("192.0.2.7:4000", "[2001:db8::1]:65535")
+
     def test_its_pieces_are_had_by_name(self) -> None:
         """As from hivemind's addresses; all are text."""
         assert (HERE["ip4"], HERE["tcp"], HERE["p2p"]) == ("192.0.2.7", "4000", str(PEER))

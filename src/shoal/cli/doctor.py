@@ -87,7 +87,7 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
             yield Finding("bad", "port", f"{error}")
         return
     with dht:
-        yield from look_at_port(dht)
+        yield from look_at_port(dht, host)
         if not addresses:
             yield Finding("", "network", "give an invite, so that the way to others and back is tried, too")
             return
@@ -140,17 +140,19 @@ def _memory() -> Finding:
     return Finding("ok", "memory", f"{text}: with AdamW for about {free / 28 / 1e9:.1f} billion parameters")
 
 
-def look_at_port(dht: DHT) -> Iterator[Finding]:
-    """Look at the address where a peer listens here, and the one that it announces."""
-    from shoal.transport.sockets import is_loopback
+def look_at_port(dht: DHT, host: str) -> Iterator[Finding]:
+    """Look at the address where a peer listens here, given this host, and the one that it announces."""
+    from shoal.transport.sockets import NO_ADDRESS, all_interfaces, is_loopback
 
     listens_at = dht.core().endpoint.listens_at[0]
-    where = f"{listens_at.host}:{listens_at.port}"
-    if is_loopback(listens_at.host):
+    where = listens_at.where
+    if not is_loopback(listens_at.host):
+        yield Finding("ok", "port", f"a peer can listen, and would announce {where}")
+    elif all_interfaces(host):
+        yield Finding("so-so", "port", f"a peer can listen, but {NO_ADDRESS}")
+    else:
         text = f"only this machine can dial {where}: --host 0.0.0.0, or announce_maddrs, lets others in"
         yield Finding("so-so", "port", text)
-    else:
-        yield Finding("ok", "port", f"a peer can listen, and would announce {where}")
 
 
 # ---------------------------------------------------------------------------------------------------------- the network
@@ -161,7 +163,7 @@ def look_at_network(dht: DHT, addresses: tuple[Address, ...]) -> Iterator[Findin
     core = dht.core()
     for address in addresses:
         took_s = dht.loop_thread.run(_way_there(core, address), 2 * _ANSWER_S)
-        where = f"{address.host}:{address.port}"
+        where = address.where
         if took_s is None:
             text = f"{where} does not answer as that peer: is it up, and is the port open and forwarded?"
             yield Finding("so-so", "way there", text)

@@ -315,9 +315,8 @@ def _reached_by(found: RunStatus, peer: Progress) -> str:
     if not peer.contact.addresses:
         return f"none: it only dials{_alone(peer)}"
     address = peer.contact.addresses[0]
-    host = f"[{address.host}]" if address.kind == "ip6" else address.host
     silent = "" if str(peer.contact.peer) in found.answering else " (silent)"
-    return f"{host}:{address.port}{silent}{_alone(peer)}"
+    return f"{address.where}{silent}{_alone(peer)}"
 
 
 def _alone(peer: Progress) -> str:

@@ -330,12 +330,10 @@ class MemoryTransport:
             except TimeoutError:
                 self._check_open()
                 others += 1
-                failures.append(
-                    PeerTimeout(f"no answer from {address.host}:{address.port} in {share_s:.3g} s", peer_id)
-                )
+                failures.append(PeerTimeout(f"no answer from {address.where} in {share_s:.3g} s", peer_id))
             except (PeerUnreachable, PeerRefused) as error:
                 others += isinstance(error, PeerRefused) or not error.nobody_listens
-                failures.append(type(error)(f"{error.message} ({address.host}:{address.port})", peer_id))
+                failures.append(type(error)(f"{error.message} ({address.where})", peer_id))
         for kind in (PeerRefused, PeerUnreachable, PeerTimeout):
             for failure in failures:
                 if isinstance(failure, kind):

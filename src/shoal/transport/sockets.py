@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 __all__ = [
+    "NO_ADDRESS",
     "accept",
     "acked_bytes",
     "all_interfaces",
@@ -31,6 +32,11 @@ __all__ = [
     "resolve",
     "tune",
 ]
+
+NO_ADDRESS = (
+    "this machine has no address that others can dial: connect it to a network, or give announce_maddrs (--announce)"
+)
+"""Said of a machine that listens on all interfaces, and has none but the loopback."""
 
 open_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 """Every socket of every transport of this process."""

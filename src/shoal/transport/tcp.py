@@ -41,6 +41,7 @@ from shoal.transport.connection import TcpConnection
 from shoal.transport.handshake import Versions, greet_as_client, greet_as_server
 from shoal.transport.layers import Scratch
 from shoal.transport.sockets import (
+    NO_ADDRESS,
     accept,
     all_interfaces,
     is_loopback,
@@ -205,6 +206,8 @@ class TcpTransport:
         port: int = self._announce_port or listener.getsockname()[1]
         host = self._announce_host or outside_host(self._host)
         self._addresses = (Address(host, port, self.peer_id),)
+        if self._guessed and is_loopback(host):
+            _logger.warning("listening at %s, but %s", self._addresses[0].where, NO_ADDRESS)
         context, certificate = server_context()
         self._spawn(self._accept(listener, context, certificate, acceptor))
 
@@ -407,13 +410,13 @@ class TcpTransport:
             async with asyncio.timeout(limit_s):
                 await greet_as_client(connection, self._identity, address.peer_id, self._versions, clear=self._clear)
         except PeerUnreachable as error:
-            reason = f"lost {address.host}:{address.port} while proving identities: {error.message}"
+            reason = f"lost {address.where} while proving identities: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
         except PeerProtocolError as error:  # the fault of the host at this address, which has not proved to be the peer
-            reason = f"{address.host}:{address.port} does not greet as peers do: {error.message}"
+            reason = f"{address.where} does not greet as peers do: {error.message}"
             raise PeerUnreachable(reason, address.peer_id) from error
         except TimeoutError as error:
-            reason = f"{address.host}:{address.port} answered, but proved no identity within {seconds_text(limit_s)}"
+            reason = f"{address.where} answered, but proved no identity within {seconds_text(limit_s)}"
             raise PeerTimeout(reason, address.peer_id) from error
         finally:
             if connection.proved_peer_id is None:
@@ -448,7 +451,7 @@ class TcpTransport:
                 raise
             else:
                 return connection
-        reason = f"no connection to {address.host}:{address.port}: {failure}"
+        reason = f"no connection to {address.where}: {failure}"
         raise PeerUnreachable(reason, address.peer_id, nobody_listens=0 < refused == len(targets))
 
     def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from types import MethodType
 from typing import Any, TypeVar
 from weakref import WeakMethod
@@ -78,13 +77,13 @@ class Changes:
 
     def __init__(self) -> None:
         self.count = 0
-        self._next = asyncio.Event()
+        self._waiters: dict[asyncio.Future[None], None] = {}  # in the order in which they are woken
 
     def notify(self) -> None:
         """Something has changed."""
         self.count += 1
-        self._next.set()
-        self._next = asyncio.Event()
+        for waiter in self._waiters:
+            _wake(waiter)
 
     async def after(self, seen: int, timeout_s: float | None = None) -> bool:
         """Wait until `count` is above `seen`.
@@ -96,12 +95,24 @@ class Changes:
         Returns:
             Whether `count` is above `seen`; False after `timeout_s`.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while self.count <= seen:
-                    await self._next.wait()
+        if self.count <= seen:
+            loop = asyncio.get_running_loop()
+            waiter = loop.create_future()  # an event and `asyncio.timeout` would do, at several times the cost
+            timer = loop.call_later(timeout_s, _wake, waiter) if timeout_s is not None else None
+            self._waiters[waiter] = None
+            try:
+                await waiter
+            finally:
+                del self._waiters[waiter]
+                if timer is not None:
+                    timer.cancel()
         return self.count > seen
 
     def next(self, timeout_s: float | None = None) -> Coroutine[Any, Any, bool]:
         """Wait for a change after this call, also if it is awaited, or begun as a task, later; see `after`."""
         return self.after(self.count, timeout_s)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -6,6 +6,8 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from shoal import sim
 from shoal.averager import Averager, AveragerSettings
 from shoal.clock import Env
@@ -47,3 +49,31 @@ def test_news_right_after_a_look_are_seen_at_once() -> None:
         return loop.time() - came_at[0]
 
     assert run(main()) < 0.01
+
+
+def test_news_during_a_search_make_no_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task for each wait made epochs of small models slower. A round is one task, however much is heard meanwhile."""
+
+    async def main() -> int:
+        loop, news, made = asyncio.get_running_loop(), Changes(), list[object]()
+        create_task = loop.create_task
+
+        def counted(work: Any, **options: Any) -> asyncio.Task[Any]:
+            made.append(work)
+            return create_task(work, **options)
+
+        monkeypatch.setattr(loop, "create_task", counted)
+        for number in range(5):
+            loop.call_later(0.1 * number, news.notify)
+        looks: list[None] = []
+
+        def look() -> SwarmView:
+            looks.append(None)
+            return cast("SwarmView", SimpleNamespace(behind=len(looks) == 5))
+
+        await Rounds(Env(), look, news).run(
+            cast("Averager", _Searching()), tag="", hopeless=lambda view: view.behind, expected=frozenset
+        )
+        return len(made)
+
+    assert run(main()) == 1

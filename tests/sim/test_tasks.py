@@ -204,3 +204,20 @@ def test_tasks_are_cancelled_also_if_nobody_can_wait_for_their_end() -> None:
         assert all(task.cancelled() for task in tasks)
 
     run(main())
+
+
+def test_a_wait_leaves_nothing_behind() -> None:
+    """A waiter that is woken, that waits in vain, or that is cancelled is forgotten, with its timer."""
+
+    async def main() -> None:
+        changes, loop = Changes(), asyncio.get_running_loop()
+        woken, late = loop.create_task(changes.next(timeout_s=9)), loop.create_task(changes.next(timeout_s=0.5))
+        cancelled = loop.create_task(changes.next(timeout_s=9))
+        await sim.sleep(1)
+        cancelled.cancel()
+        changes.notify()
+        assert (await woken, await late) == (True, False)
+        assert (await asyncio.gather(cancelled, return_exceptions=True))[0].__class__ is asyncio.CancelledError
+        assert not changes._waiters
+
+    run(main())

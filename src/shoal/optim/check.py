@@ -108,8 +108,9 @@ def judge(checks: Mapping[PeerID, Check]) -> Verdict | None:
         groups.setdefault(check.arithmetic, {})[peer] = check
     others = dict[PeerID, frozenset[PeerID]]()
     for group in groups.values():
-        near = {peer: check for peer, check in group.items() if check.is_near(state)}
-        kept = holders if not holders.isdisjoint(group) or not near else _most(near)[1]
+        kept = holders
+        if holders.isdisjoint(group) and (near := {peer: each for peer, each in group.items() if each.is_near(state)}):
+            kept = _most(near)[1]
         others.update((peer, kept) for peer in group.keys() - kept)
     return Verdict(state.digest, holders, others)
 

@@ -113,7 +113,7 @@ class Rounds:
             expected: the peers to wait for.
             options: for `Averager.step`.
         """
-        loop, settings = asyncio.get_running_loop(), averager.settings
+        settings = averager.settings
         if self._last is not None and self._last is not averager:
             await self._last.release()  # they share their memory
         self._last = averager
@@ -124,12 +124,13 @@ class Rounds:
             expected=expected,
             **options,
         )
-        round_ = loop.create_task(step)
+        round_ = asyncio.get_running_loop().create_task(step)
+        round_.add_done_callback(lambda _: self._news.notify())
         try:
-            while not round_.done():
-                news = loop.create_task(self._news.next(1.0))
-                await asyncio.wait({round_, news}, return_when=asyncio.FIRST_COMPLETED)
-                news.cancel()
+            while True:
+                await self._news.next(1.0)
+                if round_.done():
+                    break
                 view = self._look()
                 if averager.looking and hopeless(view):
                     return None
@@ -145,8 +146,8 @@ class Rounds:
                 self._warn(f"{failed} rounds of {averager.prefix} in a row have failed, the last one because: {error}")
             await asyncio.sleep(0.05 + 0.1 * self._env.rng.random())
         finally:
-            round_.cancel()
-            await asyncio.gather(round_, return_exceptions=True)
+            if round_.cancel():
+                await asyncio.gather(round_, return_exceptions=True)
         return None
 
     def _warn(self, message: str) -> None:

@@ -12,18 +12,32 @@ from typing import Any, Self
 Transition = tuple[Enum, str, Enum]
 
 
+def by_method(machine: Any, method: str, *args: Any) -> str:
+    """The method names the event; where it takes all events of a kind, the class of its argument does."""
+    return type(args[0]).__name__ if method in ("obey", "handle") else method
+
+
 class Recorder:
     """Notes the changes of phase of all machines of a class, while it is entered.
 
     Args:
         machine: the class; it has a property `phase`.
-        methods: its methods that take events in. An event that is an argument is named by its class, others by the
-            method.
+        methods: its methods that take events in.
+        event: names the event of a call, before it is carried out: from the machine, the method and its arguments.
+        also_same: whether each call is noted, also one after which the phase is the same.
     """
 
-    def __init__(self, machine: type, methods: Sequence[str]) -> None:
+    def __init__(
+        self,
+        machine: type,
+        methods: Sequence[str],
+        *,
+        event: Callable[..., str] = by_method,
+        also_same: bool = False,
+    ) -> None:
         self.machine, self.taken = machine, Counter[Transition]()
         self._methods = {name: getattr(machine, name) for name in methods}
+        self._event, self._also_same = event, also_same
 
     def __enter__(self) -> Self:
         for name, method in self._methods.items():
@@ -39,11 +53,10 @@ class Recorder:
     def _noting(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def noting(machine: Any, *args: Any, **kwargs: Any) -> Any:
-            before = machine.phase
+            before, event = machine.phase, self._event(machine, name, *args)
             result = method(machine, *args, **kwargs)
-            if machine.phase is not before:
-                named = name in ("obey", "handle")
-                self.taken[before, type(args[0]).__name__ if named else name, machine.phase] += 1
+            if self._also_same or machine.phase is not before:
+                self.taken[before, event, machine.phase] += 1
             return result
 
         return noting

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
@@ -19,30 +17,15 @@ from shoal.matchmaking.events import (
     PeerLost,
     SearchPhase,
     Tick,
-    Transition,
 )
 from shoal.matchmaking.machine import GroupMachine
-from shoal.wire import Contact, JoinAccepted, JoinRedirected, JoinRefused
+from shoal.wire import JoinAccepted, JoinRedirected, JoinRefused
 from tests.property.matchmaking_world import BEGIN, Setup, Weather, contact_of, peer_id
 from tests.property.test_matchmaking_properties import PeerPlan, play
+from tests.transitions import Recorder
 from tests.unit.test_matchmaking_machine import Play, declared, following, join
 
 SWARMS = 300
-
-
-@contextmanager
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Transition]]:
-    """Counts the changes of phase of all machines."""
-    seen: Counter[Transition] = Counter()
-    change = GroupMachine._change_phase
-
-    def note(self: GroupMachine, phase: SearchPhase, leader: Contact | None = None) -> None:
-        seen[self.phase, self._cause, phase] += 1
-        change(self, phase, leader)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(GroupMachine, "_change_phase", note)
-        yield seen
 
 
 def simulate(seed: int) -> None:
@@ -133,22 +116,16 @@ SCRIPTS: tuple[Callable[[], object], ...] = (
 )
 
 
-def test_every_transition_of_the_table_is_covered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_transition_of_the_table_is_covered() -> None:
     """Random swarms and scripts together make each change of phase in the table; it is printed with its counts."""
-    with noted(monkeypatch) as simulated:
+    with Recorder(
+        GroupMachine, ["_change_phase"], event=lambda machine, *_: machine._cause, also_same=True
+    ) as recorder:
         for seed in range(SWARMS):
             simulate(seed)
-    with noted(monkeypatch) as scripted:
         for script in SCRIPTS:
             script()
-    print(f"\n{'phase':<10} {'cause':<15} {'next':<10} {'swarms':>7} {'scripts':>8}")
-    for transition in TRANSITIONS:
-        phase, cause, after = transition
-        counts = f"{simulated[transition]:>7,} {scripted[transition]:>8,}"
-        print(f"{phase.name:<10} {cause:<15} {after.name:<10} {counts}  {TRANSITIONS[transition]}")
-    covered = (simulated + scripted).keys()
-    print(f"covered: {len(covered & TRANSITIONS.keys())} of {len(TRANSITIONS)} transitions")
-    assert covered == TRANSITIONS.keys()
+    recorder.check(TRANSITIONS)
 
 
 def test_a_change_of_phase_that_is_not_in_the_table_is_refused() -> None:

@@ -11,9 +11,9 @@ again: no peer steps on its own gradients while others are at the same state.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import MappingProxyType
 
 from shoal.optim.committed import Committed
 from shoal.optim.state_name import StateName
@@ -25,7 +25,6 @@ __all__ = [
     "PhaseMachine",
     "RunPhase",
     "Situation",
-    "Transition",
     "Update",
     "Work",
     "tables",
@@ -88,37 +87,34 @@ class Event(enum.Enum):
     OVERTAKEN = "the state that the average was for is no longer ours"
 
 
-class Transition(NamedTuple):
-    """From each of these phases the event leads to the phase `then`."""
-
-    phases: tuple[RunPhase, ...]
-    event: Event
-    then: RunPhase
-
-
 _FREE = (RunPhase.COLLECTING, RunPhase.BEHIND, RunPhase.ENDING)
 _ANY = tuple(RunPhase)
 
-TRANSITIONS = (
-    Transition(_FREE, Event.BETTER, RunPhase.BEHIND),
-    Transition(_FREE, Event.MAY_LEAVE, RunPhase.COLLECTING),
-    Transition(_FREE, Event.AT_END, RunPhase.ENDING),
-    Transition(_FREE, Event.ENOUGH, RunPhase.AVERAGING),
-    Transition(_FREE, Event.FEW, RunPhase.COLLECTING),
-    Transition((RunPhase.AVERAGING,), Event.BETTER, RunPhase.BEHIND),
-    Transition((RunPhase.AVERAGING,), Event.FEW, RunPhase.COLLECTING),
+_ROWS = (
+    (_FREE, Event.BETTER, RunPhase.BEHIND),
+    (_FREE, Event.MAY_LEAVE, RunPhase.COLLECTING),
+    (_FREE, Event.AT_END, RunPhase.ENDING),
+    (_FREE, Event.ENOUGH, RunPhase.AVERAGING),
+    (_FREE, Event.FEW, RunPhase.COLLECTING),
+    ((RunPhase.AVERAGING,), Event.BETTER, RunPhase.BEHIND),
+    ((RunPhase.AVERAGING,), Event.FEW, RunPhase.COLLECTING),
     # The work of AVERAGING ends when it ends: meanwhile a state may have been taken over, or a checkpoint loaded.
-    Transition(_ANY, Event.UNFIT, RunPhase.COLLECTING),
-    Transition(_ANY, Event.MISFIT, RunPhase.COLLECTING),
-    Transition(_ANY, Event.AVERAGED, RunPhase.STEPPING),
-    Transition(_ANY, Event.STATES_AVERAGED, RunPhase.STEPPING),
-    Transition((RunPhase.STEPPING,), Event.STEPPED, RunPhase.COLLECTING),
-    Transition((RunPhase.STEPPING,), Event.OVERTAKEN, RunPhase.COLLECTING),
-    Transition(_ANY, Event.TAKEN_OVER, RunPhase.COLLECTING),
-    Transition(_ANY, Event.RENAMED, RunPhase.COLLECTING),
+    (_ANY, Event.UNFIT, RunPhase.COLLECTING),
+    (_ANY, Event.MISFIT, RunPhase.COLLECTING),
+    (_ANY, Event.AVERAGED, RunPhase.STEPPING),
+    (_ANY, Event.STATES_AVERAGED, RunPhase.STEPPING),
+    ((RunPhase.STEPPING,), Event.STEPPED, RunPhase.COLLECTING),
+    ((RunPhase.STEPPING,), Event.OVERTAKEN, RunPhase.COLLECTING),
+    (_ANY, Event.TAKEN_OVER, RunPhase.COLLECTING),
+    (_ANY, Event.RENAMED, RunPhase.COLLECTING),
 )
+"""(phases, event, next phase): a row of the table."""
 
-_NEXT = {(phase, each.event): each.then for each in TRANSITIONS for phase in each.phases}
+_NEXT = {(phase, event): then for phases, event, then in _ROWS for phase in phases}
+TRANSITIONS: Mapping[tuple[RunPhase, str, RunPhase], str] = MappingProxyType(
+    {(phase, event.name, then): event.value for (phase, event), then in _NEXT.items()}
+)
+"""Every transition of a run, by the name of its event, and when it happens. The phase may stay the same."""
 
 
 def tables() -> str:
@@ -126,7 +122,7 @@ def tables() -> str:
     lines = ["| phase | what goes on | the trainer, at its step |", "| --- | --- | --- |"]
     lines += [f"| {phase.name} | {what} | {trainer} |" for phase, (what, trainer) in PHASES.items()]
     lines += ["", "| phase | event | next |", "| --- | --- | --- |"]
-    for phases, event, then in TRANSITIONS:
+    for phases, event, then in _ROWS:
         names = "any" if phases == _ANY else ", ".join(phase.name for phase in phases)
         lines.append(f"| {names} | {event.value} | {then.name} |")
     return "\n".join(lines)

@@ -42,6 +42,34 @@ def donor_at(where: Node) -> StateDonor:
     return where.donor
 
 
+def test_a_donor_without_memory_for_a_copy_says_so_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It told newcomers "internal", and its user a name of an error. Later it has memory again."""
+
+    def none_left(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+        raise RuntimeError(f"DefaultCPUAllocator: can't allocate memory: you tried to allocate {numel} bytes")
+
+    async def main() -> None:
+        swarm = new_swarm()
+        box = Box(random_tensors(1, 2))
+        donor = await swarm.start_peer("donor", node(box))
+        await swarm.start_peer("new", node())
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.state.snapshot.allocate", none_left)
+            for _ in range(2):
+                with pytest.raises(StateUnavailable, match="no copy of the state can be made for newcomers"):
+                    await fetch(swarm, "new", donors_of(donor), timeout_s=20.0)
+        (warning,) = donor.seen(Warned)
+        assert "can't allocate memory" in warning.message
+        assert "has no memory for one, give it more" in warning.message
+        assert donor_at(donor).snapshot is None
+        assert not box.lock.locked()
+        await sleep(60.0)
+        state = await fetch(swarm, "new", donors_of(donor))
+        assert same(state.tensors, box.tensors)
+
+    run(main, seed=3)
+
+
 def test_receivers_that_come_together_share_one_snapshot() -> None:
     """Five newcomers, one hold of the state's lock, one copy; each is told in an event."""
 

@@ -14,7 +14,7 @@ from shoal.averager.lock import TensorLock
 from shoal.averager.settings import AveragerSettings
 from shoal.clock import shielded
 from shoal.core import PeerCore
-from shoal.errors import ClosedError, ShoalError, StateUnavailable
+from shoal.errors import ClosedError, LocalError, ShoalError, StateUnavailable
 from shoal.events import Warned
 from shoal.state import Donor, DownloadedState, DownloadLimits, SharedState, StateDonor, download_state
 from shoal.tasks import Tasks
@@ -22,6 +22,9 @@ from shoal.tasks import Tasks
 __all__ = ["StateSharing"]
 
 _FIND_DONORS_S = 10.0
+
+_LOCK_WITHIN_S = 60.0
+"""The longest wait for the tensors, to copy them for newcomers. Newcomers are refused then."""
 
 
 class StateSharing:
@@ -89,7 +92,10 @@ class StateSharing:
 
     @asynccontextmanager
     async def _hold_state(self) -> AsyncIterator[SharedState]:
-        async with self._lock.acquire():
+        async with self._lock.acquire(_LOCK_WITHIN_S) as has_come:
+            if not has_come:
+                holder = self._lock.holder or "somebody"
+                raise LocalError(f"{holder} has held the tensors for {_LOCK_WITHIN_S:g} s, so they cannot be copied")
             yield await shielded(self._core.env.executor.run(self._state))
 
     async def _declare_loop(self) -> None:

@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 
 from shoal.clock import Env, seconds_text
-from shoal.errors import ClosedError, ConfigError, PeerProtocolError, PeerRefused
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError, PeerRefused
 from shoal.events import PeerDropped, StateServed, Warned
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint, Stream
@@ -82,7 +82,7 @@ class StateDonor:
         self._hosts: Counter[str] = Counter()  # of those that are served
         message_bytes = endpoint.limits.header_bytes - _MESSAGE_ROOM
         self._store = SnapshotStore(env, hold, version, self._limits, max_message_bytes=message_bytes)
-        self._stopped = False
+        self._stopped, self._told = False, ""
         self._unserve = (
             endpoint.serve(GetManifest, self._show, scope=prefix),
             endpoint.serve_stream(FetchChunks, self._send, scope=prefix),
@@ -129,9 +129,12 @@ class StateDonor:
             offered = await self._store.offer(peer, host, epoch=request.epoch, timeout_s=_ANSWER_WITHIN_S)
         except ClosedError as error:
             raise PeerRefused(str(error)) from None
-        except ConfigError as error:
-            self._env.events.emit(Warned(where=f"state sharing under {self.prefix!r}", message=str(error)))
+        except (ConfigError, LocalError) as error:
+            if self._told != str(error):  # newcomers ask again and again
+                self._told = str(error)
+                self._env.events.emit(Warned(where=f"state sharing under {self.prefix!r}", message=self._told))
             raise PeerRefused(f"the state cannot be sent: {error}") from error
+        self._told = ""
         if not isinstance(offered, Snapshot):
             return offered
         self._upload.count(offered.message_bytes)

@@ -27,7 +27,7 @@ import torch
 
 from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
-from shoal.errors import ClosedError, ConfigError
+from shoal.errors import ClosedError, ConfigError, LocalError
 from shoal.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
 from shoal.state.manifest import Manifest, StateTensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
@@ -227,6 +227,7 @@ class SnapshotStore:
 
         Raises:
             ConfigError: the state cannot be sent (see the message).
+            LocalError: no copy can be made now: there is no memory for it, or the state was held all the time.
             ClosedError: the store is closed.
         """
         if self._closed:
@@ -316,6 +317,11 @@ class SnapshotStore:
                 _, data = allocate(layout.total_bytes, torch.uint8)
                 await asyncio.gather(*(run(_encode, layout, tensors, part, data) for part in parts))
             manifest = replace(layout, hashes=tuple(await self._hash(data, layout.chunk_bytes)))
+        except (MemoryError, RuntimeError) as error:  # torch raises either where there is no memory
+            raise LocalError(
+                f"no copy of the state can be made for newcomers ({type(error).__name__}: {error!s:.200}): if this "
+                "machine has no memory for one, give it more, or share the state on another peer"
+            ) from error
         finally:
             self._copies.copied(host, time() - began, time())
         now, message = time(), manifest.to_message()

@@ -13,7 +13,7 @@ import torch
 from shoal import sim
 from shoal.averager import AveragingStage, DhtDirectory, StepRequest
 from shoal.errors import ClosedError, LocalError, RoundFailed
-from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished
+from shoal.events import Event, GroupFormed, PeerDropped, RoundFinished, Warned
 from shoal.wire import Join, JoinAccepted
 from tests.sim.averaging_kit import SETTINGS, Trial, same_bits
 
@@ -344,6 +344,39 @@ def test_a_search_that_has_found_a_leader_ends_with_the_step(answers: bool) -> N
         assert not trial.warnings
 
     sim.run(main, seed=9)
+
+
+def test_a_round_that_does_not_end_fails_the_next_one_in_time() -> None:
+    """Work on tensors may hang; the next step waited for the end of the last round without a limit."""
+
+    async def main() -> None:
+        trial = Trial()
+        values = await _pair(trial)
+        await asyncio.gather(trial.step("p0"), trial.step("p1"))
+        averager, warned, ends = trial.swarm.peer("p0"), list[str](), asyncio.Event()
+        last = averager._last_round
+        assert last is not None
+        close = last.close
+
+        async def close_late(**options: Any) -> None:
+            await ends.wait()
+            await close(**options)
+
+        last.close = close_late  # type: ignore[method-assign]
+        averager.core.env.events.subscribe(lambda event: isinstance(event, Warned) and warned.append(event.message))
+        other = asyncio.ensure_future(trial.step("p1", timeout_s=20.0, allow_retries=False))
+        async with asyncio.timeout(60.0):
+            with pytest.raises(RoundFailed, match="the last round has not ended within 10 s"):
+                await trial.step("p0", timeout_s=30.0, allow_retries=False)
+        assert len(warned) == 1
+        assert "restart this peer" in warned[0]
+        await asyncio.gather(other, return_exceptions=True)
+        ends.set()
+        await asyncio.gather(trial.step("p0"), trial.step("p1"))
+        assert same_bits(values)
+        await trial.close()
+
+    sim.run(main, seed=8)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 4.0])

@@ -17,6 +17,7 @@ from shoal.optim.gossip import ProgressGossip
 from shoal.optim.state_name import StateName
 from shoal.peer import PeerID
 from shoal.sim import SimNetwork
+from tests.sim.averaging_kit import seize
 from tests.sim.optimizer_kit import Run, backward, gradient, make_optimizer, model, reference
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -760,3 +761,26 @@ def test_extra_tensors_are_equal_on_all_at_the_end_of_a_run(average_state_every:
         await run.close()
 
     sim.run(main, seed=8)
+
+
+def test_parameters_that_somebody_keeps_are_told_and_cost_no_step() -> None:
+    """A step that hangs in another thread keeps the lock: the run waited for it for ever, without a word."""
+
+    async def main() -> None:
+        run, warned = Run(target=4), list[str]()
+        trainer = await run.add("p0")
+        participant = trainer.participant
+        participant.core.env.events.subscribe(lambda event: isinstance(event, Warned) and warned.append(event.message))
+        await participant.decide(1.0)
+        backward(trainer.parameters, 0, 0, 4)
+        assert participant.training.accumulate(4)
+        give_back = seize(participant.lock, "thread 'a'")
+        participant.accumulated()
+        await sim.sleep(70.0)
+        assert [text for text in warned if "thread 'a' has held the parameters for 60 s" in text] == warned[:1] != []
+        give_back()
+        await trainer.take_turn()
+        assert participant.epoch == 1
+        await run.close()
+
+    sim.run(main, seed=5)

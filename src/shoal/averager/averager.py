@@ -44,6 +44,10 @@ __all__ = ["Averager"]
 _DIALED_AHEAD = 32
 """In larger groups open links cost each member more than they gain: two descriptors for each other member."""
 
+_CLOSE_WITHIN_S = 10.0
+"""The longest wait for the last round to let go of its memory; normally it takes less than 2 s. The next round fails
+then, and the one after that waits again."""
+
 Prepare = Callable[[], tuple[float, float]]
 Apply = Callable[[Vector], None]
 
@@ -101,6 +105,7 @@ class Averager:
         self._met: frozenset[PeerID] = frozenset()
         self._between_rounds.set()
         self._stepping: asyncio.Task[Any] | None = None
+        self._finishing: asyncio.Task[None] | None = None  # of the last round
         self._closing: asyncio.Task[None] | None = None
         self._last_round: Round | None = None
         self._tasks = Tasks(self._on_failure)
@@ -299,7 +304,7 @@ class Averager:
             return outcome
         finally:
             # Gives the group's streams back when nothing of the round reads them any more.
-            self._closing = self._tasks.spawn(_finish(round_, group, orderly=orderly))
+            self._finishing = self._tasks.spawn(_finish(round_, group, orderly=orderly))
             self._last_round = round_
 
     async def _begin_round(self, group: Group, attempt: _Attempt, deadline: float) -> Round:
@@ -332,17 +337,37 @@ class Averager:
             raise RoundFailed(reason, [leader], round_id=group.round_id) from error
 
     async def release(self) -> None:
-        """Give no more averages of the last round: another averager needs the memory that they share."""
+        """Give no more averages of the last round: another averager needs the memory that they share.
+
+        Raises:
+            RoundFailed: the last round does not let go of it.
+        """
         await self._close_last_round()
 
     async def _close_last_round(self) -> None:
         """Close the last round: until now it gave its averages to members that were left out."""
-        if self._closing is not None:
-            await asyncio.wait([self._closing])  # a cancelled caller leaves it alone; `_on_failure` tells its errors
+        if self._last_round is None:
+            return
+        if self._closing is None:
+            self._closing = self._tasks.spawn(self._close(self._last_round, self._finishing))
+        closing = self._closing
+        await asyncio.wait([closing], timeout=_CLOSE_WITHIN_S)  # a cancelled caller leaves it alone
+        if closing.done():
+            closing.result()
+        else:
+            reason = f"the last round has not ended within {_CLOSE_WITHIN_S:g} s, and still uses its memory"
+            advice = "work on tensors (a codec, say) hangs or waits for memory or processors: if it stays so, restart"
+            self._warn(f"{reason}: {advice} this peer")
+            raise RoundFailed(reason)
+
+    async def _close(self, round_: Round, finishing: asyncio.Task[None] | None) -> None:
+        try:
+            if finishing is not None:
+                await asyncio.wait([finishing])  # `_on_failure` tells its errors
+            await round_.close(orderly=False)
+        finally:
             self._closing = None
-        if self._last_round is not None:
-            await self._last_round.close(orderly=False)
-            self._last_round = None
+        self._last_round = None
 
     @asynccontextmanager
     async def _tensors(self, until: float, round_id: bytes | None = None, but: str = "") -> AsyncIterator[None]:
@@ -372,7 +397,10 @@ class Averager:
     # ------------------------------------------------------------------------------------------------------ closing
 
     def _on_failure(self, error: BaseException) -> None:
-        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=f"{type(error).__name__}: {error}"))
+        self._warn(f"{type(error).__name__}: {error}")
+
+    def _warn(self, message: str) -> None:
+        self.core.env.events.emit(Warned(where=f"averager {self.prefix}", message=message))
 
     async def leave(self, grace_s: float) -> None:
         """Begin nothing new, and close: a search ends at once, a round in progress may go on for `grace_s` seconds."""

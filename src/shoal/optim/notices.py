@@ -200,6 +200,14 @@ class Notices:
             "the state of a peer that has taken the step. If every step raises, mend the optimizer or its options"
         )
 
+    def held(self, holder: str, seconds: float) -> None:
+        """Somebody has kept the parameters for so long that what needed them was left out. Once for each holder."""
+        if self._note("held", holder):
+            self.warn(
+                f"{holder or 'somebody'} has held the parameters for {seconds:g} s, and what needed them waits. If "
+                "that is the training thread, its step takes that long or hangs: look at where it stands (py-spy dump)"
+            )
+
     def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
         """A state was taken over. Look whether this peer does nothing but download.
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -57,6 +57,9 @@ from shoal.wire import Contact, FollowSteps, Progress
 __all__ = ["Participant"]
 
 _MOST_DONORS = 256
+
+_LOCK_WITHIN_S = 60.0
+"""The longest wait for the parameters. What needed them is left out then, or tried again."""
 
 
 class Participant:
@@ -191,6 +194,14 @@ class Participant:
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
+
+    @asynccontextmanager
+    async def _hold(self) -> AsyncIterator[bool]:
+        """Hold the lock of the parameters; yields False, and says who has it, if it does not come in time."""
+        async with self.lock.acquire(_LOCK_WITHIN_S) as has_come:
+            if not has_come:
+                self._notices.held(self.lock.holder, _LOCK_WITHIN_S)
+            yield has_come
 
     # ------------------------------------------------------------------------------------------------------ progress
 
@@ -417,8 +428,9 @@ class Participant:
         if result is None:
             if self._alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
-            async with self.lock.acquire():
-                self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
+            async with self._hold() as holds:
+                if holds:
+                    self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
         members = [member.contact.peer for member in result.outcome.members]
@@ -453,8 +465,8 @@ class Participant:
         if training.evaluates:
             return None
         check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
-        async with self.lock.acquire():  # a step renames under it: so they were those of this state all the time
-            return check if self.state == name else None
+        async with self._hold() as holds:  # a step renames under it: so they were those of this state all the time
+            return check if holds and self.state == name else None
 
     async def _judge_parameters(self, result: StepResult, name: StateName) -> bool:
         """Whether we hold what the others hold; else our state is renamed: it is worse than theirs."""
@@ -467,7 +479,9 @@ class Participant:
         if not to_mend:
             return True
         self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
-        async with self.lock.acquire():
+        async with self._hold() as holds:
+            if not holds:
+                return True  # the next check finds it, too
             self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()
         self._mend_from = verdict.others[me]
@@ -490,8 +504,9 @@ class Participant:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
         if (why := misfit(said.options, agreement.options)) is not None:
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-            async with self.lock.acquire():
-                self.training.discard()
+            async with self._hold() as holds:
+                if holds:  # else the next state discards it
+                    self.training.discard()
             self._happened(Event.MISFIT)
             return
         self._notices.took_over(differences(said.options, agreement.options))
@@ -518,8 +533,8 @@ class Participant:
 
     async def _step_alone(self) -> None:
         name = self.state
-        async with self.lock.acquire():
-            if self.state != name:
+        async with self._hold() as holds:
+            if not holds or self.state != name:
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
                 self._happened(Event.UNFIT)
@@ -815,7 +830,9 @@ class Participant:
             await self._fetching.parked()
             if self.state != before:
                 continue  # by a step of our own, before the trainer stood still
-            async with self.lock.acquire():
+            async with self._hold() as holds:
+                if not holds:
+                    break
                 self._update, self._machine.states_due, self._took_over = update, False, True
                 try:
                     await shielded(self.core.env.executor.run(self.step))
@@ -880,13 +897,15 @@ class Participant:
             self._update, self._machine.states_due = None, False
             self._shared = True
 
-        try:
-            async with self.lock.acquire():
+        async with self._hold() as holds:
+            if not holds:
+                raise StateUnavailable(f"it is here, but {self.lock.holder or 'somebody'} has held the parameters")
+            try:
                 await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
-        except StateUnavailable as error:
-            self._misfits.add(values, state.tensors, str(error))
-            self._withheld(view.leaders)
-            raise
+            except StateUnavailable as error:
+                self._misfits.add(values, state.tensors, str(error))
+                self._withheld(view.leaders)
+                raise
         self._known.note_given(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
         self._notices.downloaded(state.duration_s, self.core.reachability.shut_out)

@@ -114,17 +114,20 @@ class Rounds:
             options: for `Averager.step`.
         """
         settings = averager.settings
-        if self._last is not None and self._last is not averager:
-            await self._last.release()  # they share their memory
-        self._last = averager
         averager.group_tag = tag
-        step = averager.step(
-            timeout_s=settings.window_s + settings.allreduce_timeout_s,
-            allow_retries=False,
-            expected=expected,
-            **options,
-        )
-        round_ = asyncio.get_running_loop().create_task(step)
+
+        async def step() -> StepResult:
+            if self._last is not None and self._last is not averager:
+                await self._last.release()  # they share their memory
+            self._last = averager
+            return await averager.step(
+                timeout_s=settings.window_s + settings.allreduce_timeout_s,
+                allow_retries=False,
+                expected=expected,
+                **options,
+            )
+
+        round_ = asyncio.get_running_loop().create_task(step())
         round_.add_done_callback(lambda _: self._news.notify())
         try:
             while True:

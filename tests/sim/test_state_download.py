@@ -325,8 +325,8 @@ def test_a_state_that_went_wrong_is_not_shared(values: list[float], may_be_infin
         with pytest.raises(StateUnavailable, match=f"tensor 1 of the state holds {what}"):
             await fetch(swarm, "new", donors_of(wrong))
         assert not me.seen(PeerDropped)
-        assert all(what in warning.message for warning in wrong.seen(Warned))
-        assert len(wrong.seen(Warned)) == 2
+        (warning,) = wrong.seen(Warned)  # once, however many ask
+        assert what in warning.message
         box.tensors[1].fill_(2.0)
         assert (await fetch(swarm, "new", donors_of(wrong))).tensors[1].tolist() == [2.0, 2.0]
 

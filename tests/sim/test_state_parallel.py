@@ -76,6 +76,29 @@ def test_three_donors_give_three_times_as_much_as_one() -> None:
         assert three >= 2.5  # B is 1 MiB/s
 
 
+@pytest.mark.parametrize(
+    ("line_kib", "mebibytes", "window_kib"),
+    [(64, 3, 4096), (256, 3, 4096), (256, 8, 4096), (128, 1.01, 32), (128, 2, 32), (512, 2, 32)],
+)
+def test_several_donors_double_no_time_on_a_slow_line(line_kib: int, mebibytes: float, window_kib: int) -> None:
+    """While the newcomer's line carried what one had sent, the others looked stalled: they were left, and all failed.
+
+    Or an idle donor was asked for a chunk that came already, and the line carried it twice.
+    """
+
+    async def main(count: int) -> float:
+        swarm = new_swarm(bandwidth_bytes_s=None, window_bytes=window_kib << 10)
+        swarm.network.add_host("new", down_bytes_s=line_kib << 10)
+        donors = (await start_donors(swarm, mebibytes))[:count]
+        state = await fetch(swarm, "new", donors_of(*donors, priorities=alike(*donors)))
+        assert same(state.tensors, random_tensors(1, mebibytes))
+        assert state.bytes_received < 1.02 * mebibytes * MIB
+        return state.duration_s
+
+    one, *more = (run(lambda count=count: main(count)) for count in (1, 2, 3))  # type: ignore[misc]
+    assert max(more) < 1.05 * one
+
+
 def test_a_slow_donor_holds_up_nothing() -> None:
     """At a sixteenth of the others' rate it would need ten seconds for its last two chunks: others send them too."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from shoal.peer import PeerID
-from shoal.state.arrivals import Intake
+from shoal.state.arrivals import Intake, Line
 
 A, B = (PeerID(bytes([number]) * 32) for number in range(2))
+MIB = 1 << 20
 
 
 def test_a_state_that_comes_fast_enough_is_in_time() -> None:
@@ -40,3 +41,17 @@ def test_bytes_of_a_donor_that_breaks_the_protocol_do_not_count() -> None:
     assert intake.donors == {B}
     assert not intake.in_time(1.5, 600.0)
     intake.dropped(A)
+
+
+def test_our_line_is_the_limit_while_each_donor_has_its_share_of_it() -> None:
+    """Not while a donor is slow on its own, nor while nothing comes at all."""
+    line = Line()
+    for second in range(4):
+        line.look({A: second * MIB, B: second * MIB}, 2 * second * MIB, float(second))
+    assert line.is_limit(A, 3.5)
+    assert line.is_limit(B, 3.5)
+    for second in range(4, 8):
+        line.look({A: 3 * MIB + (second - 3) * 100, B: second * MIB}, (3 + second) * MIB, float(second))
+    assert not line.is_limit(A, 7.5)
+    assert line.is_limit(B, 7.5)
+    assert not line.is_limit(B, 8.0), "nothing has come for a second"

@@ -3,6 +3,8 @@
 `ArrivalRate` is the pace of one donor's chunks. It says how many chunks to ask for ahead, so that the donor never waits
 for our next message. And it says when a chunk will be here, which tells whether to ask another donor for it too.
 
+`Line` says whether our own line is the limit: then a chunk comes no sooner if another donor is asked for it, too.
+
 `Intake` is what a whole download receives, for its owner: whether it may be complete in time at its pace. Bytes count
 when they arrive. Those of a donor that has broken the protocol count no more. The pace is that of the last `_WINDOW_S`
 to twice as long, or since the beginning: a donor that stops giving cannot live on what it gave before.
@@ -10,11 +12,13 @@ to twice as long, or since the beginning: a donor that stops giving cannot live 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Mapping
 
 from shoal.peer import PeerID
 
-__all__ = ["HOPE", "MIN_AHEAD", "ArrivalRate", "Intake"]
+__all__ = ["HOPE", "MIN_AHEAD", "ArrivalRate", "Intake", "Line"]
 
 _AHEAD_S = 0.5
 """Chunks for this long are asked for ahead: more than any round trip takes."""
@@ -63,6 +67,52 @@ class ArrivalRate:
         """
         waited_s, mean_s = now - self._since, self._mean_s or 0.0
         return max(mean_s, waited_s) * (place + 1) - min(mean_s, waited_s)
+
+
+_EVEN = 0.5
+"""Our line is the limit for a donor that has at least this part of an even share of the best pace seen so far."""
+
+_IDLE_S = 1.0
+"""Our line is no limit if it has carried nothing for so long."""
+
+_PACE_S, _PACE_BYTES = 1.0, 1 << 20
+"""The paces of the donors are compared over so long at least, and so many bytes: bytes come in large pieces."""
+
+
+class Line:
+    """Our line, as far as a download uses it, and the parts that its donors have of it."""
+
+    def __init__(self) -> None:
+        self._mark: tuple[float, int, Mapping[PeerID, int]] | None = None
+        self._paces: dict[PeerID, float] = {}  # bytes per second, before the mark
+        self._best = 0.0  # of all together
+        self._sending = 0
+        self._total, self._since = 0, math.inf  # the bytes so far, and the time of the last ones
+
+    def look(self, each: Mapping[PeerID, int], total: int, now: float) -> None:
+        """Take in how much has come, several times a second.
+
+        Args:
+            each: bytes of the streams of now.
+            total: bytes of all streams, those that have ended included.
+            now: seconds.
+        """
+        self._sending = len(each)
+        if total != self._total or now < self._since:
+            self._total, self._since = total, now
+        if self._mark is None:
+            self._mark = now, total, each
+        since, before, each_before = self._mark
+        if now >= since + _PACE_S and total >= before + _PACE_BYTES:
+            self._mark = now, total, each
+            known = each.keys() & each_before.keys()
+            self._paces = {peer: (each[peer] - each_before[peer]) / (now - since) for peer in known}
+            self._best = max(self._best, (total - before) / (now - since))
+
+    def is_limit(self, peer: PeerID, now: float) -> bool:
+        """Whether the line is the limit for this donor, as far as can be seen (`now`: seconds)."""
+        has_share = self._paces.get(peer, math.inf) * self._sending >= _EVEN * self._best
+        return has_share and now < self._since + _IDLE_S
 
 
 HOPE = 4.0

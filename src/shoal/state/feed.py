@@ -20,14 +20,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from itertools import chain
-from typing import Any
 
 from shoal.clock import Env, seconds_text
 from shoal.compression import populate
 from shoal.errors import PeerError, PeerProtocolError, PeerTimeout
 from shoal.peer import PeerID
 from shoal.rpc import LOOK_S, Endpoint, Stream
-from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake
+from shoal.state.arrivals import MIN_AHEAD, ArrivalRate, Intake, Line
 from shoal.state.assembly import Assembly
 from shoal.state.manifest import Manifest, chunk_hash
 from shoal.state.plan import ChunkPlan
@@ -37,9 +36,9 @@ from shoal.wire import Chunk, Contact, FetchChunks, MoreChunks
 __all__ = ["Feed", "MayRead", "Target"]
 
 _READ_BYTES = 128 << 10
-"""Within the stall limit a whole piece must arrive, or this much of a larger one. A donor cuts pieces as small as its
-upload limit needs (`Pacer`), so that a slow donor does not look stalled. Slow donors are bounded by the deadline of the
-download."""
+"""Within the stall limit a whole piece must arrive, or this much of a larger one, or this much from all donors. A donor
+cuts pieces as small as its upload limit needs (`Pacer`), so that a slow donor does not look stalled; nor does one that
+waits until our line has carried what the others sent. Slow donors are bounded by the deadline of the download."""
 
 _READ_AT_ONCE = 32 << 10
 """Awaited before a read when other traffic may have to come first."""
@@ -52,7 +51,7 @@ _LOOK_AGAIN_S = 0.1
 """A donor with nothing to send looks this often whether another one is late."""
 
 _FASTER = 2.0
-"""A chunk is doubled if it comes this many times sooner than from its owner."""
+"""A chunk is doubled if it comes this many times sooner than from its owner, and our line is not the limit (`Line`)."""
 
 
 class Target:
@@ -69,6 +68,9 @@ class Target:
         self.plan: ChunkPlan[PeerID] = ChunkPlan(manifest)
         self.assembly = Assembly(manifest)
         self.feeds: dict[PeerID, Feed] = {}
+        self.streams: dict[PeerID, Stream[MoreChunks, Chunk]] = {}  # of the feeds
+        self._ended_bytes = 0  # that came on streams that have ended
+        self.line = Line()
         self.bytes_received = 0
         self._claiming = asyncio.Lock()
         self._count_missing()
@@ -90,6 +92,17 @@ class Target:
         """So many bytes of a chunk have come from this donor."""
         self.bytes_received += nbytes
         self._intake.received(peer, nbytes)
+
+    def ended(self, peer: PeerID) -> None:
+        """The stream of this donor has ended."""
+        self._ended_bytes += self.streams.pop(peer).bytes_received
+
+    def look(self, now: float) -> int:
+        """Look how many bytes have come, those of unfinished pieces included (`now`: seconds); returns it."""
+        each = {peer: stream.bytes_received for peer, stream in self.streams.items()}
+        total = self._ended_bytes + sum(each.values())
+        self.line.look(each, total, now)
+        return total
 
     @property
     def missing_bytes(self) -> int:
@@ -216,7 +229,8 @@ class Feed:
         if len(self._queue) > ahead // 2:
             return []
         # Towards the end each feed asks for fewer chunks ahead, so that all end at about the same time.
-        ahead = min(ahead, max(MIN_AHEAD, plan.missing // len(self._target.feeds)))
+        feeds = len(self._target.feeds)
+        ahead = min(ahead, max(MIN_AHEAD if plan.missing >= feeds else 1, plan.missing // feeds))
         if chunks := plan.take(self._peer, max(0, ahead - len(self._queue))):
             return chunks
         if plan.missing or len(self._queue) >= MIN_AHEAD:
@@ -225,7 +239,8 @@ class Feed:
 
     def _double(self) -> list[int]:
         now, feeds = asyncio.get_running_loop().time(), self._target.feeds
-        late = ((feeds[owner].due_s(chunk, now), chunk) for chunk, owner in self._plan.doubtful(self._peer))
+        doubtful, line = self._plan.doubtful(self._peer), self._target.line
+        late = ((feeds[owner].due_s(chunk, now), chunk) for chunk, owner in doubtful if not line.is_limit(owner, now))
         due_s, chunk = max(late, default=(0.0, -1))
         if due_s <= _FASTER * self._rate.takes_s(len(self._queue) + 1):
             return []
@@ -247,10 +262,12 @@ class Feed:
         self._expect(chunks)
         self._rate.asked(asyncio.get_running_loop().time())
         stream = await self._endpoint.open(self._contact, opening, timeout_s=self._stall_s)
+        self._target.streams[self._peer] = stream
         try:
             await self._receive(stream)
             await self._finish(stream)
         finally:
+            self._target.ended(self._peer)
             self._writing = None
             stream.abort()  # nothing to do after an orderly end
 
@@ -268,7 +285,7 @@ class Feed:
         loop, queue = asyncio.get_running_loop(), self._queue
         try:
             async with asyncio.timeout(None) as limit:
-                with closing(_Patience(stream, limit, self._stall_s, self._is_silent)) as patience:
+                with closing(_Patience(self._target, limit, self._stall_s, self._is_silent)) as patience:
                     while queue:
                         chunk = queue[0]
                         digest = await self._receive_chunk(stream, chunk, patience)
@@ -355,26 +372,24 @@ class Feed:
 
 
 class _Patience:
-    """Ends a read `stall_s` after the last arrival (a piece, or `_READ_BYTES` of an unfinished one), or on silence.
+    """Ends a read `stall_s` after the last arrival (a piece, or `_READ_BYTES` from all donors), or on silence.
 
     Args:
-        stream: the stream that is read.
+        target: has the bytes of all donors.
         limit: the timeout around the read.
         stall_s: longest time without an arrival.
         is_silent: whether the donor gives no sign of life (`Endpoint.is_silent`).
     """
 
-    def __init__(
-        self, stream: Stream[Any, Any], limit: asyncio.Timeout, stall_s: float, is_silent: Callable[[], bool]
-    ) -> None:
-        self._stream, self._limit, self._stall_s, self._is_silent = stream, limit, stall_s, is_silent
+    def __init__(self, target: Target, limit: asyncio.Timeout, stall_s: float, is_silent: Callable[[], bool]) -> None:
+        self._target, self._limit, self._stall_s, self._is_silent = target, limit, stall_s, is_silent
         self._loop = asyncio.get_running_loop()
         self.renew()
         self._timer = self._loop.call_later(LOOK_S, self._look)
 
     def renew(self) -> None:
         """Give the donor `stall_s` again."""
-        self._seen = self._stream.bytes_received
+        self._seen = self._target.look(self._loop.time())
         self._until = self._loop.time() + self._stall_s  # the timer checks it: moving the timer takes longer
 
     def pause(self) -> None:
@@ -383,7 +398,7 @@ class _Patience:
 
     def _look(self) -> None:
         now, waits = self._loop.time(), self._until < math.inf
-        if waits and self._stream.bytes_received - self._seen >= _READ_BYTES:
+        if self._target.look(now) - self._seen >= _READ_BYTES and waits:
             self.renew()
         if now >= self._until or (waits and self._is_silent()):
             self._limit.reschedule(now)

@@ -1,7 +1,8 @@
 """The progress of the swarm: the state of each peer, the number of samples, and which state is the best one.
 
 This is pure bookkeeping. A peer's word about itself (`wire.Progress`) is kept until the peer says something newer, is
-lost, has left, or has been silent for `ttl_s`. A record in the DHT may be of a peer that was killed, or of an earlier
+lost, has left, or has been silent for `ttl_s`. `expire` forgets what is too old; `view` passes over it, and changes
+nothing. A record in the DHT may be of a peer that was killed, or of an earlier
 run of the same name. So a record that a peer wrote before it was lost does not bring it back, and two things are
 believed only of live peers, that is of peers that say them directly or have
 renewed their record: where the run ends for them, and that their settings differ.
@@ -138,7 +139,7 @@ class SwarmProgress:
         self._relayed: dict[PeerID, tuple[Progress, float]] = {}  # the word of others about known peers
         self.named: dict[PeerID, PeerID] = {}
         """Peers that were not known when another peer told of them, and that one."""
-        self._now = float("-inf")
+        self._now, self._oldest = float("-inf"), float("inf")  # no known word is older
         self._latest = 0  # no peer has named a later epoch
         self._seen: _Seen | None = None
         self.contributors: Collection[PeerID] = ()
@@ -188,6 +189,7 @@ class SwarmProgress:
         before = self._known.get(peer)
         ahead = progress.time - now
         self._known[peer] = _Word(progress, now, ahead if before is None else max(ahead, before.ahead))
+        self._oldest = min(self._oldest, now)
         self._latest = max(self._latest, progress.epoch)
         self._lost.pop(peer, None)
         if self._seen is not None and (peer in self._relayed or not self._seen.takes(progress)):
@@ -264,6 +266,15 @@ class SwarmProgress:
             self._lose(peer, known.said.time, known.ahead + self._now + _ON_ITS_WAY_S)
         return known is not None
 
+    def expire(self, now: float) -> None:
+        """Forget the peers that have said nothing for `ttl_s` (`now`: local time, seconds). Cheap if there are none."""
+        self._now = max(self._now, now)
+        if now - self._oldest <= self.ttl_s:
+            return
+        for peer in [peer for peer, word in self._known.items() if now - word.at > self.ttl_s]:
+            self._lose(peer, self._known[peer].said.time)
+        self._oldest = min((word.at for word in self._known.values()), default=math.inf)
+
     def silent(self, peer: PeerID, *, said_before: float) -> None:
         """A peer gives no answer, and only its record was read: it does not count until it renews its record.
 
@@ -292,7 +303,7 @@ class SwarmProgress:
 
     @property
     def peers(self) -> tuple[PeerID, ...]:
-        """The peers that count, as of the last update."""
+        """The peers that count, as of the last `expire`."""
         return tuple(self._known)
 
     def note_withheld(self, peers: Iterable[PeerID], now: float) -> None:
@@ -372,7 +383,6 @@ class SwarmProgress:
             absent: peers that no round waits for; their samples do not count.
             silent: peers that do not count now, whatever they said.
         """
-        self._now = max(self._now, now)
         key, dialed = StateKey.of_peer(mine), bool(mine.contact.addresses)
         asked = _Asked(
             mine.digest, key, dialed, mine.end_epoch, _at_end(mine), shared, awaited, before, frozenset(absent), silent
@@ -383,9 +393,8 @@ class SwarmProgress:
         return seen.view(mine)
 
     def _look(self, mine: Progress, now: float, asked: _Asked) -> _Seen:
-        for peer in [peer for peer, word in self._known.items() if now - word.at > self.ttl_s]:
-            self._lose(peer, self._known[peer].said.time)
-        others = {peer: own for peer, (own, *_) in self._known.items() if peer not in asked.silent}
+        counted = ((peer, word) for peer, word in self._known.items() if now - word.at <= self.ttl_s)
+        others = {peer: word.said for peer, word in counted if peer not in asked.silent}
         others.update((peer, self._said_last(peer, now)) for peer in self._relayed if peer in others)
         # A state can be downloaded only from a peer that can be dialed. If no peer can be dialed, all states count.
         end, at_end = asked.end, asked.at_end

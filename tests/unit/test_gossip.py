@@ -16,6 +16,7 @@ import pytest
 from shoal import sim
 from shoal.averager import AveragerSettings
 from shoal.core import PeerCore
+from shoal.errors import ClosedError, PeerTimeout
 from shoal.events import EventBus, PeerDropped, Warned
 from shoal.optim import RunSettings
 from shoal.optim.gossip import ProgressGossip
@@ -477,3 +478,57 @@ def test_two_live_peers_with_one_identity_train_without_a_word(times: list[float
     warned = [event.message for event in events if isinstance(event, Warned)]
     assert len(warned) == told
     assert all("identity_path" in message for message in warned)
+
+
+class NoDht:
+    """Its stores and reads fail, as long as `error` is set."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = PeerTimeout("no answer")
+        self.found: Any = None
+
+    async def store(self, *_: object) -> bool:
+        """As the node does."""
+        if self.error is not None:
+            raise self.error
+        return True
+
+    async def get(self, *_: object, **__: object) -> Any:
+        """As the node does."""
+        if self.error is not None:
+            raise self.error
+        return self.found
+
+
+def test_an_error_of_gossip_is_a_warning_once() -> None:
+    """Writing and reading of progress failed without a word, and an unreadable record too."""
+    events = list[object]()
+    bus = EventBus()
+    bus.subscribe(events.append)
+    gossip = gossip_at(SwarmProgress(ME, {}, ttl_s=20.0), bus)
+    node: Any = NoDht()
+    gossip._core.node = node
+
+    async def both() -> None:
+        await gossip._publish()
+        await gossip._look()
+
+    for _ in range(2):
+        asyncio.run(both())
+    told = [event.message for event in events if isinstance(event, Warned)]
+    assert len(told) == 2
+    assert "its progress could not be written to the DHT" in told[0]
+    assert "the progress of the others could not be read from the DHT (PeerTimeout" in told[1]
+    node.error = None
+    node.found = SimpleNamespace(value={OTHER.raw: SimpleNamespace(value=b"?")})
+    for _ in range(2):
+        asyncio.run(both())
+    (dropped,) = [event for event in events if isinstance(event, PeerDropped)]
+    assert dropped.peer == OTHER
+    assert "its progress in the DHT cannot be read" in dropped.reason
+    node.error = PeerTimeout("no answer")
+    asyncio.run(both())
+    assert len([event for event in events if isinstance(event, Warned)]) == 4
+    node.error = ClosedError("this peer leaves")
+    asyncio.run(both())
+    assert len([event for event in events if isinstance(event, Warned)]) == 4

@@ -390,6 +390,7 @@ def test_a_peer_whose_clock_was_set_back_returns() -> None:
     known.heard(said(ANN, time=3700.0), 0.0)
     assert not known.heard(said(ANN, time=100.0), 5.0)
     assert view(known, now=20.1).peers == (ME,)
+    known.expire(20.1)
     assert not known.heard(said(ANN, time=120.0), 40.0)
     assert known.heard(said(ANN, time=121.0), 40.2)
     assert view(known, now=41.0).peers == (ME, ANN)
@@ -526,3 +527,20 @@ def test_what_is_kept_of_the_last_look_is_what_a_new_look_sees() -> None:
             assert dataclasses.replace(seen, rate=anew.rate) == anew
             assert seen.leaders == anew.leaders
     assert 1000 < kept < 3000
+
+
+def test_a_query_changes_nothing_and_expire_forgets() -> None:
+    """`view` forgot peers by itself, so who counted depended on who had asked."""
+    known = swarm(ttl_s=20.0)
+    known.heard(said(ANN, time=1.0, end_epoch=9), 100.0)
+    known.heard(said(BEN, time=1.0), 110.0)
+    assert view(known, now=125.0).peers == (ME, BEN)
+    assert known.peers == (ANN, BEN)
+    known.expire(125.0)
+    assert known.peers == (BEN,)
+    assert known.ends == {BEN: None}
+    known.expire(130.0)
+    assert known.peers == (BEN,)
+    known.expire(131.0)
+    assert known.peers == ()
+    assert not known.heard(said(ANN, time=1.0), 132.0), "what it said before it fell silent is no news"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ import msgspec
 from msgspec.structs import replace
 
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, PeerError, ShoalError
+from shoal.errors import ClosedError, ConfigError, PeerError, ShoalError
 from shoal.events import PeerDropped, Warned
 from shoal.optim.settings import RunSettings
 from shoal.optim.tellers import FEW, KEEPERS, Countdown, Order, look_s, silence_s, write_s
-from shoal.peer import PeerID
-from shoal.progress import StateKey, SwarmProgress, SwarmView
+from shoal.peer import PEER_ID_BYTES, PeerID
+from shoal.progress import StateKey, SwarmProgress, SwarmView, bound
 from shoal.rpc import LOOK_S
 from shoal.tasks import Changes
 from shoal.wire import Contact, Progress, ProgressTold, Standing, TellProgress, Trainers, WhoTrains, decode, encode
@@ -140,6 +140,8 @@ class ProgressGossip:
         self._renamed_at = float("-inf")
         self._corrected: dict[PeerID, StateKey] = {}  # peers at worse states, and the one of ours that each was told of
         self._outdated: set[PeerID] = set()  # peers that are being told something that is over
+        self._unreadable: dict[bytes, bool] = {}  # the writers of records that cannot be read
+        self._troubles: set[str] = set()  # the kinds of errors that were told, and are not over
         self._undo: list[Callable[[], None]] = []
 
     def start(self) -> list[Coroutine[Any, Any, None]]:
@@ -282,9 +284,27 @@ class ProgressGossip:
     async def _publish(self) -> None:
         core, mine = self._core, self._next_word()
         self._written = mine.time
-        with suppress(ShoalError):
+        with self._told_if_it_fails("its progress could not be written to the DHT: newcomers may not find this peer"):
             expiration = core.env.clock.time() + self._known.ttl_s
             await core.node.store(self._key, encode(mine), expiration, core.peer_id.raw)
+
+    @contextmanager
+    def _told_if_it_fails(self, what: str) -> Iterator[None]:
+        """An error within is a warning, once until it is over; what is done within is tried again later."""
+        try:
+            yield
+        except ClosedError:
+            pass  # this peer leaves
+        except ShoalError as error:
+            self._warn_of(what, error)
+        else:
+            self._troubles.discard(what)
+
+    def _warn_of(self, what: str, error: BaseException) -> None:
+        if what not in self._troubles:
+            self._troubles.add(what)
+            message = f"{what} ({type(error).__name__}: {error}). It is tried again; if it stays so, run `shoal doctor`"
+            self._core.env.events.emit(Warned(where="optimizer", message=message))
 
     async def _look_loop(self) -> None:
         """Read everybody's progress from the DHT: often as long as that shows somebody new, or there are few.
@@ -316,11 +336,11 @@ class ProgressGossip:
     async def _look(self) -> dict[PeerID, float]:
         """Read the records of the run; returns when each peer that has not left wrote its own, by its own clock."""
         written = {}
-        with suppress(ShoalError):
+        with self._told_if_it_fails("the progress of the others could not be read from the DHT"):
             found = await self._core.node.get(self._key, latest=True, of_peers=True)
             entries = found.value if found is not None and isinstance(found.value, dict) else {}
             for subkey, entry in entries.items():
-                with suppress(msgspec.MsgspecError, TypeError, ConfigError):
+                with self._dropped_if_bad(subkey):
                     progress = decode(entry.value, Progress)
                     if progress.contact.peer == self._core.peer_id:
                         self._look_for_twin(progress)
@@ -332,6 +352,18 @@ class ProgressGossip:
                         if not progress.left:
                             written[progress.contact.peer] = progress.time
         return written
+
+    @contextmanager
+    def _dropped_if_bad(self, subkey: object) -> Iterator[None]:
+        """A record that cannot be read costs its writer alone; it is told once."""
+        try:
+            yield
+        except (msgspec.MsgspecError, TypeError, ConfigError) as error:
+            if isinstance(subkey, bytes) and len(subkey) == PEER_ID_BYTES and subkey not in self._unreadable:
+                self._unreadable[subkey] = True
+                bound(self._unreadable, _ALL)
+                reason = f"its progress in the DHT cannot be read: {error}"
+                self._core.env.events.emit(PeerDropped(peer=PeerID(subkey), where="progress", reason=reason))
 
     def _look_for_twin(self, progress: Progress) -> None:
         """Say so, once, if another live peer writes in our name: it does so again and again.
@@ -400,12 +432,17 @@ class ProgressGossip:
         asked = next((peer for peer in (*hidden, *tellers) if self._known.progress_of(peer) is not None), None)
         if asked is None:
             return
-        with suppress(PeerError):
+        try:
             known = await self._core.endpoint.call(asked, WhoTrains(self._run_id), timeout_s=_CALL_TIMEOUT_S)
-            for contact in known.contacts[:_ASKED_ANEW]:
-                if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:
-                    self._core.endpoint.learn(contact)
-                    self._call(contact.peer)
+        except PeerError as error:
+            self._why_deaf[asked] = (
+                error.message
+            )  # told if this peer stays alone; another one is asked at the next look
+            return
+        for contact in known.contacts[:_ASKED_ANEW]:
+            if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:
+                self._core.endpoint.learn(contact)
+                self._call(contact.peer)
 
     def _introduce(self, _: PeerID, request: WhoTrains) -> Trainers:
         contacts = [self.contact(peer) for peer in self._known.peers]
@@ -424,7 +461,7 @@ class ProgressGossip:
 
     async def seek(self) -> None:
         """Look for the others now, as none is known here: after a start, a sleep, or the loss of all links."""
-        with suppress(TimeoutError, ShoalError):
+        with suppress(TimeoutError), self._told_if_it_fails("lost peers could not be looked for"):
             async with asyncio.timeout(_SEEK_S):
                 await self._core.node.find_lost()
                 await self._look()
@@ -569,6 +606,8 @@ class ProgressGossip:
 
     def _told_one(self, peer: PeerID, task: asyncio.Task[None]) -> None:
         self._telling.pop(peer, None)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, ClosedError):
+            self._warn_of("peers could not be told where this one stands", error)
         if peer in self._outdated:
             self._outdated.discard(peer)
             if not task.cancelled():

@@ -283,6 +283,7 @@ class Participant:
         """
         self._heed_contributors()
         companions, target, now = self._companions, self.settings.target_batch_size, self._now()
+        self._known.expire(now)
         claimed = self._claimed()
         view = self._unless_it_goes_on(claimed)
         if companions.observe(view, target, now):

@@ -54,4 +54,4 @@ def test_our_line_is_the_limit_while_each_donor_has_its_share_of_it() -> None:
         line.look({A: 3 * MIB + (second - 3) * 100, B: second * MIB}, (3 + second) * MIB, float(second))
     assert not line.is_limit(A, 7.5)
     assert line.is_limit(B, 7.5)
-    assert not line.is_limit(B, 8.0), "nothing has come for a second"
+    assert not line.is_limit(B, 7.75), "nothing has come for a while"

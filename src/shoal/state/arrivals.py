@@ -72,7 +72,7 @@ class ArrivalRate:
 _EVEN = 0.5
 """Our line is the limit for a donor that has at least this part of an even share of the best pace seen so far."""
 
-_IDLE_S = 1.0
+_IDLE_S = 0.75
 """Our line is no limit if it has carried nothing for so long."""
 
 _PACE_S, _PACE_BYTES = 1.0, 1 << 20

@@ -363,7 +363,12 @@ def test_a_round_that_does_not_end_fails_the_next_one_in_time() -> None:
             await close(**options)
 
         last.close = close_late  # type: ignore[method-assign]
-        averager.core.env.events.subscribe(lambda event: isinstance(event, Warned) and warned.append(event.message))
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned):
+                warned.append(event.message)
+
+        averager.core.env.events.subscribe(note)
         other = asyncio.ensure_future(trial.step("p1", timeout_s=20.0, allow_retries=False))
         async with asyncio.timeout(60.0):
             with pytest.raises(RoundFailed, match="the last round has not ended within 10 s"):

@@ -770,7 +770,12 @@ def test_parameters_that_somebody_keeps_are_told_and_cost_no_step() -> None:
         run, warned = Run(target=4), list[str]()
         trainer = await run.add("p0")
         participant = trainer.participant
-        participant.core.env.events.subscribe(lambda event: isinstance(event, Warned) and warned.append(event.message))
+
+        def note(event: Event) -> None:
+            if isinstance(event, Warned):
+                warned.append(event.message)
+
+        participant.core.env.events.subscribe(note)
         await participant.decide(1.0)
         backward(trainer.parameters, 0, 0, 4)
         assert participant.training.accumulate(4)

@@ -164,7 +164,8 @@ class Identity:
         except OSError as error:
             raise ConfigError(f"cannot create key file {os.fspath(path)}: {error.strerror}") from error
         finally:
-            draft.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it was not made, say because its name is too long
+                draft.unlink()
         return cls(key)
 
     @property

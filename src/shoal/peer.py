@@ -21,7 +21,7 @@ import msgspec
 
 from shoal.errors import ConfigError
 
-__all__ = ["Address", "Invite", "PeerID", "check_run_id", "parse_peers"]
+__all__ = ["Address", "Invite", "PeerID", "check_run_id", "is_host", "parse_peers"]
 
 PEER_ID_BYTES = 32
 _HOST = re.compile(r"[0-9A-Za-z.:_-]{1,253}")
@@ -105,7 +105,8 @@ def _kind(host: str) -> str:
 
 # Every answer of every node holds the same few hosts, so results are cached.
 @lru_cache(maxsize=4096)
-def _is_host(host: str) -> bool:
+def is_host(host: str) -> bool:
+    """Whether this is an IP address, or can be a DNS name."""
     if _HOST.fullmatch(host) is None:
         return False
     if ":" in host:
@@ -131,7 +132,7 @@ class Address:
     def __post_init__(self) -> None:
         if not 1 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} in an address is not within 1..65535")
-        if not _is_host(self.host):
+        if not is_host(self.host):
             raise ConfigError(f"host {self.host!r} in an address is not an IP address or a DNS name")
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shoal.cli.options import timeout_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def debug() -> None:
 @click.argument("whom", metavar="PID|INVITE")
 @click.option("--last", type=click.IntRange(1, 1000), default=1000, show_default=True, help="Events to show.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to wait.")
+@timeout_option(5.0, "wait")
 def dump(*, whom: str, last: int, as_json: bool, timeout: float) -> None:
     """Print the last events of the process PID on this machine, or of the peer that INVITE leads to.
 

@@ -52,7 +52,7 @@ def dht(
     """Run a bootstrap peer: print an invite with which others join, and stay until Ctrl+C."""
     from shoal.runtime.dht import DHT
 
-    places = [maddr_of(*_host_and_port(announce))] if announce else []
+    places = [maddr_of(*_host_and_port(announce), "--announce")] if announce is not None else []
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
     where = maddr_of(host, port)
     # A peer that only dials introduces nobody: this one announces its address in any case.
@@ -132,10 +132,12 @@ def _host_and_port(announce: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def maddr_of(host: str, port: int) -> str:
-    """The address to listen on, as `shoal.DHT` takes it. Raises `ConfigError` for a text that is no host."""
-    if "/" in host or not host:
-        raise ConfigError(f"{host!r} is not a host: give an IP address or a name")
+def maddr_of(host: str, port: int, option: str = "--host") -> str:
+    """A place as `shoal.DHT` takes it. Raises `ConfigError` that names the option for a text that is no host."""
+    from shoal.peer import is_host
+
+    if not is_host(host):
+        raise ConfigError(f"{option} must be an IP address or a name, got {host!r:.80}")
     try:
         kind = f"ip{ipaddress.ip_address(host).version}"
     except ValueError:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shoal.cli.options import run_of, run_option
+from shoal.cli.options import run_of, run_option, timeout_option
 
 if TYPE_CHECKING:
     from shoal.core import PeerCore
@@ -57,7 +57,7 @@ class Finding:
 @click.option("--host", default="0.0.0.0", show_default=True, help="Host that a training peer would listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Its port; default: any that is free.")
 @run_option
-@click.option("--timeout", type=click.FloatRange(0.1, 300), default=10.0, show_default=True, help="Seconds to join.")
+@timeout_option(10.0, "join")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
     logging.getLogger("shoal").setLevel(logging.CRITICAL)  # the report says all that the log would
@@ -74,11 +74,11 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
     from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT
 
-    yield from look_at_machine()
-    addresses = parse_peers(invite)
+    addresses, listen_at = parse_peers(invite), maddr_of(host, port)
     run_id = run_of(invite) if run_id is None else run_id
+    yield from look_at_machine()
     try:
-        dht = DHT(addresses, start=True, host_maddrs=maddr_of(host, port), startup_timeout=timeout_s)
+        dht = DHT(addresses, start=True, host_maddrs=listen_at, startup_timeout=timeout_s)
     except ShoalError as error:
         if addresses:
             text = f"{error}: check whether these peers run, their addresses, and the firewalls between"

@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import click
 
-__all__ = ["checked_run", "run_of", "run_option"]
+__all__ = ["Real", "checked_run", "run_of", "run_option", "timeout_option"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Real(click.FloatRange):
+    """A finite number within a range: `nan` is within every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """As click's, which calls `fail` for anything else."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+def timeout_option(default: float, what: str) -> Callable[[F], F]:
+    """`--timeout SECONDS`."""
+    return click.option(
+        "--timeout", type=Real(0.1, 300), default=default, show_default=True, help=f"Seconds to {what}."
+    )
 
 
 def checked_run(_: click.Context, option: click.Parameter, run_id: str | None) -> str | None:

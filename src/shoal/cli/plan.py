@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shoal.cli.options import Real
 from shoal.zero.laws import BACKENDS, OPTIMIZERS, Cost, Precision, costs
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plan"]
 
+_ABSURD = 1e18
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -22,7 +24,7 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 @click.option(
     "--params",
     required=True,
-    type=click.FloatRange(min=0, min_open=True),
+    type=Real(min=0, min_open=True),
     metavar="N",
     help="Parameters of the model, such as 7.5e9.",
 )
@@ -79,6 +81,8 @@ def _table(found: Sequence[Cost]) -> Table:
 
 def size_of(nbytes: float) -> str:
     """A number of bytes for people: about three digits, and a decimal unit."""
+    if nbytes >= _ABSURD:
+        return f"{nbytes:.1e} B"
     for unit, name in _UNITS:
         if nbytes >= unit:
             value = nbytes / unit

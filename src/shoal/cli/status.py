@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from shoal.cli.options import run_of, run_option
+from shoal.cli.options import run_of, run_option, timeout_option
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class RunStatus:
 @run_option
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--watch", is_flag=True, help="Repeat until Ctrl+C; with --json a line each time.")
-@click.option("--timeout", type=click.FloatRange(0.1, 300), default=5.0, show_default=True, help="Seconds to join.")
+@timeout_option(5.0, "join")
 def status(*, invite: str, run_id: str | None, as_json: bool, watch: bool, timeout: float) -> int:
     """Show the peers of the run that INVITE leads to (an invite or an address)."""
     from shoal.runtime.dht import DHT

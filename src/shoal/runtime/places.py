@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import Callable, Iterable
 
 from shoal.errors import ConfigError
+from shoal.peer import is_host
 
 __all__ = ["one_place"]
 
@@ -33,7 +34,7 @@ def one_place(maddrs: object, argument: str, skip: Callable[[str, str], None]) -
     pieces = places[0].split("/")
     if len(pieces) == 5 and not pieces[0] and pieces[3] == "tcp" and pieces[4].isdecimal():
         kind, host, port = pieces[1], pieces[2], int(pieces[4])
-        if port <= 65535 and host and _kind(host) == kind:
+        if port <= 65535 and is_host(host) and _kind(host) == kind:
             return host, port
     raise ConfigError(
         f"{argument} must look like /ip4/127.0.0.1/tcp/0 (ip4, ip6 or dns; port 0 to 65535), got {places[0]!r}"

@@ -264,8 +264,9 @@ class TcpTransport:
         try:
             family, sockaddr = (await resolve(self._host, self._port))[0]
             listener = new_socket(family)
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {error}") from error
+        except (OSError, UnicodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(f"cannot listen on {self._host}:{self._port}: {why or error}") from error
         try:
             if os.name == "posix":  # elsewhere it would let two processes share the port
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -430,7 +431,8 @@ class TcpTransport:
         try:
             targets = await resolve(address.host, address.port)
         except (OSError, UnicodeError) as error:
-            raise PeerUnreachable(f"cannot resolve {address.host}: {error}", address.peer_id) from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise PeerUnreachable(f"cannot resolve {address.host}: {why or error}", address.peer_id) from error
         for family, sockaddr in targets:
             connection = TcpConnection(self._client_context, dialed=True, scratch=self._scratch, alive=self._alive)
             try:

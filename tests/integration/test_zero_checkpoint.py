@@ -226,6 +226,12 @@ def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp
     assert all(torch.equal(*each) for each in zip(before, pool.play(2, cases.load_narrow, 3, str(path)), strict=True))
 
 
+DAMAGES = [
+    *("truncated", "a file gone", "no index", "rubbish", "a piece gone", "a later format"),
+    *("flipped values", "flipped names", "flipped checksums", "flipped index"),
+]
+
+
 def damaged(path: Path, saved: Path, how: str) -> str:
     """A checkpoint with something wrong; returns what `load` must say."""
     shutil.copytree(saved, path)
@@ -240,9 +246,18 @@ def damaged(path: Path, saved: Path, how: str) -> str:
     if how == "no index":
         (path / "index.json").unlink()
         return "no whole checkpoint"
+    if how.startswith("flipped"):  # in the values, at the end; or in the names, at the beginning
+        place = {"flipped values": -20, "flipped names": 300, "flipped checksums": 60}.get(how)
+        file = path / "index.json" if place is None else file
+        data = bytearray(file.read_bytes())
+        place = data.index(b'"lr": ') + 6 if place is None else place
+        data[place] ^= 1
+        file.write_bytes(data)
+        return "is damaged"
     if how == "rubbish":
         file.write_bytes(b"\xff" * file.stat().st_size)
         return "is damaged"
+    index.pop("checksum")
     if how == "a piece gone":
         index["files"][file.name]["pieces"].pop()
         (path / "index.json").write_text(json.dumps(index))
@@ -252,9 +267,9 @@ def damaged(path: Path, saved: Path, how: str) -> str:
     return "of a later version"
 
 
-@pytest.mark.parametrize("how", ["truncated", "a file gone", "no index", "rubbish", "a piece gone", "a later format"])
+@pytest.mark.parametrize("how", DAMAGES)
 def test_a_damaged_checkpoint_changes_nothing(pool: Ranks, saved: Path, tmp_path: Path, how: str) -> None:
-    """Every rank says so, whichever of them needed what is missing."""
+    """Every rank says so, whichever of them needed what is missing. Flipped bytes were loaded as good ones."""
     message = damaged(tmp_path / "copy", saved, how)
     for said, same in pool.play(3, cases.load_damaged, str(tmp_path / "copy")):
         assert message in said

@@ -29,10 +29,12 @@ from shoal.zero.saved import (
     FORMATS,
     INDEX,
     Saved,
+    checksums,
     consolidate,
     exact,
     number,
     pack,
+    seal,
     state_key,
     typed,
     untyped,
@@ -133,9 +135,8 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
     name = f"rank-{collectives.rank:05d}-of-{collectives.ranks:05d}.safetensors"
     # Views of one storage, such as tiles side by side, are written each for itself.
     try:
-        save_file(
-            {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, folder / name
-        )
+        tensors = {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
+        save_file(tensors, folder / name, checksums(tensors))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
     _flush(folder / name)
@@ -221,7 +222,7 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
     for name, entry in index["files"].items():
         if not (folder / name).exists() or (folder / name).stat().st_size != entry["bytes"]:
             raise ConfigError(f"path must be on a file system that all ranks share: rank 0 does not see {name} there")
-    (folder / INDEX).write_text(json.dumps(index))
+    (folder / INDEX).write_text(seal(index))
     _flush(folder / INDEX)
     if consolidated:
         whole = target.with_name(f"{folder.name}.pt")

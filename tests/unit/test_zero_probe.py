@@ -13,7 +13,7 @@ import pytorch_optimizer
 import torch
 from transformers.optimization import Adafactor
 
-from shoal.zero.probe import why_not_cut
+from shoal.zero.probe import why_not_cut, why_not_sharded
 
 EIGHT_BITS: Any = bitsandbytes.optim
 WEIGHTS = "gives a tensor other weights"
@@ -30,14 +30,14 @@ TORCH = {
 """Of `torch.optim`. LBFGS needs a closure, Muon matrices, SparseAdam sparse gradients."""
 OTHERS = {
     None: (
-        "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adams adamw adamwsn adan adapnm "
+        "accsgd adabelief adabound adadelta adam adamax adamc adamg adamod adamw adamwsn adan adapnm "
         "adasmooth ademamix adopt ano apollo bcos diffgrad dualadam emolynx emonavi exadam fira focus ftrl galore "
         "grams grokfastadamw kate laprop lion madgrad msvag nadam padam pid pnm qhadam qhm radam rmsprop "
         "schedulefreeadamw schedulefreeradam schedulefreesgd sgd sgdw signsgd simplifiedademamix srmm tiger vsgd "
         "yogi"
     ),
     WEIGHTS: (
-        "a2grad adagc adago adai adammini adamp adatam aida amos apollodqn asgd avagrad dadaptadagrad dadaptadam "
+        "a2grad adagc adago adai adammini adamp adams adatam aida amos apollodqn asgd avagrad dadaptadagrad dadaptadam "
         "dadaptadan dadaptsgd fadam fromage lamb lars mars muon muonclip novograd prodigy ranger ranger21 rose "
         "scion scionlight sgdp sgdsai stablespam tam"
     ),
@@ -139,6 +139,29 @@ def test_optimizers_that_need_whole_tensors_are_found_by_trying(name: str, verdi
     """They were refused by the names of some classes: NovoGrad, AdamP, CAME and others gave wrong weights, silently."""
     found = tried(of_others(name))
     assert found is None if verdict is None else found is not None and found.startswith(verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("sgdp", WEIGHTS), ("adams", WEIGHTS), ("adamp", WEIGHTS), ("adamw", None)]
+)
+def test_what_differs_from_whole_tensors_is_accepted_for_a_model_of_linear_layers(
+    name: str, verdict: str | None
+) -> None:
+    """SGDP, that projects nothing where gradient and weight are wholly orthogonal; AdamS by 1e-5 in 300 steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(20, 10), torch.nn.Linear(10, 7))
+    found = why_not_cut(of_others(name)(list(model.parameters())), model)
+    assert found is None if verdict is None else found is not None and found.startswith(verdict)
+
+
+@pytest.mark.parametrize("name", ["gravity", "alice", "dash", "kron", "magma", "adamw", "lamb", "adafactor"])
+def test_stage_3_takes_an_optimizer_that_draws_random_numbers(name: str) -> None:
+    """Gravity trained in stage 3, where each rank drew its own. Others are not judged there: they step whole rows."""
+    model = Model()
+    optimizer = of_others(name)([each for each in model.parameters() if each.requires_grad])
+    before = snapshot(model, optimizer)
+    found = why_not_sharded(optimizer, model)
+    assert (found is not None and found.startswith(RANDOM)) is (name in OTHERS[RANDOM].split())
+    assert snapshot(model, optimizer) == before
 
 
 def projected(**more: Any) -> dict[str, Any]:

@@ -2,12 +2,15 @@
 
 Copies of the optimizer step small tensors of the dimensions that its parameters have. One copy steps whole tensors, two
 others flat pieces of them, as two ranks would step their tiles. Gradients are the same, and go through several regimes,
-since some optimizers look beyond a value only now and then: AdamP where gradient and weight are orthogonal, others
-behind a spike, or when a gradient keeps its direction. If weights differ, the optimizer needs whole tensors. The same
-holds if it keeps anything other than a value for each value and single numbers that do not depend on the cuts, even if
-its weights are equal: Shampoo may first use its other values after a thousand steps.
+since some optimizers look beyond a value only now and then: AdamP where gradient and weight are nearly orthogonal (SGDP
+changes nothing where they are wholly so), others behind a spike, or when a gradient keeps its direction. Weight decay
+is raised: AdamS divides it by a mean of all values, and 1e-4 of that is lost in the tolerance. If weights differ, the
+optimizer needs whole tensors. The same holds if it keeps anything other than a value for each value and single numbers
+that do not depend on the cuts, even if its weights are equal: Shampoo may first use its other values after a thousand
+steps.
 
-An optimizer that cannot be tried is refused: one whose step raises, or draws random numbers. A probe leaves nothing
+An optimizer that cannot be tried is refused: one whose step raises, or draws random numbers. Stage 3 cuts nothing that
+an optimizer sees, but each rank has random numbers of its own, so a draw is refused there, too. A probe leaves nothing
 behind: model, optimizer and generators of random numbers are as they were, and it always finds the same.
 """
 
@@ -28,7 +31,7 @@ import torch
 
 from shoal.zero.parameters import wide_dtype
 
-__all__ = ["why_not_cut"]
+__all__ = ["why_not_cut", "why_not_sharded"]
 
 _SEED = 20261123
 _STEPS, _COMPARED_EVERY = 36, 6
@@ -36,6 +39,11 @@ _TOLERANCE = 5e-5
 """Relative to the movement of the weights. Rounding of pieces made 7e-6 at most, real differences 3e-4 at least."""
 _LEAST_RATE = 1e-3
 """A warm-up begins with 0, with which nothing moves."""
+_LEAST_DECAY = 0.1
+"""If there is any."""
+_ALONG = 0.02
+"""The share of its part along a row of weights that a gradient keeps, where it is nearly orthogonal to that row."""
+_DRAWS = "draws random numbers, and each rank has others"
 _CUTS = (0.0, 0.29, 0.71, 1.0)
 """Where tensors are cut: within rows. The middle piece is another rank's."""
 _SHAPES: dict[int, Sequence[tuple[int, ...]]] = {0: [()], 1: [(67,)], 2: [(17, 23)], 4: [(6, 5, 3, 3)]}
@@ -93,13 +101,40 @@ def why_not_cut(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | N
     return None
 
 
-def _subjects(inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[int, ...]]]) -> Iterator[_Subject]:
+def why_not_sharded(inner: torch.optim.Optimizer, model: torch.nn.Module) -> str | None:
+    """Why an optimizer cannot step rows of each parameter in stage 3: words that follow its name. None if it may.
+
+    Whether it can step a DTensor shows at its first step. Here it steps small tensors, and all that counts is whether
+    it draws random numbers.
+
+    Args:
+        inner: the optimizer, before its first step.
+        model: the model that it was built of.
+    """
+    reals = [each for group in inner.param_groups for each in group["params"]]
+    with _same_chance({each.device for each in reals}) as chance, torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = chance()
+        with contextlib.suppress(Exception):  # one that needs a closure, say: that shows at its first step
+            subjects = list(_subjects(inner, _SHAPES, states=False))
+            whole = [_Part(0, number, 0, each.values.numel(), each.values) for number, each in enumerate(subjects)]
+            one, made = _copy(inner, model, subjects, whole), torch.Generator().manual_seed(_SEED)
+            for step in range(_STEPS):
+                for part in whole:
+                    part.tensor.grad = _gradient(part.tensor, step, made)
+                one.step()
+        return _DRAWS if chance() != before else None
+
+
+def _subjects(
+    inner: torch.optim.Optimizer, shapes: Mapping[int, Sequence[tuple[int, ...]]], *, states: bool = True
+) -> Iterator[_Subject]:
     """The subjects: tensors for each kind of parameters, in each kind of groups. Learning rates make no new kind."""
     known = set()
     for number, group in enumerate(inner.param_groups):
         settings = repr({key: each for key, each in group.items() if key not in ("params", "lr", "initial_lr")})
         for real in group["params"]:
-            state = inner.state.get(real, {})
+            state = inner.state.get(real, {}) if states else {}
             kind = (settings, real.ndim, real.dtype, real.device, *sorted(state))
             if not real.requires_grad or not real.numel() or kind in known:
                 continue
@@ -132,7 +167,7 @@ def _tried(
         for optimizer in (one, *ranks):
             optimizer.step()
         if chance() != before:
-            return "draws random numbers, and each rank has others"
+            return _DRAWS
         if problem := _of_state(one.state, [part.tensor for part in whole]):
             return problem
         if step % _COMPARED_EVERY == _COMPARED_EVERY - 1 and (
@@ -143,7 +178,7 @@ def _tried(
 
 
 def _gradient(weight: torch.Tensor, step: int, made: torch.Generator) -> torch.Tensor:
-    """Noise: about one direction at first and at last, else orthogonal to a weight's rows, small, or with a spike."""
+    """Noise: about one direction at first and at last, else nearly orthogonal to rows of weights, small, or a spike."""
     rows = _by_row(weight.shape)
     noise = torch.randn(weight.shape, generator=made, **_PLAIN).mul_(rows)
     if step < 8 or step >= 30:
@@ -157,7 +192,7 @@ def _gradient(weight: torch.Tensor, step: int, made: torch.Generator) -> torch.T
         return noise
     flat, values = (each.reshape(len(weight) if weight.ndim > 1 else 1, -1) for each in (noise, weight.detach()))
     along = (flat * values).sum(1, keepdim=True) / values.square().sum(1, keepdim=True)
-    return (flat - along * values).reshape(weight.shape)
+    return (flat - (1 - _ALONG) * along * values).reshape(weight.shape)
 
 
 def _by_row(shape: Sequence[int]) -> torch.Tensor:
@@ -187,6 +222,8 @@ def _copy(
         group["params"] = []
         if isinstance(rate := group.get("lr"), float | int | torch.Tensor) and not rate > _LEAST_RATE:
             group["lr"] = rate * 0 + _LEAST_RATE
+        if isinstance(decay := group.get("weight_decay"), float | int) and 0 < decay < _LEAST_DECAY:
+            group["weight_decay"] = _LEAST_DECAY
     for part in parts:
         subject, tensor = subjects[part.number], part.tensor.requires_grad_()
         made.param_groups[subject.group]["params"].append(tensor)

@@ -21,7 +21,7 @@ from shoal.zero.fsdp import units as find_units
 from shoal.zero.optimizer import Carrier, ShardedOptimizer, described
 from shoal.zero.parameters import flat, named_parameters, order_of
 from shoal.zero.plain import overwrite
-from shoal.zero.probe import why_not_cut
+from shoal.zero.probe import why_not_cut, why_not_sharded
 from shoal.zero.tiles import Tile
 from shoal.zero.watch import Agreement, Watch
 
@@ -248,6 +248,11 @@ def _build(
             "each stepped by one rank. Use an optimizer that treats each value by itself (SGD, Adam, AdamW, RMSprop, "
             "Adagrad, Lion and others), or train without sharding. Stage 3 keeps whole tensors, but as DTensors, which "
             "few such optimizers step: torch's Muon does; Adafactor, LAMB, LARS, Shampoo and SOAP raise at a step"
+        )
+    if not cuts and (reason := why_not_sharded(inner, model)):
+        raise ConfigError(
+            f"optimizer_factory built {type(inner).__name__}, which {reason}: use another optimizer, or train without "
+            "sharding"
         )
     return inner
 

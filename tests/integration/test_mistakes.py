@@ -52,7 +52,10 @@ def test_an_argument_that_was_wrong_leaves_the_name_of_the_run_free() -> None:
         ({"extra_tensors": 3}, "extra_tensors must be a list of tensors, got 3"),
         ({"extra_tensors": [torch.zeros(2, device="meta")]}, r"extra_tensors\[0\] is sparse or on the meta device"),
         ({"extra_tensors": [torch.zeros(2).to_sparse()]}, r"extra_tensors\[0\] is sparse or on the meta device"),
-        ({"extra_tensors": [torch.zeros(2, dtype=torch.complex64)]}, "tensors of torch.complex64 cannot be sent"),
+        (
+            {"extra_tensors": [torch.zeros(2, dtype=torch.complex64)]},
+            r"extra_tensors\[0\]: tensors of torch.complex64 cannot",
+        ),
         ({"load_state_timeout": "5"}, "load_state_timeout must be a number of seconds above 0"),
         ({"load_state_timeout": True}, "load_state_timeout must be a number of seconds above 0"),
         ({"batch_size_per_step": True}, "batch_size_per_step must be a whole number of at least 1"),
@@ -154,6 +157,19 @@ def test_an_optimizer_that_is_copied_or_pickled_says_what_to_do(make: Callable[[
         pytest.raises(LocalError, match=r"use its state_dict\(\)"),
     ):
         make(swarm)
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_dht_or_an_averager_that_is_copied_or_pickled_says_what_to_do(make: Callable[[Any], Any]) -> None:
+    """It was "cannot pickle '_thread.lock' object", or a copy without a thread."""
+    with (
+        shoal.DHT(start=True) as dht,
+        shoal.DecentralizedAverager([torch.zeros(2)], dht, prefix="copied", start=True) as averager,
+    ):
+        with pytest.raises(LocalError, match=r"give the other process its invite\(\)"):
+            make(dht)
+        with pytest.raises(LocalError, match=r"copy the tensors within get_tensors\(\)"):
+            make(averager)
 
 
 def test_the_inner_optimizers_own_step_is_refused() -> None:

@@ -292,6 +292,7 @@ def test_all_contributors_with_weight_zero() -> None:
         for result in trial.results:
             assert result.failure is not None
             assert "total weight of the group is zero" in result.failure.reason
+            assert "values that are not finite or too large to be summed" in result.failure.reason
         trial.check()
 
     on_sim(scenario)

@@ -207,7 +207,10 @@ class CommitRules:
         if not known or self.verdict is not None or member not in self.live:
             return False
         if not any(held.contributors):
-            self.abort("the total weight of the group is zero")
+            self.abort(
+                "the total weight of the group is zero: each member gave weight 0, or values that are not finite or "
+                "too large to be summed (its log names the tensor)"
+            )
             return False
         self.held[member][part] = held
         return True

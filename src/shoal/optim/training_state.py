@@ -99,8 +99,11 @@ class TrainingState:
         named.update({f"extra_tensors[{index}]": each for index, each in enumerate(self.extra_tensors)})
         averaged = {name: each for name, each in named.items() if each.requires_grad or each.is_floating_point()}
         check_tensors(averaged)
-        for name in named.keys() - averaged.keys():
-            dtype_name(named[name].dtype)
+        for name, each in named.items():
+            try:
+                dtype_name(each.dtype)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from error
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._dtypes = [parameter.dtype for parameter in self.parameters]

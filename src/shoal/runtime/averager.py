@@ -239,6 +239,12 @@ class DecentralizedAverager(SharesState):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise LocalError(
+            f"a {type(self).__name__} is one peer's part in averaging, and cannot be copied or pickled: copy the "
+            "tensors within get_tensors(), and make an averager of them where they are needed"
+        )
+
     def __repr__(self) -> str:
         state = "running" if self.is_alive() else "not running"
         return f"DecentralizedAverager({len(self._locked.tensors)} tensors, prefix={self.prefix!r}, {state})"

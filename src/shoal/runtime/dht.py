@@ -261,6 +261,12 @@ class DHT:
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise LocalError(
+            "a shoal.DHT is a running peer, and cannot be copied or pickled: give the other process its invite(), and "
+            "start a shoal.DHT with that there"
+        )
+
     def __repr__(self) -> str:
         return f"DHT({self.peer_id.short()}, {'running' if self.is_alive() else 'not running'})"
 

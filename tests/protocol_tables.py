@@ -7,7 +7,8 @@ kind and name                 the table
 ============================  =================================================================================
 ``messages MODULE [GROUP]``   each message of the module, or of the part of it below the comment ``# --- GROUP``: its
                               docstring, and its fields with their types and the texts of ``Attributes:``
-``settings CLASS``            the fields of a class, with their defaults and the texts of ``Attributes:``
+``settings CLASS [MAKER]``    the fields of a class, with their defaults and the texts of ``Attributes:``; and the
+                              arguments of the class MAKER that set them, as its ``__init__`` says
 ``members ENUM``              the members of an enum, with their docstrings
 ``constants``                 the constants that the table names already, with their values and docstrings: to add
                               one, add a row with its name
@@ -34,6 +35,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from shoal import wire
+from shoal.averager.timeouts import TIMEOUTS
 from shoal.peer import Address, PeerID
 
 ROOT = Path(__file__).parents[1]
@@ -91,14 +93,16 @@ def messages(module: str, group: str = "") -> Rows:
             yield "", f"`{field.name}`", type_text(hints[field.name]) + default, fields[field.name]
 
 
-def settings(name: str) -> Rows:
-    """Every field of a class, in order."""
+def settings(name: str, maker: str = "") -> Rows:
+    """Every field of a class, in order; and the arguments of `maker` from which it makes the field."""
     kind = named(name)
     fields = msgspec.structs.fields(kind) if issubclass(kind, msgspec.Struct) else dataclasses.fields(kind)
     texts = {name: text for base in reversed(kind.__mro__) for name, text in documented(base)[1].items()}
-    yield "name", "default", "meaning"
+    arguments = setters(kind, named(maker)) if maker else None
+    yield "name", "default", *(["set by"] if arguments is not None else []), "meaning"
     for field in fields:
-        yield f"`{field.name}`", _default(field.name, field), texts[field.name]
+        by = [] if arguments is None else [", ".join(f"`{each}`" for each in arguments.get(field.name, ()))]
+        yield f"`{field.name}`", _default(field.name, field), *by, texts[field.name]
 
 
 def members(name: str) -> Rows:
@@ -157,6 +161,33 @@ def documented(kind: type[Any]) -> tuple[str, dict[str, str]]:
     attributes = re.split(r"\n(?=\S)", attributes)[0]
     found = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes, re.MULTILINE)
     return _line(text), {name: _sentence(text) for name, text in found}
+
+
+def setters(kind: type[Any], maker: type[Any]) -> dict[str, list[str]]:
+    """For each field of `kind`, the arguments in the expression from which the `__init__` of `maker` makes it.
+
+    An argument of the field's own name counts too: it may have gone through an attribute.
+    """
+    body = ast.parse(textwrap.dedent(inspect.getsource(maker.__init__)))
+    arguments = inspect.signature(maker.__init__).parameters.keys() - {"self", "dht"}
+    made: list[tuple[str, ast.expr]] = []
+    for node in ast.walk(body):
+        match node:
+            case ast.Call(func=ast.Name(id=kind.__name__), keywords=keywords):
+                made += [(each.arg, each.value) for each in keywords if each.arg]
+            case ast.Dict(keys=keys, values=values):
+                # The time limits, which come from a dictionary by the users' names.
+                texts = [str(key.value) if isinstance(key, ast.Constant) else "" for key in keys]
+                made += [(TIMEOUTS[text], value) for text, value in zip(texts, values, strict=True) if text in TIMEOUTS]
+    found: dict[str, list[str]] = {}
+    for field, value in made:
+        nodes = list(ast.walk(value))
+        if any(isinstance(node, ast.keyword) and node.arg is None for node in nodes):
+            continue  # what is in `**options` is not seen here: the page tells it in words
+        names = [field, *(node.id for node in nodes if isinstance(node, ast.Name))]
+        if by := [name for name in dict.fromkeys(names) if name in arguments]:
+            found[field] = by
+    return found
 
 
 def attribute_docstrings(node: ast.AST) -> Iterator[tuple[str, str]]:

@@ -9,11 +9,12 @@ from typing import Annotated
 import msgspec
 import pytest
 
-from shoal import wire
+from shoal import DecentralizedAverager, wire
+from shoal.averager import AveragerSettings
 from shoal.matchmaking import machine
 from shoal.matchmaking.events import SearchPhase
 from shoal.peer import PeerID
-from tests.protocol_tables import PAGE, constants, documented, filled, quantity, structs, type_text
+from tests.protocol_tables import PAGE, constants, documented, filled, quantity, setters, structs, type_text
 
 TEXT = PAGE.read_text(encoding="utf-8")
 
@@ -68,6 +69,18 @@ def test_transitions_are_a_mapping() -> None:
     assert "old" not in made
     assert (made.splitlines()[0], made.splitlines()[-1]) == ("before", "after")
     assert filled(made) == made
+
+
+def test_settings_name_the_arguments_that_set_them() -> None:
+    """Also where the name differs, where the user may give one of two, and not where only a default is possible."""
+    found = setters(AveragerSettings, DecentralizedAverager)
+    assert found["group_bits"] == ["initial_group_bits"]
+    assert found["window_s"] == ["averaging_expiration", "min_matchmaking_time"]
+    assert "fresh_state_s" not in found
+    made = filled(
+        "<!-- generated: settings shoal.averager.AveragerSettings shoal.DecentralizedAverager -->\n<!-- end -->\n"
+    )
+    assert "| `silence_s` | 5 s | `sender_timeout` | a member" in made
 
 
 def test_a_text_comes_from_a_function() -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import PeerError, RoundFailed
+from shoal.errors import PeerError, PeerUnreachable, RoundFailed
 from shoal.events import PeerDropped, PeerLost, Warned
 from shoal.matchmaking import Group
 from shoal.peer import Address, PeerID
@@ -333,6 +333,35 @@ def test_directory_that_hangs_holds_nobody_up() -> None:
         assert loop.time() - began < 2.6
         await fleet.close()
         assert loop.time() - began < 6.0
+
+    run(main(), seed=5)
+
+
+@pytest.mark.parametrize(("failures", "told"), [(2, 0), (9, 1)])
+def test_a_withdrawal_that_fails_at_first_is_no_warning(
+    failures: int, told: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that was stopped finds its links broken: it warned of a declaration that it withdraws a moment later."""
+    tries, withdraw = list[str](), View.withdraw
+
+    async def withdraw_late(view: View, group_key: str) -> None:
+        tries.append(group_key)
+        if len(tries) <= failures:
+            raise PeerUnreachable("no DHT node took the withdrawal")
+        await withdraw(view, group_key)
+
+    monkeypatch.setattr(View, "withdraw", withdraw_late)
+
+    async def main() -> None:
+        fleet = Fleet.launch()
+        (mate,) = await fleet.add("mate")
+        await outcomes({"mate": fleet.call(mate, window_s=1.0)})
+        await sleep(10.0)
+        assert len(tries) == 3
+        warned = [event.message for event in mate.events if isinstance(event, Warned)]
+        assert len(warned) == told
+        assert all("others may ask this peer in vain" in text for text in warned)
+        await fleet.close()
 
     run(main(), seed=5)
 

@@ -545,3 +545,19 @@ def test_pieces_grow_where_they_go_in_no_time() -> None:
         assert [await send(0.1) for _ in range(3)] == [1024, 1024, 256]
 
     run(main)
+
+
+def test_a_state_that_every_receiver_would_refuse_is_not_offered() -> None:
+    """A tensor of 33 dimensions was copied and offered again and again, and each receiver called its donor a liar."""
+
+    async def main() -> None:
+        swarm = new_swarm()
+        donor = await swarm.start_peer("donor", node(Box([torch.zeros((1,) * 33)])))
+        me = await swarm.start_peer("new", node())
+        with pytest.raises(StateUnavailable, match="every receiver would refuse the state"):
+            await fetch(swarm, "new", donors_of(donor), timeout_s=20.0)
+        (warning,) = donor.seen(Warned)
+        assert "tensor 0 has the shape" in warning.message
+        assert not me.seen(PeerDropped)
+
+    run(main, seed=4)

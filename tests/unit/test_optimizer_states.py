@@ -517,3 +517,14 @@ def test_a_loaded_state_dict_leaves_the_wrapped_optimizer_with_other_groups(name
         step(each, 1)
     assert everything(training)[0]["optimizer"] == everything(saved)[0]["optimizer"]
     assert all(map(torch.equal, everything(training)[1], everything(saved)[1]))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"), [(1 << 60, "whole numbers up to 2\\^53"), ([[[[[[[[1]]]]]]]], "nested too deeply")]
+)
+def test_an_optimizer_state_that_no_reader_takes_is_not_made(value: Any, what: str) -> None:
+    """It was made, offered, and refused by each newcomer: the bounds held for readers only."""
+    training = training_of(lambda params: torch.optim.SGD(params, lr=0.1))
+    training.optimizer.state[training.parameters[0]]["kept"] = value
+    with pytest.raises(ConfigError, match=what):
+        training.export()

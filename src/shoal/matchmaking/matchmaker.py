@@ -63,6 +63,9 @@ _FAREWELL_S = 3.0
 _WITHDRAW_AFTER_S = 0.1
 """The time from the end of a search to the withdrawal of its declaration."""
 
+_WITHDRAW_AGAIN_S = 1.5
+"""The pause before it is tried again, twice: a peer that was stopped finds its links broken at first."""
+
 _HELD_S = 0.5
 """If the leader of the last group does not search yet, it waits so long before it refuses a peer that asks it: the news
 that made that peer search may be on its way here too."""
@@ -289,12 +292,23 @@ class Matchmaker:
             return
         # Others may wait for their `Begin`, and a new declaration replaces ours. Until then we refuse each peer that
         # asks us, which costs it one answer.
-        await asyncio.sleep(_WITHDRAW_AFTER_S)
-        try:
-            async with asyncio.timeout(self._config.request_timeout_s):
-                await self._directory.withdraw(search.group_key)
-        except (ShoalError, TimeoutError) as error:
-            self._warn(f"could not withdraw a declaration: {str(error) or 'no answer in time'}")
+        why = ""
+        for pause_s in (_WITHDRAW_AFTER_S, _WITHDRAW_AGAIN_S, _WITHDRAW_AGAIN_S):
+            if why and self._closed:
+                break
+            await asyncio.sleep(pause_s)
+            try:
+                async with asyncio.timeout(self._config.request_timeout_s):
+                    await self._directory.withdraw(search.group_key)
+                return
+            except ClosedError:
+                return  # this peer leaves
+            except (ShoalError, TimeoutError) as error:
+                why = str(error) or "no answer in time"
+        self._warn(
+            f"could not withdraw a declaration ({why}): until it expires, others may ask this peer in vain, which "
+            "costs each one answer. If this comes often, check the line of this peer: `shoal doctor INVITE`"
+        )
 
     async def _fetch_declarations(self, search: _Search, expiration: float | None = None) -> None:
         """Read the directory; or declare ourselves until `expiration`, which shows the same."""

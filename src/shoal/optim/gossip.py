@@ -285,8 +285,12 @@ class ProgressGossip:
         core, mine = self._core, self._next_word()
         self._written = mine.time
         with self._told_if_it_fails("its progress could not be written to the DHT: newcomers may not find this peer"):
-            expiration = core.env.clock.time() + self._known.ttl_s
-            await core.node.store(self._key, encode(mine), expiration, core.peer_id.raw)
+            expiration, told = core.env.clock.time() + self._known.ttl_s, encode(mine)
+            try:
+                decode(told, Progress)
+            except msgspec.ValidationError as error:
+                raise ConfigError(f"every other peer would refuse it: {error}") from error
+            await core.node.store(self._key, told, expiration, core.peer_id.raw)
 
     @contextmanager
     def _told_if_it_fails(self, what: str) -> Iterator[None]:

@@ -285,18 +285,30 @@ class OptimizerState:
 # ------------------------------------------------------------------------------------------------------ plain and back
 
 
-def _take_out(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
-    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives."""
+def _take_out(value: Any, tensors: list[torch.Tensor], what: str, depth: int = 0) -> Any:
+    """Replace tensors by their places in `tensors`; dictionaries become lists of pairs, so that any key survives.
+
+    Raises:
+        ConfigError: `_Reader` would not take it.
+    """
+    if depth > _MAX_DEPTH:
+        raise ConfigError(
+            f"the optimizer's {what} is nested too deeply to be given to other peers: at most {_MAX_DEPTH}"
+        )
     if isinstance(value, torch.Tensor):
         tensors.append(value.detach())
         return {"t": [len(tensors) - 1, *_order(value)]}
     if isinstance(value, Mapping) and all(_plain(key) is not _OBJECT for key in value):
-        return {"d": [[key, _take_out(item, tensors, f"{what} {key!r:.40}")] for key, item in value.items()]}
+        return {"d": [[key, _take_out(item, tensors, f"{what} {key!r:.40}", depth + 1)] for key, item in value.items()]}
     if isinstance(value, list | tuple | deque):
         kind = "q" if isinstance(value, deque) else "l" if isinstance(value, list) else "u"
-        items = [_take_out(item, tensors, what) for item in value]
+        items = [_take_out(item, tensors, what, depth + 1) for item in value]
         return {kind: [value.maxlen, *items] if isinstance(value, deque) else items}
     if (plain := _plain(value)) is not _OBJECT:
+        if isinstance(plain, int) and abs(plain) > _MAX_COUNT:
+            raise ConfigError(
+                f"the optimizer keeps the number {plain:.3g} ({what}), and others take whole numbers up to 2^53 only"
+            )
         return {"v": plain}
     raise ConfigError(
         f"the optimizer keeps a {type(value).__name__} ({what}), which cannot be given to other peers: no newcomer can "

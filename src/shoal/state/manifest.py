@@ -65,6 +65,9 @@ MAX_CHUNKS = 4096
 SLICE_ELEMENTS = 1 << 20
 """So many elements of a tensor are encoded together."""
 
+HASH_BYTES = 32
+"""One digest of a chunk."""
+
 MAX_METADATA_BYTES = 1 << 20
 """The longest metadata of a state."""
 

@@ -27,10 +27,22 @@ import torch
 
 from shoal.clock import Env
 from shoal.compression import CompressionBase, NoCompression, allocate
-from shoal.errors import ClosedError, ConfigError, LocalError
+from shoal.errors import ClosedError, ConfigError, LocalError, PeerProtocolError
 from shoal.peer import PeerID
 from shoal.rpc.rate_limiter import RateLimiter
-from shoal.state.manifest import Manifest, StateTensorSpec, chunk_digest, chunk_size, describe, infinite_tensors, shares
+from shoal.state.manifest import (
+    HASH_BYTES,
+    MAX_CHUNK_BYTES,
+    MAX_CHUNKS,
+    Manifest,
+    StateTensorSpec,
+    chunk_digest,
+    chunk_size,
+    describe,
+    infinite_tensors,
+    read_manifest,
+    shares,
+)
 from shoal.wire import ManifestPending, ManifestReply, encode
 
 __all__ = ["CopyLimit", "HoldState", "ShareLimits", "SharedState", "Snapshot", "SnapshotStore"]
@@ -39,9 +51,6 @@ _HASH_AT_ONCE = 16
 """Chunks hashed in one go, so that other work gets its turn in the executor."""
 
 _HASHERS = 4
-
-_HASH_BYTES = 34
-"""One digest in MessagePack."""
 
 _HOST_SHARE, _SHARE = 0.1, 0.25
 """The share of the time that may go into copies for one host, and for all hosts."""
@@ -336,7 +345,12 @@ class SnapshotStore:
         chunk_bytes = chunk_size(total)
         name = self._env.rng.randbytes(16)
         plan = Manifest(name, state.epoch, state.metadata, tuple(specs), chunk_bytes, (), tuple(infinite))
-        size = len(encode(plan.to_message())) + _HASH_BYTES * -(-total // chunk_bytes)
+        message = replace(plan, hashes=(bytes(HASH_BYTES),) * -(-total // chunk_bytes)).to_message()
+        try:
+            read_manifest(message, max_state_bytes=MAX_CHUNK_BYTES * MAX_CHUNKS)
+        except PeerProtocolError as error:
+            raise ConfigError(f"every receiver would refuse the state: {error.message}") from error
+        size = len(encode(message))
         if size > self._max_message_bytes:
             raise ConfigError(
                 f"the description of the state takes {size} bytes, at most {self._max_message_bytes} can be sent: "

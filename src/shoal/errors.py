@@ -15,6 +15,7 @@
     ├── RoundFailed            an averaging round ended without a result; no tensor was touched
     │   └── SchemaMismatch     the peers' tensors differ; names the first that does
     ├── StateUnavailable       no donor gave a complete, verified state; nothing was applied
+    │   └── NoMemoryForState   this machine has no memory for it: no donor is at fault
     └── RankLost               a process of our own torch.distributed group is gone (carries .ranks)
 
 The party at fault decides the type: a `PeerError` costs that peer its place but never ends the process; the caller must
@@ -33,6 +34,7 @@ __all__ = [
     "ClosedError",
     "ConfigError",
     "LocalError",
+    "NoMemoryForState",
     "NobodyContributes",
     "PeerError",
     "PeerProtocolError",
@@ -145,6 +147,10 @@ class NobodyContributes(RoundFailed):
 
 class StateUnavailable(ShoalError):
     """No donor gave a complete and verified state before the deadline. Nothing was applied."""
+
+
+class NoMemoryForState(StateUnavailable):
+    """This machine has no memory for the state that was offered. No donor is at fault."""
 
 
 class RankLost(ShoalError):

@@ -104,6 +104,28 @@ def test_a_manifest_that_cannot_be_costs_only_its_donor(changes: dict[str, Any])
     run(main)
 
 
+def test_a_receiver_without_memory_for_a_state_blames_its_donor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It dropped the donor as one that breaks the protocol. It says what it needs, and asks the donor again later."""
+
+    def fails(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    async def main() -> None:
+        swarm = new_swarm()
+        donor = await swarm.start_peer("donor", node(Box(random_tensors(1, 2))))
+        me = await swarm.start_peer("new", node())
+        with monkeypatch.context() as patch:
+            patch.setattr("shoal.state.assembly.allocate", fails)
+            with pytest.raises(
+                StateUnavailable, match=r"^this machine has no memory for a tensor of .* bytes; the who"
+            ):
+                await fetch(swarm, "new", donors_of(donor))
+        assert not me.seen(PeerDropped)
+        assert same((await fetch(swarm, "new", donors_of(donor))).tensors, random_tensors(1, 2))
+
+    run(main)
+
+
 async def _other_chunk(stream: Stream[Chunk, MoreChunks], chunks: list[int], data: bytes) -> None:
     await stream.send(Chunk(1), data)
 

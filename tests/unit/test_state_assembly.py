@@ -144,11 +144,11 @@ def test_memory_is_taken_when_bytes_arrive() -> None:
     assert sum(data.nbytes for _, data in assembly._buffers.values()) == 1 << 20
 
 
-def test_memory_that_this_machine_does_not_have_is_the_donors_fault() -> None:
-    """An announced tensor that cannot be allocated ends the attempt, not the process."""
+def test_memory_that_this_machine_does_not_have_is_no_fault_of_the_donor() -> None:
+    """The error says how much is needed."""
     spec = StateTensorSpec((1 << 60,), torch.uint8, NoCompression())
     assembly = Assembly(Manifest(b"s" * 16, 0, None, (spec,), 1 << 20, ()))
-    with pytest.raises(PeerProtocolError, match="no memory"):
+    with pytest.raises(MemoryError, match=f"this machine has no memory for a tensor of {1 << 60} bytes"):
         assembly.buffers(0)
 
 

@@ -25,7 +25,7 @@ from shoal.averager import StepResult, TensorLock
 from shoal.clock import own_clock, seconds_text, shielded
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, StateUnavailable
+from shoal.errors import ConfigError, NoMemoryForState, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.optim.agreement import Agreement, Contributor, Said, agree, checks_of
 from shoal.optim.attendance import Attendance
@@ -878,8 +878,9 @@ class Participant:
                 may_read=self._catch_up.steps_first,
                 intake=self._intake,
             )
-        except StateUnavailable:
-            self._withheld(view.leaders)
+        except StateUnavailable as error:
+            if not isinstance(error, NoMemoryForState):
+                self._withheld(view.leaders)
             raise
         finally:
             self._beginning.note_giving(self._giving())

@@ -36,7 +36,7 @@ class Assembly:
         """The places in memory, one after another, for the bytes of a chunk.
 
         Raises:
-            PeerProtocolError: the machine does not have the memory for a tensor that was announced.
+            MemoryError: this machine does not have the memory for a tensor. The message says how much is needed.
         """
         return [self._buffer(tensor)[1][start:stop] for tensor, start, stop in self._manifest.pieces(chunk)]
 
@@ -48,6 +48,7 @@ class Assembly:
 
         Raises:
             PeerProtocolError: a tensor holds NaN, or infinities that the manifest does not tell of.
+            MemoryError: this machine does not have the memory for a tensor.
         """
         tensors: list[torch.Tensor] = []
         for position in range(len(self._manifest.tensors)) if share is None else share:
@@ -63,11 +64,21 @@ class Assembly:
         if position not in self._buffers:
             spec = self._manifest.tensors[position]
             if _is_final(spec):
-                self._buffers[position] = _allocate(spec.numel, spec.dtype)
+                self._buffers[position] = self._allocate(spec.numel, spec.dtype)
             else:
-                memory, data = _allocate(_decoding_bytes(spec), torch.uint8)
+                memory, data = self._allocate(_decoding_bytes(spec), torch.uint8)
                 self._buffers[position] = memory, data[data.nbytes - spec.encoded_bytes :]
         return self._buffers[position]
+
+    def _allocate(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
+        try:
+            return allocate(numel, dtype)
+        except (RuntimeError, MemoryError) as error:  # torch raises either where there is no memory
+            needed, total = numel * dtype.itemsize, sum(spec.raw_bytes for spec in self._manifest.tensors)
+            raise MemoryError(
+                f"this machine has no memory for a tensor of {needed} bytes; the whole state needs {total} bytes, "
+                "beside the tensors that are trained: end other programs here, or use a machine with more memory"
+            ) from error
 
     def _take(self, position: int, spec: StateTensorSpec) -> torch.Tensor:
         tensor, data = self._buffer(position)
@@ -101,10 +112,3 @@ def _decoding_bytes(spec: StateTensorSpec) -> int:
         left -= stop - start
         most = max(most, last * spec.dtype.itemsize + left)
     return most
-
-
-def _allocate(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, memoryview]:
-    try:
-        return allocate(numel, dtype)
-    except (RuntimeError, MemoryError) as error:
-        raise PeerProtocolError(f"no memory for a tensor of {numel * dtype.itemsize} bytes") from error

@@ -16,6 +16,7 @@ the same, chunk hash by chunk hash, feed the download in parallel (see `feed`). 
   or from going on without one.
 - A donor that breaks the protocol (a wrong hash, an impossible manifest, a state with NaN or with infinities that it
   did not tell of) is dropped by name and not asked again.
+- A donor is not at fault if this machine has no memory for its state: `NoMemoryForState` says how much is needed.
 - The state is held once (see `assembly`); a chunk is received straight into its place.
 """
 
@@ -31,7 +32,15 @@ import msgspec
 import torch
 
 from shoal.clock import Env, seconds_text
-from shoal.errors import ConfigError, PeerError, PeerProtocolError, PeerRefused, PeerTimeout, StateUnavailable
+from shoal.errors import (
+    ConfigError,
+    NoMemoryForState,
+    PeerError,
+    PeerProtocolError,
+    PeerRefused,
+    PeerTimeout,
+    StateUnavailable,
+)
 from shoal.events import PeerDropped, StateDownloaded
 from shoal.peer import PeerID
 from shoal.rpc import Endpoint
@@ -123,6 +132,7 @@ async def download_state(  # noqa: PLR0913 (all but four by name)
 
     Raises:
         StateUnavailable: no donor gave the state; the message has each donor's reason. Nothing was changed.
+        NoMemoryForState: the same, and this machine has no memory for a state that was offered.
         ConfigError: `timeout_s` is not positive, or no donor may be asked.
     """
     limits = limits or DownloadLimits()
@@ -174,6 +184,7 @@ class _Download:
         self._target: Target | None = None
         self._first: PeerID | None = None  # the donor whose snapshot is fetched
         self._spoiled: list[Manifest] = []
+        self._no_memory: MemoryError | None = None
         self._bytes_before = 0  # received for states that were given up
         self._started = self._now()
         self._intake = intake or Intake(self._started)
@@ -200,6 +211,8 @@ class _Download:
                 self._start_turns()
                 self._choose()
                 if not self._turns and self._candidates.ready_at(None) is None:
+                    if self._no_memory is not None:
+                        raise NoMemoryForState(str(self._no_memory)) from self._no_memory
                     raise StateUnavailable(self.describe("no donor gave a complete state"))
                 await self._wait(seen)
         finally:
@@ -287,6 +300,9 @@ class _Download:
             candidates.busy(donor, self._now())
         except _OtherState:
             candidates.other_state(donor, self._now())
+        except MemoryError as error:
+            self._no_memory = error  # a donor of another state, with smaller tensors, may still help
+            candidates.failed(donor, str(error), self._now(), brought_chunks=False)
         except PeerProtocolError as error:
             self._drop(donor.peer, error.message)
         except PeerError as error:
@@ -378,6 +394,8 @@ class _Download:
         try:
             parts = shares(manifest.tensors)
             taken = await asyncio.gather(*(self._env.executor.run(target.assembly.finish, part) for part in parts))
+        except MemoryError as error:
+            raise NoMemoryForState(str(error) or "this machine has no memory to decode the state") from error
         except PeerProtocolError as error:
             self._spoiled.append(manifest)
             for peer, theirs in self._described.items():

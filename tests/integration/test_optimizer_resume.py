@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -156,6 +157,42 @@ def test_a_newcomer_beside_a_lossy_load_state_compression(dht: shoal.DHT) -> Non
     for kept, taken in zip(donor.state.values(), newcomer.state.values(), strict=True):
         assert torch.equal(kept["exp_avg"], taken["exp_avg"])
     assert [message for message in told if "load_state_compression" in message]
+
+
+def in_turn(swarm: shoal.Optimizer, model: torch.nn.Linear, epoch: int) -> None:
+    """Until there; one batch for each epoch, so that each peer takes each step."""
+    while (before := swarm.local_epoch) < epoch:
+        model(torch.arange(12.0).reshape(4, 3)).square().mean().backward()
+        while swarm.local_epoch == before:
+            swarm.step()
+            swarm.zero_grad()
+
+
+@pytest.mark.parametrize(("name", "options"), [("Ranger21", {"num_iterations": 100}), ("StableSPAM", {})])
+def test_a_newcomer_to_an_optimizer_that_counts_in_attributes_steps_otherwise(
+    dht: shoal.DHT, name: str, options: dict[str, Any]
+) -> None:
+    """Its counts began at 0, with a warning at the donor."""
+    kind = getattr(pytest.importorskip("pytorch_optimizer"), name)
+    models = [torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)]
+    told: list[str] = []
+    dht.events.subscribe(lambda event: told.append(event.message) if isinstance(event, Warned) else None)
+    run: dict[str, Any] = {"run_id": name, "target_batch_size": 2 * TARGET, "batch_size_per_step": TARGET}
+    run["optimizer"] = partial(kind, **options)
+    with shoal.Optimizer(dht=dht, params=models[0].parameters(), **run) as donor:
+        train(donor, models[0], 8)
+        with (
+            shoal.DHT(initial_peers=dht.get_visible_maddrs(), start=True) as other,
+            shoal.Optimizer(dht=other, params=models[1].parameters(), **run) as newcomer,
+            ThreadPoolExecutor(2) as threads,
+        ):
+            assert newcomer.load_state_from_peers()
+            steps: list[int] = []
+            newcomer.collaboration.training.optimizer.register_step_post_hook(lambda *_: steps.append(1))
+            list(threads.map(in_turn, (donor, newcomer), models, (11, 11)))
+    assert sum(steps) == 3
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+    assert not [message for message in told if "depend on more" in message]
 
 
 def test_load_state_dict_of_an_unchanged_state_keeps_its_name(dht: shoal.DHT) -> None:

@@ -34,6 +34,8 @@ def optimizer_by_name(name: str) -> Make:
     options: dict[str, Any] = {"torch.optim.SGD": {"lr": 0.1, "momentum": 0.9}}.get(name, {})
     if name == "transformers.Adafactor":
         options = {"lr": None, "relative_step": True, "warmup_init": True}
+    if class_name == "Ranger21":
+        options = {"num_iterations": 100}
     if class_name == "AdamW8bit":
         options = {"min_8bit_size": 16}
     return lambda params: made(params, **options)

@@ -58,12 +58,15 @@ CASES = {
 
 OUTSIDE = {
     "Conda": "keeps a GaLoreProjector",
-    "Magma": "its attribute '_state'",
-    "SaRA": "its attribute '_mask_indices'",
+    "Kron": "torch's random numbers",
+    "Magma": "attribute '_state' of Magma",
+    "SaRA": "attribute '_mask_indices' of SaRA",
     "ScalableShampoo": "keeps a SGDGraft",
-    "StableSPAM": "its attribute 'total_step'",
 }
-"""Optimizers of `pytorch_optimizer` that keep state where no state dict has it."""
+"""Optimizers of `pytorch_optimizer` that step from more than what travels."""
+
+COUNTS = {"Ranger21": "lookahead_step", "StableSPAM": "total_step"}
+"""They count their steps in attributes, which their own state dicts have."""
 
 
 def bit_equal_after(
@@ -195,6 +198,63 @@ def test_what_no_state_dict_holds_is_told(name: str) -> None:
     for number in range(4):
         step(training, number)
     assert OUTSIDE[name] in (training.kept_back or "")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", COUNTS)
+def test_numbers_that_an_optimizer_keeps_in_attributes_do_not_travel(name: str, wrapped: bool) -> None:
+    """Ranger21 looks ahead at every fifth step: a newcomer looked ahead at others, with a warning."""
+
+    def make(params: list[Any]) -> torch.optim.Optimizer:
+        made = optimizer_by_name(f"pytorch_optimizer.{name}")(params)
+        return optimizer_by_name("pytorch_optimizer.Lookahead")(made) if wrapped else made  # type: ignore[arg-type]
+
+    donor, newcomer = training_of(make), training_of(make)
+    for number in range(3):
+        step(donor, number)
+    take_over(newcomer, donor)
+    for number in range(200, 206):
+        step(donor, number)
+        step(newcomer, number)
+    assert_equal(newcomer, donor)
+    assert donor.kept_back is None
+
+
+@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("value", [math.nan, True, "7", None, 1 << 60, [1]])
+def test_what_counts_steps_in_an_attribute_is_a_number(name: str, value: Any) -> None:
+    """Anything else from a donor is refused, and nothing is changed."""
+    make = optimizer_by_name(f"pytorch_optimizer.{name}")
+    donor, newcomer = training_of(make), training_of(make)
+    step(donor, 0)
+    wrong: list[Any] = [[], [{"d": []}], [{"d": [[COUNTS[name], {"v": value}]]}], [{"d": [["lr", {"v": 1}]]}], value]
+    for bad in wrong:
+        values, tensors = donor.export()
+        values["optimizer"]["numbers"] = bad
+        unchanged_by(newcomer, values, tensors)
+    values, tensors = donor.export()
+    (numbers,) = values["optimizer"]["numbers"]
+    numbers["d"] = [[key, {"v": value} if key == COUNTS[name] else item] for key, item in numbers["d"]]
+    unchanged_by(newcomer, values, tensors)
+
+
+def test_a_number_in_an_attribute_from_which_no_step_can_be_taken_is_taken() -> None:
+    """StableSPAM divides by 1 - 0.999 ** total_step, which is 0 in its step number 0."""
+    make = optimizer_by_name("pytorch_optimizer.StableSPAM")
+    donor, newcomer = training_of(make), training_of(make)
+    step(donor, 0)
+    values, tensors = donor.export()
+    values["optimizer"]["numbers"] = [{"d": [["total_step", {"v": -1}]]}]
+    assert "cannot be stepped from it" in unchanged_by(newcomer, values, tensors)
+
+
+def test_an_object_of_the_optimizer_that_counts_steps_is_told() -> None:
+    """StableSPAM's object for its cosine decay, of which newcomers know nothing, changed without a word."""
+    module = pytest.importorskip("pytorch_optimizer")
+    training = training_of(lambda params: module.StableSPAM(params, t_max=8))
+    for number in range(2):
+        step(training, number)
+    assert "attribute 'warmup' of StableSPAM" in (training.kept_back or "")
 
 
 @pytest.mark.parametrize("name", [name for name, what in OUTSIDE.items() if what.startswith("keeps")])

@@ -1,14 +1,16 @@
 """The state of a torch optimizer, as plain values and tensors, and how another peer's optimizer takes it over.
 
-Two things travel: the options of the parameter groups, and the statistics (`optimizer.state`). Optimizers of other
-libraries keep counts in the groups, from their first step on, and matrices, lists or queues among the statistics. So
-nothing is expected by name:
+Three things travel: the options of the parameter groups, the statistics (`optimizer.state`), and the numbers that an
+optimizer keeps as attributes of its own and writes into its `state_dict()` under their names (Ranger21 and StableSPAM
+count their steps so). Optimizers of other libraries keep counts in the groups, from their first step on, and matrices,
+lists or queues among the statistics. So nothing is expected by name:
 
 - options that say how a step is computed, that a schedule keeps for itself, or that are objects, stay the receiver's;
 - an option that both have must be of one kind: a number takes theirs, a text or a switch must be equal already;
 - an option that only the donor has came with its steps, and is taken; one that only the receiver has goes, if it came
   with its steps;
-- the statistics become the donor's, with their dtypes; they go where torch would put them.
+- the statistics become the donor's, with their dtypes; they go where torch would put them;
+- the numbers become the donor's, if both have the same ones.
 
 `check` needs no values: it looks at what is offered before anything is downloaded. `prepare` looks at all of it, takes
 one step from it with copies (see `shoal.optim.trial`), and changes nothing. `switch` cannot fail.
@@ -55,12 +57,12 @@ class Prepared(NamedTuple):
     Attributes:
         options: of each group, without its parameters.
         states: its statistics, by parameter, or by a name of its own; then those of each optimizer that it wraps.
-        attributes: that it gets beside these, and those of each optimizer that it wraps; empty for none.
+        attributes: that it gets beside these, and those of each optimizer that it wraps.
     """
 
     options: list[dict[str, Any]]
     states: list[dict[Any, Any]]
-    attributes: Sequence[dict[str, Any]] = ()
+    attributes: Sequence[dict[str, Any]]
 
 
 class OptimizerState:
@@ -74,6 +76,7 @@ class OptimizerState:
         self._optimizer = optimizer
         self.made_with = [frozenset(group) for group in optimizer.param_groups]
         self._held = [{k: v for k, v in vars(each).items() if k in _REPLACED} for each in self._optimizers]
+        self._counted = [_numbers_of(each) for each in self._optimizers]
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
@@ -96,6 +99,12 @@ class OptimizerState:
             if not any(each.state is other for other in found):
                 found.append(each.state)
         return found
+
+    @property
+    def _numbers(self) -> list[dict[str, Any]]:
+        """The numbers that travel of its attributes, and of those of the optimizers that it wraps."""
+        pairs = zip(self._optimizers, self._counted, strict=False)
+        return [{name: vars(each)[name] for name in names} for each, names in pairs]
 
     @property
     def needs(self) -> str | None:
@@ -125,9 +134,13 @@ class OptimizerState:
 
         One that changes in a step is a state of which newcomers know nothing.
         """
-        own = {name: value for name, value in vars(self._optimizer).items() if name not in _NOT_ITS_OWN}
-        marks = {f"its attribute {name!r}": _mark(value) for name, value in own.items() if name[:11] != "_optimizer_"}
-        return {**marks, _CHANCE: bytes(torch.get_rng_state().numpy())}
+        marks: dict[str, object] = {_CHANCE: bytes(torch.get_rng_state().numpy())}
+        for each, counted in zip(self._optimizers, self._counted, strict=False):
+            for name, value in vars(each).items():
+                own = name not in _NOT_ITS_OWN | counted and name[:11] != "_optimizer_"
+                if own and not isinstance(value, torch.optim.Optimizer):
+                    marks[f"attribute {name!r} of {type(each).__name__}"] = _mark(value)
+        return marks
 
     def changed_outside(self, before: Mapping[str, object]) -> list[str]:
         """The things that `outside` names and a step has changed; `before` is its result before the step."""
@@ -147,7 +160,10 @@ class OptimizerState:
             [len(group["params"]), _take_out(_travelling(group), tensors, "option")]
             for group in self._optimizer.param_groups
         ]
-        return {"groups": groups, "states": [self._export(state, tensors) for state in self._states]}
+        values = {"groups": groups, "states": [self._export(state, tensors) for state in self._states]}
+        if any(numbers := self._numbers):  # most optimizers have none, and their peers may be of an older version
+            values["numbers"] = [_take_out(each, [], "attribute") for each in numbers]
+        return values
 
     def _export(self, kept: Mapping[Any, Any], tensors: list[torch.Tensor]) -> list[Any]:
         # In one order on all peers: whose states are equal must offer equal bytes.
@@ -182,6 +198,7 @@ class OptimizerState:
             sizes = [size for size, _ in groups]
             offered = [_named(reader.read(options)) for _, options in groups]
             states = [self._read_state(reader, *state) for state in values["states"]]
+            numbers = [_named(reader.read(each)) for each in values.get("numbers", [{"d": []}] * len(self._counted))]
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"its optimizer's values are not in their form: {error}") from error
         reader.finish()
@@ -192,7 +209,8 @@ class OptimizerState:
             raise ValueError(
                 f"it is of {len(states)} optimizers, one in the other, and there are {len(self._states)} here"
             )
-        return Prepared(self._merge(offered), states)
+        self._check_numbers(numbers)
+        return Prepared(self._merge(offered), states, numbers)
 
     def _read_state(self, reader: _Reader, state: Any, others: Any) -> dict[Any, Any]:
         parameters, found = self._parameters, {}
@@ -201,6 +219,15 @@ class OptimizerState:
                 raise ValueError(f"it has statistics of parameter {number!r:.20}")
             found[parameters[number]] = _named(reader.read(entry))
         return {**found, **{_name(reader.read(key)): reader.read(entry) for key, entry in others}}
+
+    def _check_numbers(self, offered: Sequence[Mapping[Any, Any]]) -> None:
+        if [each.keys() for each in offered] != self._counted:
+            theirs, own = (sorted(map(str, set().union(*each))) for each in (offered, self._counted))
+            raise ValueError(f"its optimizer counts {theirs!s:.80}, and {own!s:.80} here")
+        for each in offered:
+            for name, value in each.items():
+                if not _is_plain_number(value) or not math.isfinite(value):
+                    raise ValueError(f"attribute {name!r:.40} is {value!r:.40} there")
 
     def prepare(self, values: Any, tensors: Sequence[torch.Tensor], first: int) -> Prepared:
         """As `check`, with everything where it belongs, and tried. Tensors are kept, not copied, where they can be.
@@ -220,7 +247,7 @@ class OptimizerState:
                         name: _moved(value, _HOST if name in on_host else parameter.device)
                         for name, value in entry.items()
                     }
-        self._try(prepared.options, prepared.states)
+        self._try(prepared)
         return prepared
 
     def prepare_loaded(self, state_dict: dict[str, Any]) -> Prepared:
@@ -250,8 +277,9 @@ class OptimizerState:
                 raise ValueError(f"it is of another optimizer: parameter group {index} has no {missing[0]!r}")
         self._merge(loaded)
         options = [{name: value for name, value in group.items() if name != "params"} for group in loaded]
-        self._try(options, states)
-        return Prepared(options, states, attributes)
+        prepared = Prepared(options, states, attributes)
+        self._try(prepared)
+        return prepared
 
     def _merge(self, offered: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
         """The options of each group once it takes these over. Raises `ValueError` if it cannot."""
@@ -259,9 +287,10 @@ class OptimizerState:
         unset = frozenset(name for name, value in self._optimizer.defaults.items() if value is None)
         return [_merged(mine, theirs, made_with, unset) for mine, theirs, made_with in pairs]
 
-    def _try(self, options: Sequence[Mapping[str, Any]], states: Sequence[Mapping[Any, Any]]) -> None:
-        if len(states) == 1:  # of one that wraps others no twin can be made
-            try_step(self._optimizer, options, states[0])
+    def _try(self, prepared: Prepared) -> None:
+        if len(prepared.states) == 1:  # of one that wraps others no twin can be made
+            numbers = {name: prepared.attributes[0][name] for name in self._counted[0]}
+            try_step(self._optimizer, prepared.options, prepared.states[0], numbers)
 
     def switch(self, prepared: Prepared) -> None:
         """Hold this from now on. Groups and statistics stay the objects that they are: schedules hold on to them."""
@@ -326,11 +355,26 @@ def _mark(value: object, depth: int = 0) -> object:
     if isinstance(value, torch.optim.Optimizer) and depth < _MAX_DEPTH:
         own = {name: item for name, item in vars(value).items() if name not in _NOT_ITS_OWN}
         return _mark({name: item for name, item in own.items() if name[:11] != "_optimizer_"}, depth + 1)
+    saves = getattr(value, "state_dict", None)  # as SPAM's object that decays a rate has; a model is none of its own
+    if callable(saves) and not isinstance(value, type | torch.nn.Module) and depth < _MAX_DEPTH:
+        return _mark(saves(), depth + 1)
     if isinstance(value, Mapping) and depth < _MAX_DEPTH:
         return [(id(key), _mark(item, depth + 1)) for key, item in value.items()]
     if isinstance(value, list | tuple | deque) and depth < _MAX_DEPTH:
         return [_mark(item, depth + 1) for item in value]
-    return value if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    return value if _is_plain_number(value) or isinstance(value, str) else None
+
+
+def _numbers_of(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The names of the attributes that travel: its own `state_dict` has them, so `load_state_dict` can set them."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return frozenset()
+    saved = optimizer.state_dict()
+    return frozenset(name for name, value in vars(optimizer).items() if name in saved and _is_plain_number(value))
+
+
+def _is_plain_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
@@ -487,7 +531,7 @@ def is_number(value: object) -> bool:
     """Whether it is a number, or a tensor of one."""
     if isinstance(value, torch.Tensor | StateTensorSpec):
         return math.prod(value.shape) == 1
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return _is_plain_number(value)
 
 
 def _kind(value: object) -> str:

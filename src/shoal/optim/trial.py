@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,13 +26,19 @@ _CROPPED = 8
 """Elements in each dimension of a parameter whose statistics are looked at for their kind alone."""
 
 
-def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> None:
-    """Look whether `optimizer` could step with these options and statistics. It is not changed.
+def try_step(
+    optimizer: torch.optim.Optimizer,
+    options: Sequence[Mapping[str, Any]],
+    state: Mapping[Any, Any],
+    attributes: Mapping[str, Any],
+) -> None:
+    """Look whether `optimizer` could step with these options, statistics and attributes. It is not changed.
 
     Args:
         optimizer: whose parameters they are for.
         options: of each group.
         state: by parameter, or by a name of the optimizer's own.
+        attributes: of the optimizer; it keeps the others that it has.
 
     Raises:
         ValueError: it could not, and can with its own; says which statistic is the reason, if it shows.
@@ -41,7 +48,7 @@ def try_step(optimizer: torch.optim.Optimizer, options: Sequence[Mapping[str, An
     for group, offered in zip(optimizer.param_groups, options, strict=True):
         own = _options(group)
         for parameter in _of_each_sort(group, state):
-            failure, entry = _step(optimizer, parameter, offered, state)
+            failure, entry = _step(optimizer, parameter, offered, state, attributes=attributes)
             if failure is None:
                 continue
             own_failure, expected = _step(optimizer, parameter, own, optimizer.state)
@@ -153,6 +160,7 @@ def _step(
     options: Mapping[str, Any],
     state: Mapping[Any, Any],
     values: torch.Tensor | None = None,
+    attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[str | None, Mapping[Any, Any]]:
     """The reason why the step failed, None if it did not; and the statistics afterwards.
 
@@ -166,6 +174,7 @@ def _step(
     statistics: defaultdict[Any, Any] = defaultdict(dict)
     try:
         twin = _twin(optimizer, memo)
+        vars(twin).update(attributes)
         for key, entry in state.items():
             if key is parameter or not isinstance(key, torch.Tensor):
                 statistics[substitute if key is parameter else key] = copy.deepcopy(entry, memo)

@@ -505,6 +505,7 @@ def damaged(state_dict: dict[str, Any], how: str) -> dict[str, Any]:
         "amsgrad": lambda: group.update(amsgrad=True),
         "no state": lambda: made.update(state=None),
         "no entry": lambda: made["state"].update({0: None}),
+        "no parameter": lambda: made["state"].update({7: entry}),
     }
     changes[how]()
     return made
@@ -527,6 +528,7 @@ LOADED = {
     "amsgrad": "option 'amsgrad' is True there and False here",
     "no state": "'items'",
     "no entry": "'NoneType'",
+    "no parameter": "it has statistics of parameter 7, and the optimizer has 4 parameters",
 }
 
 
@@ -552,6 +554,19 @@ def test_a_refused_load_state_dict_has_changed_the_optimizer(how: str, fresh: bo
     assert optimizer.param_groups is groups
     assert groups[0]["lr"] == 0.5
     step(training, 3)
+
+
+def test_steps_change_the_state_dict_that_was_loaded() -> None:
+    """As in plain torch: its tensors are the optimizer's from then on, and nothing is held twice."""
+    saved, training = adamw(), adamw()
+    step(saved, 0)
+    plain = torch.optim.AdamW(parameters())
+    loaded = [copy.deepcopy(saved.optimizer.state_dict()) for _ in range(2)]
+    plain.load_state_dict(loaded[0])
+    training.load_optimizer(loaded[1])
+    for optimizer, given in zip((plain, training.optimizer), loaded, strict=True):
+        kept = optimizer.state[optimizer.param_groups[0]["params"][0]]
+        assert all(kept[name] is given["state"][0][name] for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
 @pytest.mark.parametrize("name", ["Lookahead", "ScheduleFreeWrapper"])

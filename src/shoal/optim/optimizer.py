@@ -476,7 +476,8 @@ class Optimizer(torch.optim.Optimizer):
 
         Load the model's before. With a state dict of this class the epoch and the schedule go on from where it was
         saved; a schedule's own state may be loaded, too. The peers of a run take the best state: that of the highest
-        epoch, and before the first one that whose optimizer has taken most steps.
+        epoch, and before the first one that whose optimizer has taken most steps. As in plain torch the optimizer takes
+        the tensors of the dict, and its steps change them: give a `copy.deepcopy` if you need the dict afterwards.
 
         Raises:
             ConfigError: it is not of this optimizer; nothing was loaded.

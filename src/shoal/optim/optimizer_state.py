@@ -275,6 +275,10 @@ class OptimizerState:
         for index, (theirs, needed) in enumerate(zip(loaded, self.made_with, strict=True)):
             if missing := sorted(needed - theirs.keys() - LEFT_OUT):
                 raise ValueError(f"it is of another optimizer: parameter group {index} has no {missing[0]!r}")
+        # Torch keeps statistics of a number that no parameter has, and writes them into each later checkpoint.
+        if strays := [key for state in states for key in state if isinstance(key, int)]:
+            count = len(self._parameters)
+            raise ValueError(f"it has statistics of parameter {strays[0]}, and the optimizer has {count} parameters")
         self._merge(loaded)
         options = [{name: value for name, value in group.items() if name != "params"} for group in loaded]
         prepared = Prepared(options, states, attributes)

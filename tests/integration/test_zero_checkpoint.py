@@ -276,6 +276,30 @@ def test_a_damaged_checkpoint_changes_nothing(pool: Ranks, saved: Path, tmp_path
         assert same
 
 
+@pytest.mark.parametrize("weights_alone", [False, True])
+def test_one_file_with_flipped_bytes_is_loaded(pool: Ranks, saved: Path, tmp_path: Path, weights_alone: bool) -> None:
+    """`torch.load` does not look at the checksums that `torch.save` writes: other weights were taken over."""
+    whole, path = shoal.zero.consolidate(saved), tmp_path / "whole.pt"
+    torch.save(whole["model"] if weights_alone else whole, path)
+    values = whole["model"]["layers.0.1.weight"].numpy().tobytes()
+    data = bytearray(path.read_bytes())
+    data[data.index(values)] ^= 1
+    path.write_bytes(data)
+    for said, same in pool.play(2, cases.load_damaged, str(path)):
+        assert "is damaged" in said
+        assert same
+
+
+def test_one_file_with_statistics_of_no_parameter_is_loaded(pool: Ranks, saved: Path, tmp_path: Path) -> None:
+    """They were left out without a word: it may be of another model."""
+    whole, path = shoal.zero.consolidate(saved), tmp_path / "whole.pt"
+    whole["optimizer"]["state"][99] = whole["optimizer"]["state"][0]
+    torch.save(whole, path)
+    for said, same in pool.play(2, cases.load_damaged, str(path)):
+        assert "statistics of parameter 99, which is in none of its groups" in said
+        assert same
+
+
 OTHERS: dict[str, tuple[Any, str]] = {
     "model": (cases.load_into_other_model, "of another model: it has layers.2.1.bias"),
     "groups": (cases.load_into_other_groups, "other parameter groups"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import pickle
 import zipfile
@@ -28,6 +29,7 @@ from shoal.zero.saved import Range, exact, typed
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "full_state_dict", "overwrite"]
 
+_logger = logging.getLogger("shoal.zero")
 _UNREADABLE = (
     OSError,
     RuntimeError,
@@ -90,7 +92,7 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
     """The weights in a state dictionary, or in a file of one; None if it is something else.
 
     Raises:
-        ConfigError: it is a damaged file of safetensors, or not all of it are whole tensors.
+        ConfigError: it is a damaged file, or not all of it are whole tensors.
     """
     if isinstance(source, Mapping):
         return BareWeights(source, "the state dictionary")
@@ -107,6 +109,7 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
     except Exception:  # noqa: BLE001 (whatever torch raises: a caller that takes it for a checkpoint says so)
         return None
     if isinstance(found, Mapping) and found and all(isinstance(each, torch.Tensor) for each in found.values()):
+        _verify(path)
         return BareWeights(found, str(path))
     return None
 
@@ -182,7 +185,7 @@ class Whole:
         orders: in which order whoever asks counts the values of a parameter.
 
     Raises:
-        ConfigError: it is no checkpoint, or its optimizer has other groups.
+        ConfigError: it is no checkpoint, or damaged, or its optimizer has other groups.
     """
 
     def __init__(
@@ -204,12 +207,17 @@ class Whole:
             self.identity = _identity(path)
         except _UNREADABLE as error:
             raise ConfigError(f"{path} is no whole checkpoint, of a model and its optimizer: {error}") from error
+        _verify(path)
         sizes = [len(each) for each in numbers]
         fitting = [each for each in (groups, listed) if [len(group) for group in each] == sizes]
         if not fitting:
             raise ConfigError(f"the optimizer in {path} has other groups: give shard() those that it was saved with")
         in_order = [name for group in fitting[0] for name in group]
         by_number = dict(zip((each for group in numbers for each in group), in_order, strict=True))
+        if strays := [key for key in state if isinstance(key, int) and key not in by_number]:
+            raise ConfigError(
+                f"the optimizer in {path} has statistics of parameter {strays[0]}, which is in none of its groups"
+            )
         self._state = {by_number[key]: entry for key, entry in state.items() if key in by_number}
         names = [name for group in groups for name in group]
         # A single value that is not a value of the parameter; of a scalar it cannot be told by its shape.
@@ -277,6 +285,20 @@ class Whole:
                     f"and the parameter has {tuple(shape)}: it was built of other parameters, or in another order"
                 )
         return found
+
+
+def _verify(path: Path) -> None:
+    """Raise `ConfigError` if a file is not what `torch.save` wrote: `torch.load` never looks at its checksums."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if not any(each.CRC for each in archive.infolist()):  # after `set_crc32_options(False)`
+                _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", path)
+                return
+            bad = archive.testzip()
+    except Exception as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
+    if bad is not None:
+        raise ConfigError(f"{path} is damaged: {bad} in it is not what was written, by its checksum")
 
 
 def _identity(path: Path) -> str:

@@ -111,7 +111,7 @@ class Trainer:
         participant = self.participant
         phase = await participant.decide(60.0)
         if phase is RunPhase.STEPPING:
-            participant.step()
+            participant.own.step()
             await participant.stepped()
         elif phase is RunPhase.BEHIND:
             try:

@@ -129,7 +129,7 @@ def test_who_goes_on_beside_a_state_that_it_cannot_have_is_told_so_once() -> Non
         run.swarm.spawn("further", further.train(4, duration_s=0.2, until=until(60.0)))
         # Further by itself: it is at another state than ours, of a later epoch.
         later = further.participant.state._replace(epoch=further.participant.epoch + 10, digest=bytes(32))
-        further.participant.state = later
+        further.participant.own.name = later
         warned = warnings_of(first)
         await run.swarm.run_on("first", first.train, 4, duration_s=0.5, until=until(40.0))
         told = [message for message in warned if "did not give it: training goes on from epoch" in message]

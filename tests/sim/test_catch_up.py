@@ -206,7 +206,7 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
         member = scene.run.swarm.peer("p0")
         member.participant.core.env.events.subscribe(lambda event: note(member, names))
         download = scene.run.swarm.spawn("late", participant.download(60.0))
-        taken, take = 0, participant.step
+        taken, take = 0, participant.own.step
 
         def step() -> None:
             nonlocal taken
@@ -215,7 +215,7 @@ def test_a_newcomer_that_is_interrupted_while_it_takes_steps_has_a_state_of_the_
             if taken == 2:
                 download.cancel()
 
-        participant.step = step  # type: ignore[method-assign]
+        participant.own.step = step  # type: ignore[method-assign]
         await asyncio.wait([download])
         assert download.cancelled()
         assert taken == 2

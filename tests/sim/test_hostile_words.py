@@ -326,7 +326,7 @@ def test_twenty_keys_in_the_dht_keep_newcomers_out_of_all_rounds(monkeypatch: py
         run, newcomers = Run(target=24), ["new", "too"]
         hide_searches(monkeypatch, lambda: {run.swarm.identity(name).peer_id for name in newcomers})
         await _joined_hidden(run, newcomers, 20.0)
-        committed = run.swarm.peer("p0").participant._committed.samples
+        committed = run.swarm.peer("p0").participant.own.committed.samples
         peers = [run.swarm.identity(name).peer_id for name in (*NAMES, *newcomers)]
         counted = [committed.get(peer, 0) for peer in peers]
         assert min(counted) > 0.5 * max(counted), counted

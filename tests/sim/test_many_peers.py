@@ -168,11 +168,11 @@ def steps_of_a_word(peers: int) -> int:
     async def main() -> int:
         run = Run(target=100 * peers)
         participant = (await run.add("p")).participant
-        participant.state = participant.state.after_step_alone(bytes(16), bytes(32), 4)
+        participant.own.name = participant.state.after_step_alone(bytes(16), bytes(32), 4)
         mine = participant.progress()
         others = [PeerID(number.to_bytes(4, "big") * 8) for number in range(peers)]
         contributors = [Contributor(peer, 4, 100 + number) for number, peer in enumerate(others)]
-        participant._committed = Committed([contributors])
+        participant.own.committed = Committed([contributors])
         participant._companions.share(others, participant.state.key, 0.1)
 
         def say(peer: PeerID, samples: int) -> None:

@@ -340,7 +340,7 @@ def test_a_state_that_nobody_gives_stops_nobody() -> None:
         for name in [*names, "ahead"]:
             await run.add(name)
         ahead = run.swarm.peer("ahead").participant
-        ahead.state = StateName(100, b"d" * 32, 1600)
+        ahead.own.name = StateName(100, b"d" * 32, 1600)
         ahead._states.sharing.disable()
         await asyncio.gather(
             *(
@@ -582,10 +582,10 @@ def test_a_state_is_taken_over_whole_and_under_its_name_also_when_the_trainer_is
         for _ in range(2):
             download.cancel()
             await sim.sleep(0.1)
-            assert second.lock.holder
+            assert second.own.lock.holder
         await asyncio.wait([download])
         assert download.cancelled()
-        assert not second.lock.holder
+        assert not second.own.lock.holder
         assert second.state == first.participant.state
         assert second.training.epoch == second.state.epoch == 3
         assert run.agree(["p0", "p1"])
@@ -779,7 +779,7 @@ def test_parameters_that_somebody_keeps_are_told_and_cost_no_step() -> None:
         await participant.decide(1.0)
         backward(trainer.parameters, 0, 0, 4)
         assert participant.training.accumulate(4)
-        give_back = seize(participant.lock, "thread 'a'")
+        give_back = seize(participant.own.lock, "thread 'a'")
         participant.accumulated()
         await sim.sleep(70.0)
         assert [text for text in warned if "thread 'a' has held the parameters for 60 s" in text] == warned[:1] != []

@@ -68,7 +68,7 @@ def test_a_trainer_interrupted_between_step_and_telling_goes_on() -> None:
     async def main() -> None:
         run = Run(target=2 * BATCH, average_state_every=1)
         for trainer in await two_at_their_first_step(run):
-            trainer.participant.step()
+            trainer.participant.own.step()
         for name in ("p0", "p1"):
             await run.swarm.run_on(name, run.swarm.peer(name).take_turn)
         await asyncio.gather(*(run.swarm.run_on(n, run.swarm.peer(n).finish_epoch, 1) for n in ("p0", "p1")))
@@ -251,7 +251,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
         trainer = await run.add("p0")
         await sim.sleep(3.0)
         participant = trainer.participant
-        async with participant.lock.acquire():
+        async with participant.own.lock.acquire():
             participant.training.accumulators[0].fill_(7.0)
             participant.training.samples = BATCH
             participant.accumulated()
@@ -259,7 +259,7 @@ def test_a_state_that_is_taken_over_while_a_step_alone_waits_for_the_lock_is_not
             before = participant.phase
             participant.training.discard()
             other = participant.state.after_step_alone(b"x" * 16, b"y" * 32, 3)
-            participant.state = other
+            participant.own.name = other
         await sim.sleep(1.0)
         assert (before, participant.phase) == (RunPhase.AVERAGING, RunPhase.COLLECTING)
         assert participant.state == other
@@ -282,7 +282,7 @@ def test_a_state_that_is_taken_over_during_a_round_is_not_stepped_with_its_avera
         def replaced(*args: Any) -> Any:
             found = take(*args)
             late.training.discard()
-            late.state = late.state.after_step_alone(b"x" * 16, b"y" * 32, 0)
+            late.own.name = late.state.after_step_alone(b"x" * 16, b"y" * 32, 0)
             return found
 
         late._gradients.vector.copy_in = replaced  # type: ignore[assignment]
@@ -310,7 +310,7 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
         found: dict[str, dict[bytes, set[bytes]]] = {name: {} for name in names}
 
         def look_before_each_release(name: str, participant: Any) -> None:
-            acquire, tensors = participant.lock.acquire, participant.training.describe()
+            acquire, tensors = participant.own.lock.acquire, participant.training.describe()
 
             @asynccontextmanager
             async def looked_at(timeout_s: float | None = None) -> AsyncIterator[bool]:
@@ -319,7 +319,7 @@ def test_under_one_name_there_is_one_state_whenever_the_lock_is_free() -> None:
                     content = b"".join(bytes(view_bytes(tensor.detach())) for tensor in tensors)
                     found[name].setdefault(participant.state.digest, set()).add(content)
 
-            participant.lock.acquire = looked_at
+            participant.own.lock.acquire = looked_at
 
         await sim.sleep(3.0)
         extra[1].fill_(1.0)  # as statistics of other batches

@@ -424,7 +424,7 @@ class Optimizer(torch.optim.Optimizer):
         if phase is RunPhase.STEPPING:
             try:
                 with self._lock.acquire_in_thread():
-                    self._participant.step()
+                    self._participant.own.step()
             except Exception:  # of the optimizer: the others are told at once, as the program may end
                 self._run(self._participant.stepped(), GRACE_S)
                 raise
@@ -496,7 +496,7 @@ class Optimizer(torch.optim.Optimizer):
             if where is not None:
                 self._training.resume(where[0].epoch, where[1])
             unchanged = where is not None and where[2] == self._training.fingerprint().hex()
-            self._participant.loaded(where and where[0], unchanged=unchanged)
+            self._participant.own.loaded(where and where[0], unchanged=unchanged)
         self._run(self._participant.tell_loaded(), GRACE_S)
 
     def eval(self) -> None:

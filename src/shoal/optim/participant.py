@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -32,34 +32,31 @@ from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
 from shoal.optim.check import Check, Checks, check_of, is_due, judge
-from shoal.optim.committed import Committed
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
+from shoal.optim.own_state import OwnState
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
 from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
-from shoal.optim.shared_state import Misfits, committed_of, name_of, share, why_not_ours
+from shoal.optim.shared_state import Misfits, committed_of, name_of, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
-from shoal.state import Donor, Intake, SharedState, download_state
+from shoal.state import Donor, Intake, download_state
 from shoal.tasks import Changes, Tasks
 from shoal.wire import Contact, FollowSteps, Progress
 
 __all__ = ["Participant"]
 
 _MOST_DONORS = 256
-
-_LOCK_WITHIN_S = 60.0
-"""The longest wait for the parameters. What needed them is left out then, or tried again."""
 
 
 class Participant:
@@ -72,6 +69,9 @@ class Participant:
         lock: of accumulators, parameters and optimizer.
         compression: codec for gradients.
         state_compression: codec for averaging states.
+
+    Attributes:
+        own: the state that this peer trains.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class Participant:
                 f"run {settings.run_id!r} is trained by another shoal.Optimizer of this DHT: call its shutdown() first "
                 "(in a notebook, before the cell is run again), or give this one another run_id"
             )
-        self.core, self.training, self.settings, self.lock = core, training, settings, lock
+        self.core, self.training, self.settings = core, training, settings
         self._machine = PhaseMachine()
-        self.state = StateName.genesis(training.fingerprint(), training.steps_before())
+        self._notices = Notices(core.env.events, settings.run_id)
+        self.own = OwnState(core, training, lock, self._notices)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
-        self._committed = Committed()
         self._beginning = Beginning(settings.state_patience_s, required=settings.require_state)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
@@ -103,7 +103,6 @@ class Participant:
         self._given = 0
         self.others_samples = 0
         self.downloads: list[tuple[int, float]] = []
-        self._notices = Notices(core.env.events, settings.run_id)
         self._misfits = Misfits()
         self._counts = Counts(training.extra_tensors)
         self._attendance = Attendance(core.peer_id, settings.averager.window_s)
@@ -112,7 +111,7 @@ class Participant:
         memory = RoundMemory(training.accumulators, training.state_tensors)
         ours = core, training, settings
         self._gradients = gradient_averager(*ours, compression, lock=lock, memory=memory)
-        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self._share)
+        self._states = state_averager(*ours, state_compression, lock=lock, memory=memory, state=self.own.export)
         self._steps = StepFeed(core, settings.run_id, self._followed_from, (self._gradients, self._states))
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
@@ -127,14 +126,12 @@ class Participant:
         self._mend_from: frozenset[PeerID] = frozenset()
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
-        self._update: Update | None = None
-        self._shared = False
         self._told_at = -math.inf
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
         others = self._known, self._gossip, self._notices
-        self._solitude = Solitude(core, settings.run_id, *others, digest=lambda: self.state.digest)
+        self._solitude = Solitude(core, settings.run_id, *others, digest=lambda: self.own.name.digest)
 
     # ------------------------------------------------------------------------------------------------ life and death
 
@@ -195,14 +192,6 @@ class Participant:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    @asynccontextmanager
-    async def _hold(self) -> AsyncIterator[bool]:
-        """Hold the lock of the parameters; yields False, and says who has it, if it does not come in time."""
-        async with self.lock.acquire(_LOCK_WITHIN_S) as has_come:
-            if not has_come:
-                self._notices.held(self.lock.holder, _LOCK_WITHIN_S)
-            yield has_come
-
     # ------------------------------------------------------------------------------------------------------ progress
 
     @property
@@ -211,9 +200,14 @@ class Participant:
         return self._machine.phase
 
     @property
+    def state(self) -> StateName:
+        """The name of this peer's state."""
+        return self.own.name
+
+    @property
     def epoch(self) -> int:
         """Swarm steps that went into this peer's parameters."""
-        return self.state.epoch
+        return self.own.name.epoch
 
     @property
     def at_end(self) -> bool:
@@ -230,9 +224,9 @@ class Participant:
         """The progress of this peer, with the time of its last word to others."""
         return Progress(
             contact=self.core.endpoint.contact,
-            epoch=self.state.epoch,
-            digest=self.state.digest,
-            branch_samples=self.state.samples,
+            epoch=self.own.name.epoch,
+            digest=self.own.name.digest,
+            branch_samples=self.own.name.samples,
             samples=self.training.samples,
             rate=self.speed.rate,
             time=self._told_at,
@@ -265,7 +259,7 @@ class Participant:
         return self._known.view(
             self.progress(),
             now,
-            shared=self._shared,
+            shared=self.own.shared,
             awaited=self._companions.awaited,
             before=self._companions.before,
             absent=self._attendance.absent(self._known.peers, now),
@@ -273,7 +267,7 @@ class Participant:
         )
 
     def _heed_contributors(self) -> None:
-        self._known.contributors = self._attendance.contributors = self._committed.samples
+        self._known.contributors = self._attendance.contributors = self.own.committed.samples
 
     def _look(self) -> tuple[SwarmView, SwarmView]:
         """Take in what is known now: whom a round waits for, where the run ends, what the user is to be told.
@@ -294,7 +288,7 @@ class Participant:
         self._gossip.enough = view.samples >= target
         if len(view.peers) > 1:
             self._machine.found()
-        self._end.settle(self.epoch, self._committed, lambda: self._known.ends)
+        self._end.settle(self.epoch, self.own.committed, lambda: self._known.ends)
         if self._end.observe(self.epoch, claimed if claimed.vouched else view, now):
             self._moves.notify()
         self._notices.ends(self.epoch if self.at_end else None, self._end.said)
@@ -414,7 +408,7 @@ class Participant:
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
-        name, me = self.state, self.core.peer_id
+        name, me = self.own.name, self.core.peer_id
         said = self._said(await self._check(name))
         self._attendance.search()
         result = await self._rounds.run(
@@ -429,15 +423,15 @@ class Participant:
         if result is None:
             if self._alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
-            async with self._hold() as holds:
+            async with self.own.hold() as holds:
                 if holds:
                     self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
         members = [member.contact.peer for member in result.outcome.members]
         self._notices.absent(self._attendance.formed(members, self._now() - result.duration_s))
-        if self.state == name:
-            self._shared = True
+        if self.own.name == name:
+            self.own.shared = True
             await self._take_step_of(result, said)
 
     def _alone(self, view: SwarmView) -> bool:
@@ -457,7 +451,7 @@ class Participant:
 
     def _begin_check(self) -> None:
         """Look at the parameters of our state, if it is time to, beside the trainer's next batches."""
-        name = self.state
+        name = self.own.name
         if is_due(name.epoch, self.settings.check_every) and (self._checking is None or self._checking[0] != name):
             self._checking = name, asyncio.get_running_loop().create_task(self._look_at_parameters(name))
 
@@ -466,8 +460,8 @@ class Participant:
         if training.evaluates:
             return None
         check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
-        async with self._hold() as holds:  # a step renames under it: so they were those of this state all the time
-            return check if holds and self.state == name else None
+        async with self.own.hold() as holds:  # a step renames under it: so they were those of this state all the time
+            return check if holds and self.own.name == name else None
 
     async def _judge_parameters(self, result: StepResult, name: StateName) -> bool:
         """Whether we hold what the others hold; else our state is renamed: it is worse than theirs."""
@@ -480,10 +474,10 @@ class Participant:
         if not to_mend:
             return True
         self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
-        async with self._hold() as holds:
+        async with self.own.hold() as holds:
             if not holds:
                 return True  # the next check finds it, too
-            self.state = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
+            self.own.name = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()
         self._mend_from = verdict.others[me]
         await self.tell_loaded()
@@ -491,35 +485,35 @@ class Participant:
 
     def _contribute(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state."""
-        self._given = self.training.samples if self.state == name else 0
-        return self.training.contribution() if self.state == name else (0.0, 0.0)
+        self._given = self.training.samples if self.own.name == name else 0
+        return self.training.contribution() if self.own.name == name else (0.0, 0.0)
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
         agreement = agree(result.gathered, result.outcome.contributors)
-        if not await self._judge_parameters(result, self.state):
+        if not await self._judge_parameters(result, self.own.name):
             return
         if agreement.options is None:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
         if (why := misfit(said.options, agreement.options)) is not None:
             self._notices.warn(f"the swarm's step is not taken here: its options are {why}")
-            async with self._hold() as holds:
+            async with self.own.hold() as holds:
                 if holds:  # else the next state discards it
                     self.training.discard()
             self._happened(Event.MISFIT)
             return
         self._notices.took_over(differences(said.options, agreement.options))
         step = partial(self.training.step, agreement.options, agreement.absent)
-        name, members = self.state, [member.contact.peer for member in result.outcome.members]
+        name, members = self.own.name, [member.contact.peer for member in result.outcome.members]
         gave = [each.peer for each in agreement.contributors if each.samples]
         self._companions.share(members, name.key, result.duration_s, gave=gave)
         self._ready(step, name.after_round(result, agreement.digest), len(members), agreement)
         await self._steps.add_round(name, result, self._gradients.vector, agreement)
 
     def _take_average(self, vector: Vector, name: StateName) -> None:
-        if self.state == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
+        if self.own.name == name:  # else another state was taken over meanwhile, and nothing of the round belongs to it
             vector.overwrite()
             self.training.use_accumulators()
 
@@ -533,9 +527,9 @@ class Participant:
         return True
 
     async def _step_alone(self) -> None:
-        name = self.state
-        async with self._hold() as holds:
-            if not holds or self.state != name:
+        name = self.own.name
+        async with self.own.hold() as holds:
+            if not holds or self.own.name != name:
                 return  # another state was taken over while we waited, and what was accumulated is forgotten
             if self._drop_unfit():
                 self._happened(Event.UNFIT)
@@ -547,7 +541,7 @@ class Participant:
             agreement = Agreement(said.options, said.absent, [Contributor(self.core.peer_id, samples, said.end)])
             self.contribution.counted(samples)
             await self._steps.add_alone(name, chance, samples, self.training.accumulators, agreement)
-        self._shared = False
+        self.own.shared = False
         self.last_round = None  # nobody takes this step with us: for the average of the states none is waited for
         self._companions.forget()
         self._ready(self.training.step, name.after_step_alone(chance, self.core.peer_id.raw, samples), 1, agreement)
@@ -555,17 +549,7 @@ class Participant:
     def _ready(
         self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
     ) -> None:
-        committed = self._committed
-        if agreement is not None:
-            committed = committed.after(agreement.contributors, self.epoch)
-        self._update = Update(
-            apply=apply,
-            name=name,
-            committed=committed,
-            peers=peers,
-            samples=name.samples - self.state.samples,
-            is_step=agreement is not None,
-        )
+        self.own.prepare(apply, name, peers, agreement)
         self._happened(Event.STATES_AVERAGED if agreement is None else Event.AVERAGED)
 
     # ----------------------------------------------------------------------------------------------- the trainer's turn
@@ -606,69 +590,25 @@ class Participant:
                 "one peer without require_state"
             )
 
-    def step(self) -> None:
-        """Take the update of phase STEPPING, and name the state anew (trainer, in its own thread, under `lock`).
-
-        It is taken once. An interruption leaves parameters that no other peer has. They get a name of their own, and
-        any proper name is better. So does an error of the optimizer, whose step does not count.
-        """
-        update = self._update
-        if update is None or update.taken:
-            return
-        chance, me = self.core.env.rng.randbytes(16), self.core.peer_id.raw
-        interrupted = self.state.after_interruption(chance, me, step=update.is_step)
-        failed = self.state.after_difference(chance, me)
-        training, epoch = self.training, self.training.epoch
-        training.whole = False
-        try:
-            update.apply()
-            training.whole = True
-        finally:
-            # Attributes alone: no interrupt comes in between.
-            if training.whole:
-                self.state, self._committed, update.taken = update.name, update.committed, True
-            elif update.is_step and training.step_error is not None:
-                self.state, update.taken = failed, True
-            elif training.epoch != epoch or not update.is_step:
-                self.state, self._committed, update.taken = interrupted, update.committed, True
-
     async def stepped(self) -> None:
-        """After `step`: tell everybody (trainer). Without effect if that was done already."""
-        update = self._update
+        """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
+        update = self.own.update
         if update is None or not update.taken:
             return
-        self._update = None
+        self.own.update = None
         self._companions.state_changed(self._now(), step=update.is_step)
-        if self.state != update.name:
+        if self.own.name != update.name:
             self._notices.interrupted(self.training.step_error if update.is_step else None)
         elif update.is_step:
             self._advanced(update)
-        self._announce_state(expected=self.state == update.name and update.peers > 1 and not self.at_end)
+        self._announce_state(expected=self.own.name == update.name and update.peers > 1 and not self.at_end)
         self._happened(Event.STEPPED)
-        if update.is_step and self.state == update.name:
+        if update.is_step and self.own.name == update.name:
             await self._catch_up.joined()  # last: an interrupted trainer cancels this
 
-    def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
-        """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).
-
-        Args:
-            saved: the name that it was saved under; None if it has none.
-            unchanged: the state now is the one that was saved, and has its name.
-        """
-        training, before = self.training, self.state
-        if saved is not None and unchanged:
-            self.state = saved
-        elif saved is None and self.epoch == 0:
-            self.state = StateName.genesis(training.fingerprint(), training.steps_before())
-        else:
-            self.state = (saved or self.state).after_loading(training.fingerprint())
-        if self.state != before:
-            self._committed = Committed()
-        training.discard()
-
     async def tell_loaded(self) -> None:
-        """After `loaded`: tell everybody (trainer)."""
-        self._update, self._machine.states_due = None, False
+        """After `own.loaded`: tell everybody (trainer)."""
+        self.own.update, self._machine.states_due = None, False
         self._announce_other_state()
         self._happened(Event.RENAMED)
 
@@ -700,7 +640,7 @@ class Participant:
         if why is not None and not self._gossip.has_twin:  # rounds take only one of the two: that was said
             self._notices.warn(why)
         self._states.sharing.changed()
-        self._states.sharing.priority = float(self.state.epoch)
+        self._states.sharing.priority = float(self.own.name.epoch)
         view, _ = self._look()
         self._gossip.announce_state(view, expected=expected)
         self._news.notify()
@@ -714,7 +654,7 @@ class Participant:
         nor for one that waits in another optimizer's step.
         """
         try:
-            name, me = self.state, {self.core.peer_id}
+            name, me = self.own.name, {self.core.peer_id}
             if self._stepped_with() <= me:
                 return
             result = await self._rounds.run(
@@ -722,7 +662,7 @@ class Participant:
                 tag=name.group_tag,
                 hopeless=lambda view: view.behind or self._stepped_with() <= me,
                 expected=self._stepped_with,
-                prepare=lambda: (float(self.state == name and not self.training.evaluates), 1.0),
+                prepare=lambda: (float(self.own.name == name and not self.training.evaluates), 1.0),
                 apply=lambda vector: None,  # the trainer will
                 gather=self._counts.said() if self.at_end and self._counts else None,
             )
@@ -730,7 +670,7 @@ class Participant:
             self._machine.states_due = False
             if self.at_end:
                 self._moves.notify()  # the trainer waits
-        if result is not None and self.state == name:
+        if result is not None and self.own.name == name:
             counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]
             self._companions.share(members, name.key, result.duration_s)
@@ -745,9 +685,9 @@ class Participant:
 
     async def _followed_from(self) -> StateName:
         """Our state, once no step is about to be taken: that step was told already, to the followers of then."""
-        while self._update is not None and not self._update.taken and not self._closed:
+        while self.own.update is not None and not self.own.update.taken and not self._closed:
             await self._moves.next()
-        return self.state
+        return self.own.name
 
     def _stepped_with(self) -> frozenset[PeerID]:
         """The peers that took the last step with us, or are about to, and are still here."""
@@ -755,9 +695,6 @@ class Participant:
         return frozenset(member.contact.peer for member in members) & self.view().together
 
     # -------------------------------------------------------------------------------------------------------- the state
-
-    def _share(self) -> SharedState:
-        return share(self.training, self.state, self._committed)
 
     async def download(self, timeout_s: float, *, patient: bool = True) -> bool:
         """Download the best state and take it over (trainer). False if there is nothing better than ours.
@@ -780,7 +717,7 @@ class Participant:
         while not taken and needed and (left_s := deadline - self._now()) > 0:
             view = self._claimed()
             if not view.behind and not self._fetching.has_news:
-                if failure is None or all(StateKey.of_peer(each) <= self.state.key for each in view.others.values()):
+                if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in view.others.values()):
                     return False
                 raise failure
             try:
@@ -811,7 +748,7 @@ class Participant:
             if self._took_over:
                 self._beginning.state_taken()
                 self._announce_other_state()
-            if self.phase is RunPhase.STEPPING and self._update is None:  # also when the trainer is interrupted
+            if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)
 
     def _to_follow(self) -> list[Contact]:
@@ -825,24 +762,24 @@ class Participant:
         """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
         steps = 0
         while self._claimed().behind and self._now() < deadline:
-            before = self.state
-            if (update := await self._catch_up.next(before, self._committed)) is None:
+            before = self.own.name
+            if (update := await self._catch_up.next(before, self.own.committed)) is None:
                 break
             await self._fetching.parked()
-            if self.state != before:
+            if self.own.name != before:
                 continue  # by a step of our own, before the trainer stood still
-            async with self._hold() as holds:
+            async with self.own.hold() as holds:
                 if not holds:
                     break
-                self._update, self._machine.states_due, self._took_over = update, False, True
+                self.own.update, self._machine.states_due, self._took_over = update, False, True
                 try:
-                    await shielded(self.core.env.executor.run(self.step))
+                    await shielded(self.core.env.executor.run(self.own.step))
                 finally:
-                    self._update = None
+                    self.own.update = None
                     self._heed_contributors()
-            if self.state != update.name:
+            if self.own.name != update.name:
                 break
-            self._shared = True
+            self.own.shared = True
             steps += 1
         return steps
 
@@ -863,7 +800,7 @@ class Participant:
     async def _take_state(self, deadline: float) -> None:
         """Download the best state, and load it."""
         # A client's state is nobody else's: it takes that of the others also where its own came further.
-        view, ours = self._claimed(), self.state.key if self.core.endpoint.contact.addresses else None
+        view, ours = self._claimed(), self.own.name.key if self.core.endpoint.contact.addresses else None
         donors, self._intake = self._donors(view), Intake(self._now())
         try:
             state = await download_state(
@@ -888,20 +825,20 @@ class Participant:
         name, values = name_of(state.metadata), state.metadata["training"]
 
         await self._fetching.parked()
-        if ours is not None and name.key <= self.state.key:
+        if ours is not None and name.key <= self.own.name.key:
             return  # we came further meanwhile
 
         async def take_over() -> None:
             await self.core.env.executor.run(self.training.load, values, state.tensors)
-            self.state, self._committed, self._took_over = name, committed_of(state.metadata), True
+            self.own.name, self.own.committed, self._took_over = name, committed_of(state.metadata), True
             self._heed_contributors()
             self._mend_from = frozenset()
-            self._update, self._machine.states_due = None, False
-            self._shared = True
+            self.own.update, self._machine.states_due = None, False
+            self.own.shared = True
 
-        async with self._hold() as holds:
+        async with self.own.hold() as holds:
             if not holds:
-                raise StateUnavailable(f"it is here, but {self.lock.holder or 'somebody'} has held the parameters")
+                raise StateUnavailable(f"it is here, but {self.own.lock.holder or 'somebody'} has held the parameters")
             try:
                 await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
             except StateUnavailable as error:

@@ -1,0 +1,130 @@
+"""The state that a peer trains: its name, the steps that led to it, and the change that the trainer makes to it next.
+
+The parameters, the name and the steps change together, under the lock of the parameters. So whoever holds the lock sees
+one state. A change is made ready in the loop, and the trainer takes it in its own thread: see `Update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from shoal.averager import TensorLock
+from shoal.core import PeerCore
+from shoal.optim.agreement import Agreement
+from shoal.optim.committed import Committed
+from shoal.optim.notices import Notices
+from shoal.optim.phases import Update
+from shoal.optim.shared_state import share
+from shoal.optim.state_name import StateName
+from shoal.optim.training_state import TrainingState
+from shoal.state import SharedState
+
+__all__ = ["OwnState"]
+
+_LOCK_WITHIN_S = 60.0
+"""The longest wait for the parameters. What needed them is left out then, or tried again."""
+
+
+class OwnState:
+    """The state of one peer. Loop only, but for `step` and `loaded`.
+
+    Args:
+        core: this peer.
+        training: what it trains.
+        lock: of accumulators, parameters and optimizer.
+        notices: say who keeps the lock for long.
+
+    Attributes:
+        name: of the state.
+        committed: the last steps that led to it.
+        shared: whether other peers hold it too, as far as this one knows.
+        update: the change that the trainer makes next; None if there is none.
+    """
+
+    def __init__(self, core: PeerCore, training: TrainingState, lock: TensorLock, notices: Notices) -> None:
+        self.training, self.lock = training, lock
+        self._core, self._notices = core, notices
+        self.name = StateName.genesis(training.fingerprint(), training.steps_before())
+        self.committed = Committed()
+        self.shared = False
+        self.update: Update | None = None
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[bool]:
+        """Hold the lock of the parameters; yields False, and says who has it, if it does not come in time."""
+        async with self.lock.acquire(_LOCK_WITHIN_S) as has_come:
+            if not has_come:
+                self._notices.held(self.lock.holder, _LOCK_WITHIN_S)
+            yield has_come
+
+    def export(self) -> SharedState:
+        """The state as a donor gives it (under `lock`)."""
+        return share(self.training, self.name, self.committed)
+
+    def prepare(
+        self, apply: Callable[[], None], name: StateName, peers: int, agreement: Agreement | None = None
+    ) -> None:
+        """Make a change ready for the trainer.
+
+        Args:
+            apply: makes it.
+            name: of the state afterwards.
+            peers: that make it.
+            agreement: of its members, if it is the swarm's step; None for an average of states.
+        """
+        committed = self.committed
+        if agreement is not None:
+            committed = committed.after(agreement.contributors, self.name.epoch)
+        self.update = Update(
+            apply=apply,
+            name=name,
+            committed=committed,
+            peers=peers,
+            samples=name.samples - self.name.samples,
+            is_step=agreement is not None,
+        )
+
+    def step(self) -> None:
+        """Take the update, and name the state anew (trainer, in its own thread, under `lock`).
+
+        It is taken once. An interruption leaves parameters that no other peer has. They get a name of their own, and
+        any proper name is better. So does an error of the optimizer, whose step does not count.
+        """
+        update = self.update
+        if update is None or update.taken:
+            return
+        chance, me = self._core.env.rng.randbytes(16), self._core.peer_id.raw
+        interrupted = self.name.after_interruption(chance, me, step=update.is_step)
+        failed = self.name.after_difference(chance, me)
+        training, epoch = self.training, self.training.epoch
+        training.whole = False
+        try:
+            update.apply()
+            training.whole = True
+        finally:
+            # Attributes alone: no interrupt comes in between.
+            if training.whole:
+                self.name, self.committed, update.taken = update.name, update.committed, True
+            elif update.is_step and training.step_error is not None:
+                self.name, update.taken = failed, True
+            elif training.epoch != epoch or not update.is_step:
+                self.name, self.committed, update.taken = interrupted, update.committed, True
+
+    def loaded(self, saved: StateName | None, *, unchanged: bool = False) -> None:
+        """The user has loaded a checkpoint: name the state anew (under `lock`, in the trainer's thread).
+
+        Args:
+            saved: the name that it was saved under; None if it has none.
+            unchanged: the state now is the one that was saved, and has its name.
+        """
+        training, before = self.training, self.name
+        if saved is not None and unchanged:
+            self.name = saved
+        elif saved is None and self.name.epoch == 0:
+            self.name = StateName.genesis(training.fingerprint(), training.steps_before())
+        else:
+            self.name = (saved or self.name).after_loading(training.fingerprint())
+        if self.name != before:
+            self.committed = Committed()
+        training.discard()

@@ -105,7 +105,7 @@ def test_a_newcomer_whose_download_takes_longer_than_an_epoch_takes_part(epochs:
         late = await scene.newcomer()
         first = await scene.first_epoch(late, 2 * EPOCH_S * epochs + 20)
         names = await scene.end(3)
-        assert len(late.participant.downloads) == 1
+        assert len(late.participant.takeover.downloads) == 1
         assert scene.run.agree(names), {name: scene.run.swarm.peer(name).participant.state for name in names}
         member = scene.run.swarm.peer("p0")
         missed = sum(came < time < first for time, *_ in member.epochs)
@@ -124,7 +124,7 @@ async def held(scene: Scene, late: Trainer, within_s: float, epochs: int = 3) ->
     """The newcomer takes part after one download, and ends with the bits of all who are alive."""
     await scene.first_epoch(late, within_s)
     names = await scene.end(epochs)
-    assert len(late.participant.downloads) == 1, late.failed_downloads
+    assert len(late.participant.takeover.downloads) == 1, late.failed_downloads
     assert scene.run.agree(names), {name: scene.run.swarm.peer(name).participant.state for name in names}
     assert not scene.run.warnings, scene.run.warnings
     await scene.run.close()

@@ -87,13 +87,15 @@ class Crowd:
         new = [self.peer(name) for name in self.newcomers]
         until = self.loop.time() + within_s
         while not all(trainer.epochs for trainer in new):
-            assert self.loop.time() < until, [(len(each.participant.downloads), each.epochs[:1]) for each in new]
+            assert self.loop.time() < until, [
+                (len(each.participant.takeover.downloads), each.epochs[:1]) for each in new
+            ]
             await sim.sleep(0.1)
         assert min(trainer.epochs[0][1] for trainer in new) > 10, [trainer.epochs[0] for trainer in new]
         self.run.announce_end(self.peer(self.donors[0]).participant.epoch + 10)
         await asyncio.wait(list(self.tasks.values()))
         assert self.run.agree([*self.donors, *self.newcomers])
-        downloads = [len(trainer.participant.downloads) for trainer in new]
+        downloads = [len(trainer.participant.takeover.downloads) for trainer in new]
         assert max(downloads) <= 2, downloads
         assert [trainer.alone for trainer in new] == [0] * len(new)
         assert not self.run.warnings, self.run.warnings

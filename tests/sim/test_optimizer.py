@@ -72,11 +72,11 @@ def test_a_view_of_the_swarm_changes_nothing() -> None:
         run.trainers["p0"].participant.training.accumulate(24)
         participant = run.trainers["p0"].participant
         parts: dict[str, Any] = vars(participant)
-        pure = ["_machine", "_companions", "_attendance", "_end", "_beginning", "_notices", "_news", "_moves", "speed"]
+        pure = ["_machine", "_companions", "_attendance", "_end", "_notices", "_news", "_moves", "speed", "own"]
 
         def marks() -> str:
             plain = {name: value for name, value in parts.items() if isinstance(value, int | float | frozenset)}
-            return repr([plain, *(vars(parts[name]) for name in pure)])
+            return repr([plain, vars(participant.takeover.beginning), *(vars(parts[name]) for name in pure)])
 
         before = marks()
         assert participant.view().samples >= 24, "enough for a round"

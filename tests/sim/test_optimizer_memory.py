@@ -73,7 +73,7 @@ def test_a_newcomer_holds_no_more_once_it_takes_part() -> None:
         await sim.sleep(8.0)
         late = await run.add("late")
         await asyncio.gather(*tasks, run.swarm.run_on("late", late.train, 4, duration_s=0.5, until=at_epoch(late, 30)))
-        assert late.participant.downloads
+        assert late.participant.takeover.downloads
         await sim.sleep(60.0)
         assert 27.9 < (live_bytes() - before) / (3 * PARAMETERS) < 28.1
         await run.close()

@@ -170,9 +170,9 @@ def pace(slow_s: float | None) -> tuple[int, list[bool]]:
 
         async def train_slowly(trainer: Trainer, batch_s: float) -> None:
             while loop.time() < end:
-                before = len(trainer.participant.downloads)
+                before = len(trainer.participant.takeover.downloads)
                 await trainer.take_batch(4, duration_s=batch_s)
-                downloaded.append(len(trainer.participant.downloads) > before)
+                downloaded.append(len(trainer.participant.takeover.downloads) > before)
 
         def train(name: str) -> Coroutine[Any, Any, None]:
             trainer = run.swarm.peer(name)

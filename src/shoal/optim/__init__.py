@@ -2,8 +2,9 @@
 
 Read `training_state` (what a peer trains: no network), then `phases` (when the swarm steps: a pure machine), then
 `participant` (the shell that does it, in the loop), then `optimizer` (the class that users hold). Beside them:
-`own_state` (the state that a peer trains), `state_name` (how a state is named), `gossip` (how peers tell where they
-stand), `shared_state` (what newcomers download).
+`own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
+`state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
+download).
 """
 
 from shoal.optim.optimizer import Optimizer

@@ -436,7 +436,7 @@ class Optimizer(torch.optim.Optimizer):
             try:
                 self._run(self._participant.download(timeout_s, patient=False), timeout_s)
             except StateUnavailable as error:
-                self._participant.check_beginning()
+                self._participant.takeover.check_beginning()
                 if str(error) != self._not_taken:
                     self._not_taken = str(error)
                     self._warn(str(error))

@@ -13,19 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from shoal.allreduce.segments import RoundMemory
 from shoal.allreduce.vector import Vector
 from shoal.averager import StepResult, TensorLock
-from shoal.clock import own_clock, seconds_text, shielded
+from shoal.clock import own_clock, seconds_text
 from shoal.compression import CompressionBase
 from shoal.core import PeerCore
-from shoal.errors import ConfigError, NoMemoryForState, StateUnavailable
+from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
 from shoal.optim.agreement import Agreement, Contributor, Said, agree, checks_of
 from shoal.optim.attendance import Attendance
@@ -38,25 +38,23 @@ from shoal.optim.fetching import Fetching
 from shoal.optim.gossip import ProgressGossip
 from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
+from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
 from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
-from shoal.optim.shared_state import Misfits, committed_of, name_of, why_not_ours
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
 from shoal.optim.step_feed import StepFeed
+from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
 from shoal.peer import PeerID
 from shoal.progress import StateKey, SwarmProgress, SwarmView
-from shoal.state import Donor, Intake, download_state
 from shoal.tasks import Changes, Tasks
-from shoal.wire import Contact, FollowSteps, Progress
+from shoal.wire import FollowSteps, Progress
 
 __all__ = ["Participant"]
-
-_MOST_DONORS = 256
 
 
 class Participant:
@@ -72,6 +70,7 @@ class Participant:
 
     Attributes:
         own: the state that this peer trains.
+        takeover: takes over better states.
     """
 
     def __init__(
@@ -96,14 +95,11 @@ class Participant:
         self._notices = Notices(core.env.events, settings.run_id)
         self.own = OwnState(core, training, lock, self._notices)
         self._end = RunEnd(core.peer_id, settings.end_patience_s)
-        self._beginning = Beginning(settings.state_patience_s, required=settings.require_state)
         self.last_round: StepResult | None = None
         self.speed = RateMeter()
         self.contribution = Contribution()
         self._given = 0
         self.others_samples = 0
-        self.downloads: list[tuple[int, float]] = []
-        self._misfits = Misfits()
         self._counts = Counts(training.extra_tensors)
         self._attendance = Attendance(core.peer_id, settings.averager.window_s)
         self._companions = Companions()
@@ -116,20 +112,40 @@ class Participant:
         self._catch_up = CatchUp(
             core, settings.run_id, training, self._gradients, self._states, max_bytes=settings.catch_up_bytes
         )
-        self._took_over = False
-        self._intake: Intake | None = None  # of the download that is under way
         self._news = Changes()  # reasons to look at the swarm
         self._moves = Changes()  # of the phase, and of all else that the trainer may wait for
         self._fetching = Fetching(self._fetch, self._news, on_failure=self._fail)
+        self._outlook = Outlook(
+            core=core,
+            settings=settings,
+            own=self.own,
+            speed=self.speed,
+            end=self._end,
+            known=self._known,
+            companions=self._companions,
+            attendance=self._attendance,
+            fetching=self._fetching,
+        )
         self._checks = Checks()
         self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
-        self._mend_from: frozenset[PeerID] = frozenset()
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
         self._closed = False
         self._closing: asyncio.Task[None] | None = None
         self._gossip = ProgressGossip(core, settings, self._known, self._news, next_word=self._next_word)
+        self.takeover = Takeover(
+            core=core,
+            own=self.own,
+            outlook=self._outlook,
+            machine=self._machine,
+            beginning=Beginning(settings.state_patience_s, required=settings.require_state),
+            gossip=self._gossip,
+            catch_up=self._catch_up,
+            states=self._states,
+            notices=self._notices,
+            news=self._news,
+        )
         others = self._known, self._gossip, self._notices
         self._solitude = Solitude(core, settings.run_id, *others, digest=lambda: self.own.name.digest)
 
@@ -222,20 +238,9 @@ class Participant:
 
     def progress(self) -> Progress:
         """The progress of this peer, with the time of its last word to others."""
-        return Progress(
-            contact=self.core.endpoint.contact,
-            epoch=self.own.name.epoch,
-            digest=self.own.name.digest,
-            branch_samples=self.own.name.samples,
-            samples=self.training.samples,
-            rate=self.speed.rate,
-            time=self._told_at,
-            settings=dict(self.settings.fingerprint),
-            end_epoch=self._end.epoch,
-            left=self._closed,
-            check=self._checks.last,
-            alone=self._solitude.told,
-        )
+        told_at, alone = self._told_at, self._solitude.told
+        place = self._outlook.place()
+        return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._checks.last, alone=alone)
 
     def _next_word(self) -> Progress:
         """The progress of this peer, to be told to others.
@@ -247,27 +252,7 @@ class Participant:
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
-        return self._unless_it_goes_on(self._claimed())
-
-    def _unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
-        goes_on = claimed.behind and not self._fetching.waits(claimed, self._now())
-        return replace(claimed, behind=False) if goes_on else claimed
-
-    def _claimed(self) -> SwarmView:
-        """As the others say, also where we go on with a state that is not the best one."""
-        now = self._now()
-        return self._known.view(
-            self.progress(),
-            now,
-            shared=self.own.shared,
-            awaited=self._companions.awaited,
-            before=self._companions.before,
-            absent=self._attendance.absent(self._known.peers, now),
-            silent=self.core.endpoint.silent,
-        )
-
-    def _heed_contributors(self) -> None:
-        self._known.contributors = self._attendance.contributors = self.own.committed.samples
+        return self._outlook.view()
 
     def _look(self) -> tuple[SwarmView, SwarmView]:
         """Take in what is known now: whom a round waits for, where the run ends, what the user is to be told.
@@ -275,11 +260,11 @@ class Participant:
         Returns:
             The view, and the swarm as the others claim it to be: see `view` and `_claimed`.
         """
-        self._heed_contributors()
+        self._outlook.heed_contributors()
         companions, target, now = self._companions, self.settings.target_batch_size, self._now()
         self._known.expire(now)
-        claimed = self._claimed()
-        view = self._unless_it_goes_on(claimed)
+        claimed = self._outlook.claimed()
+        view = self._outlook.unless_it_goes_on(claimed)
         if companions.observe(view, target, now):
             return self._look()
         if view.coming and companions.until is not None:
@@ -334,7 +319,7 @@ class Participant:
                 begin = goes_on and machine.phase is not RunPhase.BEHIND
                 self._fetching.observe(claimed, self.settings.state_patience_s if begin else None, self._now())
             self._gossip.tell(view, now=machine.phase is RunPhase.AVERAGING)
-            alone = machine.phase is RunPhase.AVERAGING and self._alone(view)
+            alone = machine.phase is RunPhase.AVERAGING and self._outlook.alone(view)
             match machine.work(self._situation(view), alone=alone, nobody=len(view.peers) == 1):
                 case Work.AVERAGE_GRADIENTS:
                     await self._average()
@@ -366,45 +351,10 @@ class Participant:
         machine, before = self._machine, self.phase
         if machine.is_busy or machine.states_due or self._fetching.holds:
             return
-        must_fetch = self._may_not_begin(view) or self._fetching.has_news
+        must_fetch = self.takeover.may_not_begin(view) or self._fetching.has_news
         machine.happened(self._situation(view, must_fetch=must_fetch).event)
         if machine.phase is not before:
             self._moves.notify()
-
-    def _may_not_begin(self, view: SwarmView) -> bool:
-        """Whether this peer waits for the state of a run that is further than its own beginning."""
-        further = self._known.further(self.epoch)
-        on_its_own = self.epoch > 0 and not view.behind and not self.at_end
-        self._notices.without(further if on_its_own else {}, self.epoch)
-        stance = self._judge_beginning(view)
-        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.settings.require_state)
-
-    def _judge_beginning(self, view: SwarmView) -> Stance:
-        """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
-        if self.epoch > 0:
-            return Stance.FREE
-        now, giving = self._now(), self._giving()
-        stance = self._beginning.judge(
-            self._known.further(self.epoch),
-            others_here=len(view.together) - 1,
-            now=now,
-            refusing=self._known.refusing(now),
-            giving=giving,
-        )
-        self._notices.beginning(self._beginning, behind=view.behind or bool(giving))
-        return stance
-
-    def _giving(self) -> AbstractSet[PeerID]:
-        """The donors of the download, if it may end before this peer begins without them.
-
-        While it waits for a donor that is busy, the peers that give us steps.
-        """
-        intake, now = self._intake, self._now()
-        if intake is None:
-            return frozenset()
-        if intake.missing_bytes is None:
-            return self._catch_up.giving(now)
-        return intake.donors if intake.in_time(now, self._beginning.until(now)) else frozenset()
 
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
@@ -415,13 +365,13 @@ class Participant:
             self._gradients,
             tag=name.group_tag,
             gather=said,
-            hopeless=lambda view: view.behind or self._alone(view),
+            hopeless=lambda view: view.behind or self._outlook.alone(view),
             expected=lambda: self._attendance.wait_for(self.view().together - {me}, self._now()),
             prepare=lambda: self._contribute(name),
             apply=lambda vector: self._take_average(vector, name),
         )
         if result is None:
-            if self._alone(self.view()):
+            if self._outlook.alone(self.view()):
                 self._notices.absent(self._attendance.formed({me}, self._now()))
             async with self.own.hold() as holds:
                 if holds:
@@ -433,11 +383,6 @@ class Participant:
         if self.own.name == name:
             self.own.shared = True
             await self._take_step_of(result, said)
-
-    def _alone(self, view: SwarmView) -> bool:
-        """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
-        others = view.together - {self.core.peer_id}
-        return others == self._attendance.given_up(others, self._now())
 
     def _said(self, check: Check | None = None) -> Said:
         training = self.training
@@ -479,7 +424,7 @@ class Participant:
                 return True  # the next check finds it, too
             self.own.name = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
             self.training.discard()
-        self._mend_from = verdict.others[me]
+        self.takeover.mend_from = verdict.others[me]
         await self.tell_loaded()
         return False
 
@@ -572,23 +517,13 @@ class Participant:
         if self.failure is not None:
             raise self.failure
         if self.settings.require_state and not self.view().behind:
-            self.check_beginning()
+            self.takeover.check_beginning()
         return self.phase
 
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
         return self._machine.trainer_waits(at_end=self.at_end, may_leave=self._end.over(self.epoch))
-
-    def check_beginning(self) -> None:
-        """Raise `StateUnavailable` if this peer needs a state that others have, and has waited for it long enough."""
-        begins = self._beginning
-        if self.epoch == 0 and self.settings.require_state and begins.stance is Stance.GIVEN_UP:
-            raise StateUnavailable(
-                f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
-                "may not begin by itself (require_state=True): check whether initial_peers lead to the run, or start "
-                "one peer without require_state"
-            )
 
     async def stepped(self) -> None:
         """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
@@ -710,12 +645,12 @@ class Participant:
         await self._gossip.looked.wait()
 
         def waits() -> bool:  # a newcomer that may not begin has nothing else to do
-            return patient or self._judge_beginning(self._look()[0]) is Stance.WAITING
+            return patient or self.takeover.stance(self._look()[0]) is Stance.WAITING
 
         deadline, taken, needed = self._now() + timeout_s, False, True
         failure: StateUnavailable | None = None
         while not taken and needed and (left_s := deadline - self._now()) > 0:
-            view = self._claimed()
+            view = self._outlook.claimed()
             if not view.behind and not self._fetching.has_news:
                 if failure is None or all(StateKey.of_peer(each) <= self.own.name.key for each in view.others.values()):
                     return False
@@ -736,119 +671,10 @@ class Participant:
 
     async def _fetch(self, timeout_s: float) -> None:
         """Take over the best state, or the steps that lead to it."""
-        began, self._took_over = self._now(), False
         try:
-            async with self._catch_up.following(self._to_follow):
-                if not await self._take_steps(began + timeout_s):
-                    await self._take_state(began + timeout_s)
-                    await self._take_steps(began + timeout_s)
+            await self.takeover.run(timeout_s)
         finally:
-            if self._claimed().behind and (trouble := await self._catch_up.give_up(self._now() - began)) is not None:
-                self._notices.warn(trouble)
-            if self._took_over:
-                self._beginning.state_taken()
+            if self.takeover.took_over:
                 self._announce_other_state()
             if self.phase is RunPhase.STEPPING and self.own.update is None:  # also when the trainer is interrupted
                 self._happened(Event.OVERTAKEN)
-
-    def _to_follow(self) -> list[Contact]:
-        """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
-        contacts = [self._gossip.contact(peer) for peer in self._claimed().leaders]
-        contacts = [contact for contact in contacts if contact.addresses]
-        self.core.env.rng.shuffle(contacts)
-        return contacts
-
-    async def _take_steps(self, deadline: float) -> int:
-        """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
-        steps = 0
-        while self._claimed().behind and self._now() < deadline:
-            before = self.own.name
-            if (update := await self._catch_up.next(before, self.own.committed)) is None:
-                break
-            await self._fetching.parked()
-            if self.own.name != before:
-                continue  # by a step of our own, before the trainer stood still
-            async with self.own.hold() as holds:
-                if not holds:
-                    break
-                self.own.update, self._machine.states_due, self._took_over = update, False, True
-                try:
-                    await shielded(self.core.env.executor.run(self.own.step))
-                finally:
-                    self.own.update = None
-                    self._heed_contributors()
-            if self.own.name != update.name:
-                break
-            self.own.shared = True
-            steps += 1
-        return steps
-
-    def _donors(self, view: SwarmView) -> list[Donor]:
-        """The peers to ask: all that say that they have a better state, those at the best one first.
-
-        A peer that says so and does not give its state cannot keep us from asking the others.
-        """
-        leaders = [peer for peer in view.leaders if peer in self._mend_from] or view.leaders
-        donors = [Donor(self._gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]
-        if not self._mend_from:
-            better = self._known.better(self.progress(), self._now())
-            lower = sorted(peer for peer in better if peer not in leaders)
-            # Below all epochs, in their order.
-            donors += [Donor(self._gossip.contact(peer), -1.0 / (1 + better[peer]), better[peer]) for peer in lower]
-        return donors[:_MOST_DONORS]
-
-    async def _take_state(self, deadline: float) -> None:
-        """Download the best state, and load it."""
-        # A client's state is nobody else's: it takes that of the others also where its own came further.
-        view, ours = self._claimed(), self.own.name.key if self.core.endpoint.contact.addresses else None
-        donors, self._intake = self._donors(view), Intake(self._now())
-        try:
-            state = await download_state(
-                self.core.endpoint,
-                self.core.env,
-                self._states.prefix,
-                donors,
-                timeout_s=max(0.001, deadline - self._now()),
-                min_epoch=self._catch_up.from_epoch,
-                accept=lambda manifest: why_not_ours(self.training, manifest, ours, self._misfits),
-                limits=self._states.sharing.limits,
-                may_read=self._catch_up.steps_first,
-                intake=self._intake,
-            )
-        except StateUnavailable as error:
-            if not isinstance(error, NoMemoryForState):
-                self._withheld(view.leaders)
-            raise
-        finally:
-            self._beginning.note_giving(self._giving())
-            self._intake = None
-        name, values = name_of(state.metadata), state.metadata["training"]
-
-        await self._fetching.parked()
-        if ours is not None and name.key <= self.own.name.key:
-            return  # we came further meanwhile
-
-        async def take_over() -> None:
-            await self.core.env.executor.run(self.training.load, values, state.tensors)
-            self.own.name, self.own.committed, self._took_over = name, committed_of(state.metadata), True
-            self._heed_contributors()
-            self._mend_from = frozenset()
-            self.own.update, self._machine.states_due = None, False
-            self.own.shared = True
-
-        async with self.own.hold() as holds:
-            if not holds:
-                raise StateUnavailable(f"it is here, but {self.own.lock.holder or 'somebody'} has held the parameters")
-            try:
-                await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
-            except StateUnavailable as error:
-                self._misfits.add(values, state.tensors, str(error))
-                self._withheld(view.leaders)
-                raise
-        self._known.note_given(state.donors)
-        self.downloads.append((state.bytes_received, state.duration_s))
-        self._notices.downloaded(state.duration_s, self.core.reachability.shut_out)
-
-    def _withheld(self, peers: Iterable[PeerID]) -> None:
-        self._known.note_withheld(peers, self._now())
-        self.accumulated()

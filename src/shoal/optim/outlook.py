@@ -1,0 +1,100 @@
+"""The swarm as one peer sees it from its own state: what is known of the others, and whether a better state counts.
+
+Others may claim a better state that nobody gives. `claimed` is the swarm as they say it is. In `view` this peer is
+behind only as long as its trainer is to stand still for that state (see `fetching`). Both change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from shoal.core import PeerCore
+from shoal.optim.attendance import Attendance
+from shoal.optim.companions import Companions
+from shoal.optim.contribution import RateMeter
+from shoal.optim.fetching import Fetching
+from shoal.optim.own_state import OwnState
+from shoal.optim.run_end import RunEnd
+from shoal.optim.settings import RunSettings
+from shoal.progress import SwarmProgress, SwarmView
+from shoal.wire import Progress
+
+__all__ = ["Outlook"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Outlook:
+    """The outlook of one peer, from these parts of it. Loop only.
+
+    Attributes:
+        core: this peer.
+        settings: of the run.
+        own: its state.
+        speed: how fast it trains.
+        end: where the run ends.
+        known: the words of the others.
+        companions: the peers of its last step.
+        attendance: of the others in its rounds.
+        fetching: of a better state.
+    """
+
+    core: PeerCore
+    settings: RunSettings
+    own: OwnState
+    speed: RateMeter
+    end: RunEnd
+    known: SwarmProgress
+    companions: Companions
+    attendance: Attendance
+    fetching: Fetching
+
+    def place(self) -> Progress:
+        """This peer's own place in the swarm, as a word without a time."""
+        name = self.own.name
+        return Progress(
+            contact=self.core.endpoint.contact,
+            epoch=name.epoch,
+            digest=name.digest,
+            branch_samples=name.samples,
+            samples=self.own.training.samples,
+            rate=self.speed.rate,
+            time=0.0,
+            settings=dict(self.settings.fingerprint),
+            end_epoch=self.end.epoch,
+        )
+
+    def claimed(self) -> SwarmView:
+        """The swarm as the others say, also where this peer goes on with a state that is not the best one."""
+        now = _now()
+        return self.known.view(
+            self.place(),
+            now,
+            shared=self.own.shared,
+            awaited=self.companions.awaited,
+            before=self.companions.before,
+            absent=self.attendance.absent(self.known.peers, now),
+            silent=self.core.endpoint.silent,
+        )
+
+    def view(self) -> SwarmView:
+        """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""
+        return self.unless_it_goes_on(self.claimed())
+
+    def unless_it_goes_on(self, claimed: SwarmView) -> SwarmView:
+        """The view that belongs to what the others claim."""
+        goes_on = claimed.behind and not self.fetching.waits(claimed, _now())
+        return replace(claimed, behind=False) if goes_on else claimed
+
+    def alone(self, view: SwarmView) -> bool:
+        """Whether nobody is at our state but this peer, and strangers that rounds do not wait for."""
+        others = view.together - {self.core.peer_id}
+        return others == self.attendance.given_up(others, _now())
+
+    def heed_contributors(self) -> None:
+        """The steps that led to our state are known anew: whose words count, and whom rounds wait for."""
+        self.known.contributors = self.attendance.contributors = self.own.committed.samples
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

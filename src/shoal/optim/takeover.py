@@ -1,0 +1,242 @@
+"""Taking over a better state: its donors give it, or the steps that lead to it from our own. Loop only.
+
+A state is downloaded beside the trainer's batches. It is taken over while the trainer stands still (see `fetching`),
+under the lock of the parameters, name and values together. A newcomer waits for a run's state before it begins, for a
+while: see `beginning`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+
+from shoal.averager import Averager
+from shoal.clock import shielded
+from shoal.core import PeerCore
+from shoal.errors import NoMemoryForState, StateUnavailable
+from shoal.optim.beginning import Beginning, Stance
+from shoal.optim.catch_up import CatchUp
+from shoal.optim.gossip import ProgressGossip
+from shoal.optim.notices import Notices
+from shoal.optim.outlook import Outlook
+from shoal.optim.own_state import OwnState
+from shoal.optim.phases import PhaseMachine
+from shoal.optim.shared_state import Misfits, committed_of, name_of, why_not_ours
+from shoal.peer import PeerID
+from shoal.progress import SwarmView
+from shoal.state import Donor, Intake, download_state
+from shoal.tasks import Changes
+from shoal.wire import Contact
+
+__all__ = ["Takeover"]
+
+_MOST_DONORS = 256
+
+
+@dataclass(slots=True, kw_only=True)
+class Takeover:
+    """Takes over better states for one peer, with these parts of it.
+
+    Attributes:
+        core: this peer.
+        own: its state.
+        outlook: says which state is better.
+        machine: the phases of the run; no average is due after a takeover.
+        beginning: says how long a newcomer waits.
+        gossip: knows how peers are reached.
+        catch_up: follows the steps of others.
+        states: the averager of states, whose donors are asked.
+        notices: tell the user.
+        news: told when a state was withheld.
+        took_over: whether the last `run` changed the state.
+        mend_from: the only peers to ask, after a check found that our parameters differ; empty for all.
+        downloads: bytes and seconds of each download that was taken over.
+    """
+
+    core: PeerCore
+    own: OwnState
+    outlook: Outlook
+    machine: PhaseMachine
+    beginning: Beginning
+    gossip: ProgressGossip
+    catch_up: CatchUp
+    states: Averager
+    notices: Notices
+    news: Changes
+    took_over: bool = False
+    mend_from: frozenset[PeerID] = frozenset()
+    downloads: list[tuple[int, float]] = field(default_factory=list)
+    _misfits: Misfits = field(default_factory=Misfits)
+    _intake: Intake | None = None  # of the download that is under way
+
+    async def run(self, timeout_s: float) -> None:
+        """Take over the best state, or the steps that lead to it, within so many seconds.
+
+        Raises:
+            StateUnavailable: no donor gave it.
+        """
+        began, self.took_over = _now(), False
+        try:
+            async with self.catch_up.following(self._to_follow):
+                if not await self._take_steps(began + timeout_s):
+                    await self._take_state(began + timeout_s)
+                    await self._take_steps(began + timeout_s)
+        finally:
+            if self.outlook.claimed().behind and (trouble := await self.catch_up.give_up(_now() - began)) is not None:
+                self.notices.warn(trouble)
+            if self.took_over:
+                self.beginning.state_taken()
+
+    def may_not_begin(self, view: SwarmView) -> bool:
+        """Whether this peer waits for the state of a run that is further than its own beginning."""
+        outlook, epoch = self.outlook, self.own.name.epoch
+        on_its_own = epoch > 0 and not view.behind and not outlook.end.reached(epoch)
+        self.notices.without(outlook.known.further(epoch) if on_its_own else {}, epoch)
+        stance = self.stance(view)
+        return stance is Stance.WAITING or (stance is Stance.GIVEN_UP and self.beginning.required)
+
+    def stance(self, view: SwarmView) -> Stance:
+        """Whether this peer may go on with its own state, as far as a run that is further is concerned."""
+        known, epoch = self.outlook.known, self.own.name.epoch
+        if epoch > 0:
+            return Stance.FREE
+        now, giving = _now(), self._giving()
+        stance = self.beginning.judge(
+            known.further(epoch),
+            others_here=len(view.together) - 1,
+            now=now,
+            refusing=known.refusing(now),
+            giving=giving,
+        )
+        self.notices.beginning(self.beginning, behind=view.behind or bool(giving))
+        return stance
+
+    def check_beginning(self) -> None:
+        """Raise `StateUnavailable` if this peer needs a state that others have, and has waited for it long enough."""
+        begins = self.beginning
+        if self.own.name.epoch == 0 and begins.required and begins.stance is Stance.GIVEN_UP:
+            raise StateUnavailable(
+                f"no peer of the run gave a state within {begins.patience_s:.0f} s (load_state_timeout), and this one "
+                "may not begin by itself (require_state=True): check whether initial_peers lead to the run, or start "
+                "one peer without require_state"
+            )
+
+    def _giving(self) -> AbstractSet[PeerID]:
+        """The donors of the download, if it may end before this peer begins without them.
+
+        While it waits for a donor that is busy, the peers that give us steps.
+        """
+        intake, now = self._intake, _now()
+        if intake is None:
+            return frozenset()
+        if intake.missing_bytes is None:
+            return self.catch_up.giving(now)
+        return intake.donors if intake.in_time(now, self.beginning.until(now)) else frozenset()
+
+    def _to_follow(self) -> list[Contact]:
+        """Peers with the best state that can be dialed, in random order, so that not all follow the same ones."""
+        contacts = [self.gossip.contact(peer) for peer in self.outlook.claimed().leaders]
+        contacts = [contact for contact in contacts if contact.addresses]
+        self.core.env.rng.shuffle(contacts)
+        return contacts
+
+    async def _take_steps(self, deadline: float) -> int:
+        """Take the steps that lead on from our state, as far as the others tell of them; returns how many."""
+        steps = 0
+        while self.outlook.claimed().behind and _now() < deadline:
+            before = self.own.name
+            if (update := await self.catch_up.next(before, self.own.committed)) is None:
+                break
+            await self.outlook.fetching.parked()
+            if self.own.name != before:
+                continue  # by a step of our own, before the trainer stood still
+            async with self.own.hold() as holds:
+                if not holds:
+                    break
+                self.own.update, self.machine.states_due, self.took_over = update, False, True
+                try:
+                    await shielded(self.core.env.executor.run(self.own.step))
+                finally:
+                    self.own.update = None
+                    self.outlook.heed_contributors()
+            if self.own.name != update.name:
+                break
+            self.own.shared = True
+            steps += 1
+        return steps
+
+    def _donors(self, view: SwarmView) -> list[Donor]:
+        """The peers to ask: all that say that they have a better state, those at the best one first.
+
+        A peer that says so and does not give its state cannot keep us from asking the others.
+        """
+        leaders = [peer for peer in view.leaders if peer in self.mend_from] or view.leaders
+        donors = [Donor(self.gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]
+        if not self.mend_from:
+            better = self.outlook.known.better(self.outlook.place(), _now())
+            lower = sorted(peer for peer in better if peer not in leaders)
+            # Below all epochs, in their order.
+            donors += [Donor(self.gossip.contact(peer), -1.0 / (1 + better[peer]), better[peer]) for peer in lower]
+        return donors[:_MOST_DONORS]
+
+    async def _take_state(self, deadline: float) -> None:
+        """Download the best state, and load it."""
+        # A client's state is nobody else's: it takes that of the others also where its own came further.
+        view, ours = self.outlook.claimed(), self.own.name.key if self.core.endpoint.contact.addresses else None
+        donors, self._intake = self._donors(view), Intake(_now())
+        try:
+            state = await download_state(
+                self.core.endpoint,
+                self.core.env,
+                self.states.prefix,
+                donors,
+                timeout_s=max(0.001, deadline - _now()),
+                min_epoch=self.catch_up.from_epoch,
+                accept=lambda manifest: why_not_ours(self.own.training, manifest, ours, self._misfits),
+                limits=self.states.sharing.limits,
+                may_read=self.catch_up.steps_first,
+                intake=self._intake,
+            )
+        except StateUnavailable as error:
+            if not isinstance(error, NoMemoryForState):
+                self._withheld(view.leaders)
+            raise
+        finally:
+            self.beginning.note_giving(self._giving())
+            self._intake = None
+        name, values = name_of(state.metadata), state.metadata["training"]
+
+        await self.outlook.fetching.parked()
+        if ours is not None and name.key <= self.own.name.key:
+            return  # we came further meanwhile
+
+        async def take_over() -> None:
+            await self.core.env.executor.run(self.own.training.load, values, state.tensors)
+            self.own.name, self.own.committed, self.took_over = name, committed_of(state.metadata), True
+            self.outlook.heed_contributors()
+            self.mend_from = frozenset()
+            self.own.update, self.machine.states_due = None, False
+            self.own.shared = True
+
+        async with self.own.hold() as holds:
+            if not holds:
+                raise StateUnavailable(f"it is here, but {self.own.lock.holder or 'somebody'} has held the parameters")
+            try:
+                await shielded(take_over())  # also when the trainer is interrupted: the parameters have one name
+            except StateUnavailable as error:
+                self._misfits.add(values, state.tensors, str(error))
+                self._withheld(view.leaders)
+                raise
+        self.outlook.known.note_given(state.donors)
+        self.downloads.append((state.bytes_received, state.duration_s))
+        self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
+
+    def _withheld(self, peers: Iterable[PeerID]) -> None:
+        self.outlook.known.note_withheld(peers, _now())
+        self.news.notify()
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

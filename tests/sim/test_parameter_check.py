@@ -10,7 +10,7 @@ import torch
 
 from shoal import sim
 from shoal.events import Event, Warned
-from shoal.optim import participant
+from shoal.optim import parameter_check
 from shoal.optim.check import Check
 from tests.sim.optimizer_kit import Run, Trainer
 
@@ -75,7 +75,7 @@ def test_a_peer_alone_makes_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
         return Check(b"", bytes(16), b"")
 
     async def main() -> None:
-        monkeypatch.setattr(participant, "check_of", count)
+        monkeypatch.setattr(parameter_check, "check_of", count)
         await train(NAMES[:1], 13, nothing)
         assert not made
 

@@ -27,11 +27,11 @@ from shoal.compression import CompressionBase
 from shoal.core import PeerCore
 from shoal.errors import ConfigError, StateUnavailable
 from shoal.events import EpochAdvanced, RunEnded
-from shoal.optim.agreement import Agreement, Contributor, Said, agree, checks_of
+from shoal.optim.agreement import Agreement, Contributor, Said, agree
 from shoal.optim.attendance import Attendance
 from shoal.optim.beginning import Beginning, Stance
 from shoal.optim.catch_up import CatchUp
-from shoal.optim.check import Check, Checks, check_of, is_due, judge
+from shoal.optim.check import Check
 from shoal.optim.companions import Companions
 from shoal.optim.contribution import Contribution, RateMeter
 from shoal.optim.fetching import Fetching
@@ -40,6 +40,7 @@ from shoal.optim.notices import Notices
 from shoal.optim.options import differences, misfit, options_of
 from shoal.optim.outlook import Outlook
 from shoal.optim.own_state import OwnState
+from shoal.optim.parameter_check import ParameterCheck
 from shoal.optim.phases import Event, PhaseMachine, RunPhase, Situation, Update, Work
 from shoal.optim.rounds import Counts, Rounds, gradient_averager, state_averager
 from shoal.optim.run_end import RunEnd
@@ -126,8 +127,7 @@ class Participant:
             attendance=self._attendance,
             fetching=self._fetching,
         )
-        self._checks = Checks()
-        self._checking: tuple[StateName, asyncio.Task[Check | None]] | None = None
+        self._check = ParameterCheck(core, self.own, self._notices, every=settings.check_every)
         self._rounds = Rounds(core.env, self._look_and_tell, self._news)
         self._tasks = Tasks(self._fail)
         self._told_at = -math.inf
@@ -193,9 +193,7 @@ class Participant:
 
     async def _leave(self) -> None:
         await self._tasks.cancel()
-        if self._checking is not None:
-            self._checking[1].cancel()
-            await asyncio.gather(self._checking[1], return_exceptions=True)
+        await self._check.close()
         await self._fetching.close()
         await self._gossip.leave()
         await self._gossip.close()
@@ -240,7 +238,7 @@ class Participant:
         """The progress of this peer, with the time of its last word to others."""
         told_at, alone = self._told_at, self._solitude.told
         place = self._outlook.place()
-        return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._checks.last, alone=alone)
+        return msgspec.structs.replace(place, time=told_at, left=self._closed, check=self._check.last, alone=alone)
 
     def _next_word(self) -> Progress:
         """The progress of this peer, to be told to others.
@@ -359,7 +357,7 @@ class Participant:
     async def _average(self) -> None:
         """Average the gradients with everybody at our state, and make the step ready."""
         name, me = self.own.name, self.core.peer_id
-        said = self._said(await self._check(name))
+        said = self._said(await self._check.of(name))
         self._attendance.search()
         result = await self._rounds.run(
             self._gradients,
@@ -389,45 +387,6 @@ class Participant:
         options = options_of(training.optimizer.param_groups)
         return Said(options, training.absent(), check, training.samples, self._end.said)
 
-    async def _check(self, name: StateName) -> Check | None:
-        """The description of our parameters at this state, if it is time for a check."""
-        self._begin_check()
-        return await self._checking[1] if self._checking is not None and self._checking[0] == name else None
-
-    def _begin_check(self) -> None:
-        """Look at the parameters of our state, if it is time to, beside the trainer's next batches."""
-        name = self.own.name
-        if is_due(name.epoch, self.settings.check_every) and (self._checking is None or self._checking[0] != name):
-            self._checking = name, asyncio.get_running_loop().create_task(self._look_at_parameters(name))
-
-    async def _look_at_parameters(self, name: StateName) -> Check | None:
-        training = self.training
-        if training.evaluates:
-            return None
-        check = await self.core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
-        async with self.own.hold() as holds:  # a step renames under it: so they were those of this state all the time
-            return check if holds and self.own.name == name else None
-
-    async def _judge_parameters(self, result: StepResult, name: StateName) -> bool:
-        """Whether we hold what the others hold; else our state is renamed: it is worse than theirs."""
-        checks, me = checks_of(result.gathered), self.core.peer_id
-        if (verdict := judge(checks)) is None:
-            return True
-        to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
-        if self._checks.count_difference(verdict) and me not in verdict.others:
-            self._notices.differ(name.epoch, verdict)
-        if not to_mend:
-            return True
-        self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
-        async with self.own.hold() as holds:
-            if not holds:
-                return True  # the next check finds it, too
-            self.own.name = name.after_difference(self.core.env.rng.randbytes(16), me.raw)
-            self.training.discard()
-        self.takeover.mend_from = verdict.others[me]
-        await self.tell_loaded()
-        return False
-
     def _contribute(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state."""
         self._given = self.training.samples if self.own.name == name else 0
@@ -438,7 +397,9 @@ class Participant:
         if self.core.peer_id in result.outcome.contributors:
             self.contribution.counted(self._given)
         agreement = agree(result.gathered, result.outcome.contributors)
-        if not await self._judge_parameters(result, self.own.name):
+        if (mend_from := await self._check.difference(result, self.own.name)) is not None:
+            self.takeover.mend_from = mend_from
+            await self.tell_loaded()
             return
         if agreement.options is None:
             raise ConfigError(f"no step can be taken: the optimizer's option {said.options.problem()}")
@@ -580,7 +541,7 @@ class Participant:
         self._gossip.announce_state(view, expected=expected)
         self._news.notify()
         if len(view.peers) > 1:  # else there is nobody to compare with
-            self._begin_check()
+            self._check.begin()
 
     async def _average_states(self) -> None:
         """Average the parameters with all of the last step. A peer that misses it has a worse state afterwards.

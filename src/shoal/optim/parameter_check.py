@@ -1,0 +1,87 @@
+"""One peer's part in the check of the parameters: it describes its own, and mends them if they differ.
+
+The description is made beside the trainer's next batches. It is good only if the state still has its name afterwards: a
+step gives it another one under the lock. `check` says what follows from the descriptions of all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from shoal.averager import StepResult
+from shoal.core import PeerCore
+from shoal.optim.agreement import checks_of
+from shoal.optim.check import Check, Checks, check_of, is_due, judge
+from shoal.optim.notices import Notices
+from shoal.optim.own_state import OwnState
+from shoal.optim.state_name import StateName
+from shoal.peer import PeerID
+
+__all__ = ["ParameterCheck"]
+
+
+class ParameterCheck:
+    """Checks the parameters of one peer. Loop only.
+
+    Args:
+        core: this peer.
+        own: its state.
+        notices: tell the user of differences.
+        every: how many epochs there are between two checks; 0 for none.
+    """
+
+    def __init__(self, core: PeerCore, own: OwnState, notices: Notices, *, every: int) -> None:
+        self._core, self._own, self._notices, self._every = core, own, notices, every
+        self._checks = Checks()
+        self._looking: tuple[StateName, asyncio.Task[Check | None]] | None = None
+
+    @property
+    def last(self) -> tuple[int, bytes, bytes] | None:
+        """The conclusion of the last check: see `Checks.last`."""
+        return self._checks.last
+
+    def begin(self) -> None:
+        """Look at the parameters of our state, if it is time to, beside the trainer's next batches."""
+        name = self._own.name
+        if is_due(name.epoch, self._every) and (self._looking is None or self._looking[0] != name):
+            self._looking = name, asyncio.get_running_loop().create_task(self._look(name))
+
+    async def of(self, name: StateName) -> Check | None:
+        """The description of our parameters at this state, if it is time for a check."""
+        self.begin()
+        return await self._looking[1] if self._looking is not None and self._looking[0] == name else None
+
+    async def _look(self, name: StateName) -> Check | None:
+        training = self._own.training
+        if training.evaluates:
+            return None
+        check = await self._core.env.executor.run(check_of, training.optimizer, training.parameters, name.digest)
+        async with self._own.hold() as holds:  # a step renames under it: so they were those of this state all the time
+            return check if holds and self._own.name == name else None
+
+    async def difference(self, result: StepResult, name: StateName) -> frozenset[PeerID] | None:
+        """The peers whose parameters are to replace ours, if ours differ; None if ours stay.
+
+        If ours differ, our state has been renamed: it is worse than that of the others.
+        """
+        checks, me = checks_of(result.gathered), self._core.peer_id
+        if (verdict := judge(checks)) is None:
+            return None
+        to_mend = self._checks.concluded(name.epoch, verdict, checks, me)
+        if self._checks.count_difference(verdict) and me not in verdict.others:
+            self._notices.differ(name.epoch, verdict)
+        if not to_mend:
+            return None
+        self._notices.differs(name.epoch, verdict, me, again=self._checks.again)
+        async with self._own.hold() as holds:
+            if not holds:
+                return None  # the next check finds it, too
+            self._own.name = name.after_difference(self._core.env.rng.randbytes(16), me.raw)
+            self._own.training.discard()
+        return verdict.others[me]
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._looking is not None:
+            self._looking[1].cancel()
+            await asyncio.gather(self._looking[1], return_exceptions=True)

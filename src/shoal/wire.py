@@ -1027,12 +1027,15 @@ class FetchChunks(Opening[MoreChunks, Chunk], frozen=True):
 
 
 class StepsFrom(Message, frozen=True):
-    """A member names its state first of all, once no step is about to be taken there. It tells every step from here on.
+    """A member names a state first of all, and tells every step from there on.
+
+    It is the state before the member's last step, if it has that step still; else its own, once no step is about to be
+    taken.
 
     Attributes:
-        epoch: the member's.
-        digest: of the member's state.
-        samples: in the member's state.
+        epoch: of the state.
+        digest: of the state.
+        samples: in the state.
     """
 
     epoch: Annotated[int, msgspec.Meta(ge=0)]

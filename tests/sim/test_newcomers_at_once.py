@@ -26,6 +26,7 @@ class Crowd:
         donors: how many.
         state_bytes: size of what no gradient has of the state.
         up_bytes_s: what each donor's line carries; None for no limit.
+        epoch_s: how long an epoch of the donors takes.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class Crowd:
         donors: int = 1,
         state_bytes: int = 2 * MIB,
         up_bytes_s: float | None = None,
+        epoch_s: float = EPOCH_S,
     ) -> None:
+        self.epoch_s = epoch_s
         loop: Any = asyncio.get_running_loop()
         self.loop, self.state_bytes = loop, state_bytes
         network = SimNetwork(loop.seed, window_bytes=32 << 10)
@@ -48,14 +51,15 @@ class Crowd:
             network.add_host(name, down_bytes_s=state_bytes / download_s)
         self.run = Run(network=network, target=8 * max(1, donors))
         self.tasks: dict[str, asyncio.Task[None]] = {}
-        self.came, self.over = 0.0, False
+        self.came, self.ahead, self.over = 0.0, 0, False
 
     def peer(self, name: str) -> Trainer:
         """The trainer of this name."""
         return self.run.swarm.peer(name)
 
     def _train(self, name: str) -> None:
-        work = self.peer(name).train(4, duration_s=EPOCH_S / 2, until=lambda: self.over)
+        duration_s = min(self.epoch_s / 2, 5.0) if name in self.newcomers else self.epoch_s / 2
+        work = self.peer(name).train(4, duration_s=duration_s, until=lambda: self.over)
         self.tasks[name] = self.run.swarm.spawn(name, work)
 
     async def _come(self, name: str, **changes: Any) -> None:
@@ -68,10 +72,11 @@ class Crowd:
         await sim.sleep(3.0)
         for name in self.donors:
             self._train(name)
-        await sim.sleep(5.0)
+        await sim.sleep(max(5.0, 3 * self.epoch_s))
         await asyncio.gather(*(self._come(name, **changes) for name in self.newcomers))
         await sim.sleep(2.0)
         self.came = self.loop.time()
+        self.ahead = max((self.peer(name).participant.epoch for name in self.donors), default=0)
         for name in self.newcomers:
             self._train(name)
             await sim.sleep(apart_s)
@@ -90,8 +95,9 @@ class Crowd:
             assert self.loop.time() < until, [
                 (len(each.participant.takeover.downloads), each.epochs[:1]) for each in new
             ]
+            assert all(trainer.epochs[0][1] > 1 for trainer in new if trainer.epochs), "one began at epoch 0"
             await sim.sleep(0.1)
-        assert min(trainer.epochs[0][1] for trainer in new) > 10, [trainer.epochs[0] for trainer in new]
+        assert min(trainer.epochs[0][1] for trainer in new) > self.ahead, [trainer.epochs[0] for trainer in new]
         self.run.announce_end(self.peer(self.donors[0]).participant.epoch + 10)
         await asyncio.wait(list(self.tasks.values()))
         assert self.run.agree([*self.donors, *self.newcomers])
@@ -135,6 +141,36 @@ def test_newcomers_in_different_epochs_begin_at_epoch_0_beside_a_donor_that_is_b
         crowd = Crowd(3, 25.0)
         await crowd.begin(apart_s=1.5)
         await crowd.all_take_part(90.0)
+
+    sim.run(main, seed=1)
+
+
+def test_newcomers_begin_at_epoch_0_beside_a_busy_donor_whose_epochs_last_longer_than_20_s() -> None:
+    """It had no step to give them in that time. It gives its last one at once, and that is proof."""
+
+    async def main() -> None:
+        crowd = Crowd(3, 90.0, epoch_s=45.0, state_bytes=3 * MIB)
+        await crowd.begin(apart_s=22.0)  # the last one comes in the second epoch
+        last = crowd.peer(crowd.newcomers[-1])
+        while not last.participant.takeover.catch_up.giving:
+            assert crowd.loop.time() < crowd.came + 3 * 22.0, "no step came"
+            await sim.sleep(1.0)
+        await crowd.all_take_part(250.0)
+
+    sim.run(main, seed=1)
+
+
+def test_newcomers_in_adjacent_epochs_download_one_after_the_other() -> None:
+    """The later one had no use for the copy of the epoch before, from which no step led on. It shares it now."""
+
+    async def main() -> None:
+        crowd = Crowd(2, 60.0, epoch_s=45.0)
+        await crowd.begin(apart_s=45.0)
+        late = crowd.peer(crowd.newcomers[-1])
+        while not late.participant.takeover.downloads:
+            assert crowd.loop.time() < crowd.came + 45.0 + 60.0 + 22.0, "it waited until the other one had the state"
+            await sim.sleep(0.5)
+        await crowd.end()
 
     sim.run(main, seed=1)
 

@@ -45,8 +45,6 @@ _LOOK_AGAIN_S = 1.0
 _PATIENCE_S = 2.0
 """The others told us that they are further; the step itself may come a little later."""
 
-_LATELY_S = 20.0
-
 _SOURCES = 2
 _GREETED_WITHIN_S = 3.0
 _PIECE_WITHIN_S = 30.0
@@ -99,7 +97,7 @@ class Following:
         step_bytes: of the largest one that we were told of.
         missed: why there is a gap; empty: there is none.
         told: of the first step that we were told of, and of the last one: its epoch, and when that was (loop time).
-        gave_at: for each member, when the last step that it gave was here (loop time).
+        giving: the members that are followed, and have given a step, whole and right, since then.
     """
 
     def __init__(self, core: PeerCore, run_id: str, vector: Callable[[bool], Vector], *, max_bytes: int) -> None:
@@ -116,7 +114,7 @@ class Following:
         self.step_bytes = 0
         self.missed = ""
         self.told: tuple[tuple[int, float], tuple[int, float]] | None = None
-        self.gave_at: dict[PeerID, float] = {}
+        self.giving: set[PeerID] = set()
 
     async def follow(self, contacts: Iterable[Contact]) -> None:
         """See to it that two of these are followed, if there are as many; returns when they have greeted us."""
@@ -191,13 +189,13 @@ class Following:
         except PeerProtocolError as error:
             self._core.env.events.emit(PeerDropped(peer=peer, where="catching up", reason=error.message))
             self._refused.add(peer)
-            self.gave_at.pop(peer, None)
         except (PeerError, TimeoutError):
             pass  # it is lost, or follows somebody itself: there are others
         finally:
             if source.stream is not None:
                 source.stream.abort()
             del self._sources[peer]
+            self.giving.discard(peer)
             source.greeted.set()
             source.tells.clear()
             if not self._closed:
@@ -281,7 +279,7 @@ class Following:
         if coming.received == len(step.data):
             vector = self._vector(not step.header.agreement)
             await self._core.env.executor.run(check, step.header, memoryview(step.data), vector)
-            self.gave_at[source.contact.peer] = asyncio.get_running_loop().time()
+            self.giving.add(source.contact.peer)
             if self._coming.pop(message.digest, None) is not None and not self.missed:
                 self._kept[message.digest] = step
             await self._ask()
@@ -321,10 +319,17 @@ class CatchUp:
         """From a state of this epoch, or of a later one, steps lead on."""
         return self._following.base.epoch if self._following is not None and self._following.base is not None else 0
 
-    def giving(self, now: float) -> set[PeerID]:
-        """The members that have given us a step lately (`now`: loop time)."""
-        gave_at = self._following.gave_at if self._following is not None else {}
-        return {peer for peer, at in gave_at.items() if now - at < _LATELY_S}
+    def useful_from(self, epoch: int) -> int:
+        """A state of this epoch or of a later one is of use, where the best one is of `epoch`.
+
+        The last step before that may be here or on its way. No more than that is believed.
+        """
+        return max(epoch - 1, min(epoch, self.from_epoch)) if self.from_epoch else epoch
+
+    @property
+    def giving(self) -> frozenset[PeerID]:
+        """The members that are followed, and have given us a step."""
+        return frozenset(self._following.giving if self._following is not None else ())
 
     @asynccontextmanager
     async def following(self, contacts: Callable[[], Sequence[Contact]]) -> AsyncIterator[None]:

@@ -164,7 +164,7 @@ class Fetching:
             while not (task.done() or self._has_news):
                 now, waits = loop.time(), patient()
                 left_s = timeout_s - (now - began) if waits else most_s - in_vain_s
-                if left_s <= 0:
+                if left_s < _USED_UP_S:
                     break
                 await asyncio.wait({task}, timeout=min(left_s, _LOOK_AGAIN_S))
                 in_vain_s += 0.0 if waits else loop.time() - now

@@ -1,6 +1,8 @@
 """The feed for peers that catch up: the last steps that this peer knows of, with their averages.
 
-While nobody follows, nothing is kept. A follower has a stream open. It is told of each step as it is committed, and
+While nobody follows, nothing is kept. While somebody does, the last step is kept for whoever comes next: a new follower
+is told of that step first. So it gets a step at once, however long an epoch lasts, and a copy of the state before that
+step is of use to it. A follower has a stream open. It is told of each step as it is committed, and
 fetches the step's averages within the time of about two steps: this peer keeps the last `KEPT` of them, and those that
 are being sent. While a round of this peer is under way it sends none of them, or little if the round takes long
 (`HOLD_S`). A follower needs one step for each round, so its share of the line between two rounds is bounded.
@@ -21,7 +23,7 @@ from shoal.core import PeerCore
 from shoal.errors import PeerProtocolError, PeerRefused
 from shoal.optim.agreement import Agreement
 from shoal.optim.state_name import StateName
-from shoal.optim.steps import Step, of_round, of_step_alone
+from shoal.optim.steps import Step, name_after, name_before, of_round, of_step_alone
 from shoal.rpc import Stream
 from shoal.state import Pacer
 from shoal.state.pace import FREE_PIECE_BYTES, HELD_PIECE_BYTES
@@ -64,6 +66,7 @@ class StepFeed:
     ) -> None:
         self._core, self._state, self._averagers = core, state, averagers
         self._followers: set[_Follower] = set()
+        self._last: Step | None = None
         self._unserve = core.endpoint.serve_stream(FollowSteps, self._serve, scope=run_id)
 
     async def add_round(
@@ -89,7 +92,8 @@ class StepFeed:
             self._add(await run(of_step_alone, name, chance, peer, samples, gradients, agreement))
 
     def _add(self, step: Step | None) -> None:
-        if step is not None:
+        if step is not None and self._followers:
+            self._last = step
             for follower in self._followers:
                 follower.add(step)
 
@@ -104,9 +108,15 @@ class StepFeed:
         self._followers.add(follower)
         try:
             with Upload.of(self._core.endpoint).stream(stream):  # it is no round, to which states give way
-                await follower.run(await self._state())
+                state, last = await self._state(), self._last
+                if last is not None and name_after(last.header) == state:
+                    follower.add(last)
+                    state = name_before(last.header)
+                await follower.run(state)
         finally:
             self._followers.discard(follower)
+            if not self._followers:
+                self._last = None
             await follower.close()
 
 
@@ -123,7 +133,9 @@ class _Follower:
         self._reader.add_done_callback(lambda _: self._news.notify())
 
     def add(self, step: Step) -> None:
-        """Tell it of this step, and forget the oldest that is not being sent."""
+        """Tell it of this step, once, and forget the oldest that is not being sent."""
+        if step.header.digest in self._kept:
+            return
         self._kept[step.header.digest] = step
         for digest in list(self._kept)[:-KEPT]:
             if not self._wanted.get(digest):

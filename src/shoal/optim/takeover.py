@@ -132,7 +132,7 @@ class Takeover:
         if intake is None:
             return frozenset()
         if intake.missing_bytes is None:
-            return self.catch_up.giving(now)
+            return self.catch_up.giving
         return intake.donors if intake.in_time(now, self.beginning.until(now)) else frozenset()
 
     def _to_follow(self) -> list[Contact]:
@@ -173,7 +173,8 @@ class Takeover:
         A peer that says so and does not give its state cannot keep us from asking the others.
         """
         leaders = [peer for peer in view.leaders if peer in self.mend_from] or view.leaders
-        donors = [Donor(self.gossip.contact(peer), float(view.epoch + view.vouched), view.epoch) for peer in leaders]
+        useful = self.catch_up.useful_from(view.epoch)
+        donors = [Donor(self.gossip.contact(peer), float(view.epoch + view.vouched), useful) for peer in leaders]
         if not self.mend_from:
             better = self.outlook.known.better(self.outlook.place(), _now())
             lower = sorted(peer for peer in better if peer not in leaders)

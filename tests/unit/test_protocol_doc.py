@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -17,6 +18,7 @@ from shoal.peer import PeerID
 from tests.protocol_tables import PAGE, constants, documented, filled, quantity, setters, structs, type_text
 
 TEXT = PAGE.read_text(encoding="utf-8")
+SOURCES = Path(wire.__file__).parent
 
 
 def test_the_tables_are_those_of_the_code() -> None:
@@ -47,6 +49,21 @@ def test_refusals_are_named() -> None:
     """The codes that the group machine reads in a refusal are explained at the field, and so on the page."""
     codes = set(re.findall(r"`([^`]+)`", documented(wire.JoinRefused)[1]["code"]))
     assert codes >= machine.MISMATCH_CODES | machine.SOFT_CODES
+
+
+def unknown_names(page: str) -> set[str]:
+    """The names in the tables that are written by hand of which the code knows nothing."""
+    by_hand = re.sub(r"<!-- generated.*?<!-- end -->", "", page, flags=re.DOTALL)
+    rows = re.findall(r"^\|.*\|$", by_hand, re.MULTILINE)
+    names = {name.partition("(")[0] for row in rows for name in re.findall(r"`([\w.-]+(?:\([^`]*)?)`", row)}
+    code = "".join(path.read_text(encoding="utf-8") for path in SOURCES.rglob("*.py"))
+    return {name for name in names if not re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", code)}
+
+
+def test_rows_that_are_written_by_hand_name_what_the_code_has() -> None:
+    """A message, a setting or a code that is renamed is renamed in the tables of events, too."""
+    assert unknown_names(TEXT) == set()
+    assert unknown_names("| `Comit` | `Commit` | `too-few-peers` | `too-few` |") == {"Comit", "too-few-peers"}
 
 
 # ------------------------------------------------------------------------------------------------------- the generator

@@ -13,9 +13,17 @@ import torch
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    CyclicLR,
     ExponentialLR,
     LambdaLR,
+    LinearLR,
     LRScheduler,
+    MultiplicativeLR,
+    MultiStepLR,
+    OneCycleLR,
+    PolynomialLR,
     SequentialLR,
     StepLR,
 )
@@ -216,3 +224,103 @@ def test_a_step_left_in_the_loop_does_nothing() -> None:
     again = copy.deepcopy(schedule)
     again.step()
     assert again.last_epoch == 1
+
+
+EPOCHS_BEFORE, RATE = 8, 0.5
+EVERY_SCHEDULE: dict[str, Make] = {
+    "ChainedScheduler": chained,
+    "ConstantLR": lambda optimizer: ConstantLR(optimizer, 0.5, 10),
+    "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 20),
+    "CosineAnnealingWarmRestarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 7),
+    "CyclicLR": lambda optimizer: CyclicLR(optimizer, 0.1, 1.0, step_size_up=3),
+    "ExponentialLR": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda count: min(1.0, (count + 1) / 12)),
+    "LinearLR": lambda optimizer: LinearLR(optimizer, total_iters=12),
+    "MultiStepLR": lambda optimizer: MultiStepLR(optimizer, [2, 5, 9]),
+    "MultiplicativeLR": lambda optimizer: MultiplicativeLR(optimizer, lambda _: 0.95),
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 1.0, 20),
+    "PolynomialLR": lambda optimizer: PolynomialLR(optimizer, 12),
+    "SequentialLR": lambda optimizer: SequentialLR(
+        optimizer, [LinearLR(optimizer, total_iters=3), StepLR(optimizer, 2, 0.5)], milestones=[3]
+    ),
+    "StepLR": lambda optimizer: StepLR(optimizer, 2, 0.5),
+}
+
+
+def sgd() -> torch.optim.Optimizer:
+    """Of one parameter, with momentum, which some schedules move."""
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE, momentum=0.9)
+
+
+def plain_rates(make: Make, epochs: int) -> list[float]:
+    """The rates of the epochs after EPOCHS_BEFORE, by torch alone."""
+    plain, rates = sgd(), []
+    schedule = make(plain)
+    for _ in range(EPOCHS_BEFORE + epochs):
+        rates.append(float(plain.param_groups[0]["lr"]))
+        plain.step()
+        schedule.step()
+    return rates[EPOCHS_BEFORE:]
+
+
+@pytest.mark.parametrize("how", ["loaded after it is made", "loaded before it is made", "downloaded"])
+@pytest.mark.parametrize("name", EVERY_SCHEDULE)
+def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str, how: str) -> None:
+    """The rates that came with the state were taken for those of a beginning: they decayed, or rose, a second time."""
+    make = EVERY_SCHEDULE[name]
+    expected = plain_rates(make, 5)
+    first = TrainingState(sgd())
+    schedule = make(first.optimizer)
+    first.adopt(schedule)
+    for _ in range(EPOCHS_BEFORE):
+        step(first)
+    saved = copy.deepcopy(first.optimizer.state_dict())
+
+    again = TrainingState(sgd())
+    watch = ScheduleWatch(again.optimizer.param_groups)
+    if how != "loaded before it is made":
+        schedule = make(again.optimizer)
+    if how == "downloaded":
+        values, tensors = first.export()
+        again.load(values, [tensor.clone() for tensor in tensors])
+    else:
+        again.load_optimizer(saved)
+        again.resume(first.epoch, first.scheduled)
+    if how == "loaded before it is made":
+        schedule = make(again.optimizer)
+    found = watch.find()
+    assert found is schedule
+    again.adopt(found)
+    got = []
+    for _ in range(5):
+        got.append(float(again.optimizer.param_groups[0]["lr"]))
+        assert schedule.get_last_lr() == pytest.approx(got[-1:])
+        step(again)
+    assert got == pytest.approx(expected)
+
+
+def test_every_schedule_of_torch_is_tried_after_a_resume() -> None:
+    """A schedule that torch gets later is tried too."""
+    kinds = {name for name, kind in vars(torch.optim.lr_scheduler).items() if isinstance(kind, type)}
+    made = {name for name in kinds if issubclass(getattr(torch.optim.lr_scheduler, name), LRScheduler)}
+    assert made - {"LRScheduler", "_LRScheduler", "ReduceLROnPlateau"} == EVERY_SCHEDULE.keys()
+
+
+def test_rates_set_by_hand_after_a_load_stay() -> None:
+    """They were set after the schedule was made: it goes on from them, as a given one does."""
+    training, optimizer, _ = begin()
+    schedule = ExponentialLR(optimizer, 0.5)
+    training.resume(3, 3)
+    optimizer.param_groups[0]["lr"] = 2.0
+    training.adopt(schedule)
+    assert optimizer.param_groups[0]["lr"] == 2.0
+    step(training)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+def test_a_schedule_after_a_state_of_the_beginning_has_its_own_first_rate() -> None:
+    """No step of a schedule is in the rates of such a state."""
+    training, optimizer, _ = begin()
+    training.resume(0, 0)
+    training.adopt(ConstantLR(optimizer, 0.5, 2))
+    assert optimizer.param_groups[0]["lr"] == 4.0

@@ -125,6 +125,7 @@ class TrainingState:
         self._steps_of_schedule = 0
         self.schedule_error: str | None = None
         self._first_schedule: dict[str, Any] | None = None
+        self._resumed_rates: list[float] | None = None  # until the next step: those of a state that had a count
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
@@ -339,6 +340,7 @@ class TrainingState:
                 self._give_back(own)  # an interrupt may have come in between
                 if self.epoch != before or self.step_error is not None:
                     self.discard()
+        self._resumed_rates = None
         self._move_schedule(self.scheduled + 1)
         self.whole = True
 
@@ -373,16 +375,38 @@ class TrainingState:
         return max(0, count) if isinstance(count, int) else self._steps_of_schedule
 
     def adopt(self, scheduler: Scheduler) -> None:
-        """Let this be the schedule of the run: it is brought to the steps that were taken, if it is not further."""
-        count = self.scheduled
+        """Let this be the schedule of the run: it is brought to the steps that were taken, if it is not further.
+
+        If a state was loaded since the last step, its rates stay, or those that were set by hand since.
+        """
+        count, rates = self.scheduled, self._rates()
         self.scheduler, self._steps_of_schedule, self.schedule_error = scheduler, 0, None
         self._first_schedule = copy.deepcopy(scheduler.state_dict())
-        self._move_schedule(count)
+        if self._resumed_rates is None:
+            self._move_schedule(count)
+        else:
+            # A schedule that is made after the state was loaded writes the rates of its first step.
+            written = [float(rate) for rate in rates_of(scheduler)] == rates
+            self._move_schedule_alone(count, self._resumed_rates if written else rates)
 
     def restore_rates(self) -> None:
         """Somebody else has set the rates: let them be those of the schedule again."""
         for group, rate in zip(self.optimizer.param_groups, rates_of(self.scheduler), strict=False):
             _set_rate(group, rate)
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._rated_groups]
+
+    @property
+    def _rated_groups(self) -> list[dict[str, Any]]:
+        return [group for group in self.optimizer.param_groups if group.get("lr") is not None]
+
+    def _move_schedule_alone(self, to: int, rates: Sequence[float]) -> None:
+        """Bring the schedule to this count, and let these rates be in force: most schedules go on from such."""
+        self._move_schedule(to)
+        for group, rate in zip(self._rated_groups, rates, strict=True):
+            _set_rate(group, rate)
+        tell_rates(self.scheduler, self._rated_groups)
 
     def _move_schedule(self, to: int) -> None:
         if self.scheduler is None:
@@ -514,16 +538,12 @@ class TrainingState:
         A schedule that fails on the way says so, in `schedule_error`; it raises nothing.
         """
         self.epoch = epoch
-        # Schedulers compute from their own count: bring it there, then keep the rates.
-        groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
-        rates = [float(group["lr"]) for group in groups]
+        rates = self._rates()
         if scheduled < self.scheduled:
             # A client that ran ahead alone goes back: its schedule begins anew.
             self._restart_schedule()
-        self._move_schedule(scheduled)
-        for group, rate in zip(groups, rates, strict=True):
-            _set_rate(group, rate)
-        tell_rates(self.scheduler, groups)
+        self._move_schedule_alone(scheduled, rates)
+        self._resumed_rates = rates if scheduled else None
         self.discard()
 
     def _restart_schedule(self) -> None:

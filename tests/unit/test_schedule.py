@@ -270,14 +270,14 @@ def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str
     make = EVERY_SCHEDULE[name]
     expected = plain_rates(make, 5)
     first = TrainingState(sgd())
-    schedule = make(first.optimizer)
-    first.adopt(schedule)
+    first.adopt(make(first.optimizer))
     for _ in range(EPOCHS_BEFORE):
         step(first)
     saved = copy.deepcopy(first.optimizer.state_dict())
 
     again = TrainingState(sgd())
     watch = ScheduleWatch(again.optimizer.param_groups)
+    schedule: Any = None
     if how != "loaded before it is made":
         schedule = make(again.optimizer)
     if how == "downloaded":
@@ -288,13 +288,13 @@ def test_a_schedule_made_over_the_swarm_has_wrong_rates_after_a_resume(name: str
         again.resume(first.epoch, first.scheduled)
     if how == "loaded before it is made":
         schedule = make(again.optimizer)
-    found = watch.find()
+    found: Any = watch.find()
     assert found is schedule
     again.adopt(found)
     got = []
     for _ in range(5):
         got.append(float(again.optimizer.param_groups[0]["lr"]))
-        assert schedule.get_last_lr() == pytest.approx(got[-1:])
+        assert found.get_last_lr() == pytest.approx(got[-1:])
         step(again)
     assert got == pytest.approx(expected)
 

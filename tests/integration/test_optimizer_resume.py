@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -209,6 +210,34 @@ def test_load_state_dict_of_an_unchanged_state_keeps_its_name(dht: shoal.DHT) ->
     model.weight.data.add_(1.0)
     swarm.load_state_dict(saved)
     assert swarm.collaboration.state != before
+    swarm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda saved: saved["param_groups"][0].update(eps=1 << 60), "whole numbers up to 2\\^53"),
+        (lambda saved: saved["shoal"].update(scheduled=1 << 70), "is not what state_dict\\(\\) gave"),
+    ],
+)
+def test_load_state_dict_raises_and_has_loaded(
+    dht: shoal.DHT, damage: Callable[[dict[str, Any]], None], what: str
+) -> None:
+    """The fingerprint of what was loaded could not be computed: options, statistics and epoch were others by then."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    first, _ = begin(dht, model, "first")
+    train(first, model, 3)
+    saved = copy.deepcopy(first.state_dict())
+    first.shutdown()
+    damage(saved)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.1)
+    swarm = shoal.Optimizer(dht=dht, run_id="second", target_batch_size=TARGET, batch_size_per_step=4, optimizer=inner)
+    before = swarm.state_dict()
+    with pytest.raises(shoal.errors.ConfigError, match=what):
+        swarm.load_state_dict(saved)
+    assert swarm.state_dict() == before
+    assert swarm.local_epoch == 0
     swarm.shutdown()
 
 

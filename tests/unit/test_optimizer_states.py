@@ -505,6 +505,8 @@ def damaged(state_dict: dict[str, Any], how: str) -> dict[str, Any]:
         "amsgrad": lambda: group.update(amsgrad=True),
         "no state": lambda: made.update(state=None),
         "no entry": lambda: made["state"].update({0: None}),
+        "too large": lambda: group.update(eps=1 << 60),
+        "an object": lambda: entry.update(more={(0, 1): 2}),
         "no parameter": lambda: made["state"].update({7: entry}),
     }
     changes[how]()
@@ -528,6 +530,8 @@ LOADED = {
     "amsgrad": "option 'amsgrad' is True there and False here",
     "no state": "'items'",
     "no entry": "'NoneType'",
+    "too large": "whole numbers up to 2^53",
+    "an object": "the optimizer keeps a dict",
     "no parameter": "it has statistics of parameter 7, and the optimizer has 4 parameters",
 }
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import torch
@@ -30,7 +30,7 @@ from shoal.runtime.arguments import client_argument, codec_argument
 from shoal.runtime.checks import flag, own_number, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.thread import GRACE_S, LoopThread
-from shoal.wire import MAX_EPOCH
+from shoal.wire import MAX_EPOCH, Epoch
 
 __all__ = ["Optimizer"]
 
@@ -604,7 +604,7 @@ def _where(saved: Any) -> tuple[StateName, int, str] | None:
     try:
         name = [saved["epoch"], bytes.fromhex(saved["digest"]), saved["samples"]]
         what = [name, saved["scheduled"], saved.get("fingerprint", "")]
-        return msgspec.convert(what, tuple[StateName, Annotated[int, msgspec.Meta(ge=0)], str])
+        return msgspec.convert(what, tuple[StateName, Epoch, str])
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
 

@@ -103,8 +103,10 @@ class OptimizerState:
     @property
     def _numbers(self) -> list[dict[str, Any]]:
         """The numbers that travel of its attributes, and of those of the optimizers that it wraps."""
-        pairs = zip(self._optimizers, self._counted, strict=False)
-        return [{name: vars(each)[name] for name in names} for each, names in pairs]
+        return self._numbers_in([vars(each) for each in self._optimizers])
+
+    def _numbers_in(self, attributes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{name: each[name] for name in names} for each, names in zip(attributes, self._counted, strict=False)]
 
     @property
     def needs(self) -> str | None:
@@ -156,12 +158,20 @@ class OptimizerState:
         Raises:
             ConfigError: the optimizer keeps something that cannot travel; names it.
         """
-        groups = [
-            [len(group["params"]), _take_out(_travelling(group), tensors, "option")]
-            for group in self._optimizer.param_groups
-        ]
-        values = {"groups": groups, "states": [self._export(state, tensors) for state in self._states]}
-        if any(numbers := self._numbers):  # most optimizers have none, and their peers may be of an older version
+        return self._values(self._optimizer.param_groups, self._states, self._numbers, tensors)
+
+    def _values(
+        self,
+        groups: Sequence[dict[str, Any]],
+        states: Sequence[dict[Any, Any]],
+        numbers: Sequence[dict[str, Any]],
+        tensors: list[torch.Tensor],
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = {
+            "groups": [[len(each["params"]), _take_out(_travelling(each), tensors, "option")] for each in groups],
+            "states": [self._export(state, tensors) for state in states],
+        }
+        if any(numbers):  # most optimizers have none, and their peers may be of an older version
             values["numbers"] = [_take_out(each, [], "attribute") for each in numbers]
         return values
 
@@ -257,7 +267,7 @@ class OptimizerState:
         So the optimizer loads it, and what it held is put back.
 
         Raises:
-            ValueError: it does not fit, or no step can be taken from it; says what.
+            ValueError: it does not fit, no step can be taken from it, or it cannot be given to other peers; says what.
         """
         optimizers = self._optimizers
         own, groups = [dict(vars(each)) for each in optimizers], self._optimizer.param_groups
@@ -283,6 +293,7 @@ class OptimizerState:
         options = [{name: value for name, value in group.items() if name != "params"} for group in loaded]
         prepared = Prepared(options, states, attributes)
         self._try(prepared)
+        self._values(loaded, states, self._numbers_in(attributes), [])  # refuses what other peers could not take over
         return prepared
 
     def _merge(self, offered: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import shoal.zero
 from shoal.errors import ConfigError
+from shoal.zero.saved import seal
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
 
@@ -229,6 +232,7 @@ def test_a_process_may_have_another_rank_than_in_its_last_group(pool: Ranks, tmp
 DAMAGES = [
     *("truncated", "a file gone", "no index", "rubbish", "a piece gone", "a later format"),
     *("flipped values", "flipped names", "flipped checksums", "flipped index"),
+    *("a flipped statistic", "a flipped seal"),
 ]
 
 
@@ -246,6 +250,12 @@ def damaged(path: Path, saved: Path, how: str) -> str:
     if how == "no index":
         (path / "index.json").unlink()
         return "no whole checkpoint"
+    if how.startswith("a flipped"):  # in a name: what it names looked as if it had never been there
+        what, file = (b"|state|", file) if how == "a flipped statistic" else (b'checksum"', path / "index.json")
+        data = bytearray(file.read_bytes())
+        data[data.rindex(what) - (how == "a flipped statistic")] ^= 1
+        file.write_bytes(data)
+        return "is damaged"
     if how.startswith("flipped"):  # in the values, at the end; or in the names, at the beginning
         place = {"flipped values": -20, "flipped names": 300, "flipped checksums": 60}.get(how)
         file = path / "index.json" if place is None else file
@@ -260,10 +270,10 @@ def damaged(path: Path, saved: Path, how: str) -> str:
     index.pop("checksum")
     if how == "a piece gone":
         index["files"][file.name]["pieces"].pop()
-        (path / "index.json").write_text(json.dumps(index))
+        (path / "index.json").write_text(seal(index))
         return "lacks the values"
     index["format"] = 3
-    (path / "index.json").write_text(json.dumps(index))
+    (path / "index.json").write_text(seal(index))
     return "of a later version"
 
 
@@ -274,6 +284,42 @@ def test_a_damaged_checkpoint_changes_nothing(pool: Ranks, saved: Path, tmp_path
     for said, same in pool.play(3, cases.load_damaged, str(tmp_path / "copy")):
         assert message in said
         assert same
+
+
+@pytest.mark.parametrize("where", ["header", "index.json"])
+def test_a_flipped_bit_in_a_name_loses_statistics(saved: Path, tmp_path: Path, where: str) -> None:
+    """The momentum under the name was gone without a word. Such a bit is found, wherever it is, or changes nothing."""
+    path = shutil.copytree(saved, tmp_path / "copy")
+    wanted = repr(shoal.zero.consolidate(saved))
+    file = path / "index.json" if where == "index.json" else min(path.glob("*.safetensors"))
+    data, chance = file.read_bytes(), random.Random(1)
+    end = len(data) if where == "index.json" else 8 + int.from_bytes(data[:8], "little")
+    for place in chance.sample(range(end), 40):
+        flipped = bytearray(data)
+        flipped[place] ^= 1 << chance.randrange(8)
+        file.write_bytes(flipped)
+        try:
+            found = repr(shoal.zero.consolidate(path))
+        except ConfigError:
+            continue
+        assert found == wanted, data[max(0, place - 20) : place + 20]
+
+
+def test_a_checkpoint_from_before_checksums_is_read(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning: nothing in it can be checked."""
+    path = shutil.copytree(saved, tmp_path / "copy")
+    index = json.loads((path / "index.json").read_text())
+    index.pop("checksum")
+    for name, entry in index["files"].items():
+        save_file(load_file(path / name), path / name)
+        entry["bytes"] = (path / name).stat().st_size
+    (path / "index.json").write_text(json.dumps(index))
+    assert repr(shoal.zero.consolidate(path)) == repr(shoal.zero.consolidate(saved))
+    assert [each.getMessage() for each in caplog.records] == [
+        f"{path} was saved without checksums: damaged values in it would not be noticed"
+    ]
 
 
 @pytest.mark.parametrize("weights_alone", [False, True])

@@ -34,8 +34,9 @@ nothing before every rank has read all it needs.
 JSON allows only texts as keys, and has neither tuples nor sets. Such a value of `extra` becomes an object of one entry,
 whose key names its type: ``{"(dict)": [[KEY, VALUE], …]}``, ``{"(tuple)": [VALUE, …]}``.
 
-A file has the checksums of its tensors among its metadata. A rank checks each tensor before it first takes a value of
-it. So flipped bytes are found by whoever would take them over, and no rank reads what it does not need.
+A file has the checksums of its tensors, by name, among its metadata. A rank checks the names in each file, and each
+tensor before it first takes a value of it. So flipped bytes are found by whoever would take them over, and no rank
+reads what it does not need.
 
 In a file, ``NAME|START:STOP|value`` are a piece's values, and ``NAME|START:STOP|state|KEY`` is one of its statistics.
 """
@@ -184,8 +185,6 @@ class Saved:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"{folder} is no whole checkpoint: {error}") from error
-        if not self._sealed:
-            _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", folder)
         self._places: dict[str, list[tuple[int, int, str]]] = {}
         for file, entry in self.index["files"].items():
             for name, start, stop in entry["pieces"]:
@@ -200,11 +199,14 @@ class Saved:
             try:
                 for file in self.index["files"]:
                     self._files[file] = opened = stack.enter_context(safe_open(self._folder / file, "pt"))
-                    if self._sealed:
-                        self._checksums[file] = self._read_checksums(file)
+                    self._checksums[file] = self._read_checksums(file)
                     for name in opened.keys():  # noqa: SIM118 (no mapping)
                         place, _, key = name.rpartition("|state|")
                         self._keys.setdefault(place, []).append(key)
+                if not self._sealed:
+                    _logger.warning(
+                        "%s was saved without checksums: damaged values in it would not be noticed", self._folder
+                    )
                 yield
             except SafetensorError as error:
                 raise ConfigError(f"{self._folder} is damaged: {error}") from error
@@ -221,10 +223,20 @@ class Saved:
         return tensor
 
     def _read_checksums(self, file: str) -> dict[str, int]:
+        """The checksums in a file. Raises `ConfigError` unless they are of the tensors that it names."""
+        opened = self._files[file]
+        metadata = opened.metadata() or {}
+        if not self._sealed:
+            if _CHECKSUMS in metadata:
+                raise ConfigError(f"{self._folder / INDEX} is damaged: it has no checksum, and {file} has some")
+            return {}
         try:
-            return dict(json.loads(self._files[file].metadata()[_CHECKSUMS]))
+            found: dict[str, int] = dict(json.loads(metadata[_CHECKSUMS]))
         except (LookupError, TypeError, ValueError) as error:
             raise ConfigError(f"{self._folder / file} is damaged: it has no checksums") from error
+        if odd := found.keys() ^ set(opened.keys()):  # under another name, a statistic would not be missed
+            raise ConfigError(f"{self._folder / file} is damaged: {min(odd)} in it is not a name that was written")
+        return found
 
     def _verify(self, file: str, key: str) -> None:
         """Raise `ConfigError` if a tensor is not what was written. It is read whole for that, once."""

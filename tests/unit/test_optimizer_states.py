@@ -524,7 +524,7 @@ LOADED = {
     "of SGD": "it has no 'step'",
     "shape": "statistic 'exp_avg' has shape (7,), and (6, 4) here",
     "missing": "statistic 'exp_avg' is missing",
-    "not a number": "it is not finite afterwards",
+    "not a number": "statistic 'exp_avg' of parameter 0 is not finite",
     "lr": "option 'lr' is a text there and a number here",
     "betas": "option 'betas' is nothing there",
     "amsgrad": "option 'amsgrad' is True there and False here",
@@ -558,6 +558,24 @@ def test_a_refused_load_state_dict_has_changed_the_optimizer(how: str, fresh: bo
     assert optimizer.param_groups is groups
     assert groups[0]["lr"] == 0.5
     step(training, 3)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_statistics_of_a_larger_matrix_that_are_not_finite_were_loaded(broken: float) -> None:
+    """A step was tried with the smallest parameter of each sort alone: the first real one broke the larger ones."""
+
+    def made() -> TrainingState:
+        params = [torch.nn.Parameter(torch.ones(size, size)) for size in (3, 2)]
+        training = TrainingState(torch.optim.AdamW(params))
+        step(training, 0)
+        return training
+
+    saved, training = made().optimizer.state_dict(), made()
+    saved["state"][0]["exp_avg_sq"][0, 0] = broken
+    with pytest.raises(ValueError, match="statistic 'exp_avg_sq' of parameter 0 is not finite"):
+        training.load_optimizer(copy.deepcopy(saved))
+    training.optimizer.state[training.parameters[0]]["exp_avg_sq"].fill_(broken)
+    training.load_optimizer(saved)  # it is no worse than before
 
 
 def test_steps_change_the_state_dict_that_was_loaded() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, ValuesView
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -291,10 +291,24 @@ class OptimizerState:
             raise ValueError(f"it has statistics of parameter {strays[0]}, and the optimizer has {count} parameters")
         self._merge(loaded)
         options = [{name: value for name, value in group.items() if name != "params"} for group in loaded]
+        self._check_finite(states)
         prepared = Prepared(options, states, attributes)
         self._try(prepared)
         self._values(loaded, states, self._numbers_in(attributes), [])  # refuses what other peers could not take over
         return prepared
+
+    def _check_finite(self, states: Sequence[Mapping[Any, Any]]) -> None:
+        """Look at all statistics, as the step that is tried is one of the smallest parameters. A download has done so.
+
+        Raises:
+            ValueError: one is not finite, and the optimizer's own is.
+        """
+        for kept, mine in zip(states, self._states, strict=True):
+            for number, parameter in enumerate(self._parameters):
+                entry, own = kept.get(parameter), mine.get(parameter) or {}
+                for name, value in entry.items() if isinstance(entry, Mapping) else ():
+                    if not (_is_finite(value) or (name in own and not _is_finite(own[name]))):
+                        raise ValueError(f"statistic {name!r:.40} of parameter {number} is not finite")
 
     def _merge(self, offered: Sequence[Mapping[Any, Any]]) -> list[dict[str, Any]]:
         """The options of each group once it takes these over. Raises `ValueError` if it cannot."""
@@ -564,6 +578,16 @@ def _shown(value: object) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether all tensors in it are. Single numbers count as finite: some optimizers begin with an infinite best."""
+    if isinstance(value, torch.Tensor):
+        looked_at = value.is_floating_point() and value.itemsize > 1 and value.numel() > 1
+        return not looked_at or bool(torch.isfinite(value).all())
+    if isinstance(value, Mapping):
+        value = value.values()
+    return all(map(_is_finite, value)) if isinstance(value, list | tuple | deque | ValuesView) else True
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -373,6 +373,22 @@ def test_nothing_is_overwritten(pool: Ranks, saved: Path) -> None:
     assert [each.name for each in saved.parent.iterdir()] == [saved.name]
 
 
+def test_a_path_that_is_none_on_one_rank_leaves_the_others_waiting(pool: Ranks, tmp_path: Path) -> None:
+    """That rank raised before the ranks agreed: the others took its next call for its answer."""
+    for said in pool.play(2, cases.one_rank_gives_no_path, str(tmp_path)):
+        assert len(said) == 10
+        for bad, kind, message in said:
+            assert kind == "ConfigError"
+            assert f"path must be a path, a text that is not empty, got {bad}" in message
+
+
+@pytest.mark.parametrize("path", [None, "", "\0", 5])
+def test_what_is_no_path_is_refused(path: Any) -> None:
+    """It says so; no error of Python's comes out."""
+    with pytest.raises(ConfigError, match="path must be a path"):
+        shoal.zero.consolidate(path)
+
+
 def test_a_rank_that_is_killed_while_it_saves_leaves_no_checkpoint(pool: Ranks, tmp_path: Path) -> None:
     """The one from before stays whole; under the new name there is nothing."""
     outcomes = pool.outcomes(3, cases.save_twice_and_die, str(tmp_path), killed=1)

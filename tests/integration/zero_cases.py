@@ -721,6 +721,24 @@ def save_narrow(stage: int, path: str) -> None:
     shoal.zero.save(path, model, optimizer)
 
 
+def one_rank_gives_no_path(folder: str) -> list[tuple[str, str, str]]:
+    """What `save` and `load` raise if only rank 1 gives each of these; a save and a load in between go well."""
+    model, optimizer = _shard(1, "adamw")
+    said = []
+    for count, bad in enumerate((None, "", "\0", b"bytes", 5)):
+        good = f"{folder}/{count}"
+        path: Any = bad if dist.get_rank() == 1 else good
+        for call in (shoal.zero.save, shoal.zero.load):
+            try:
+                call(path, model, optimizer)
+            except Exception as error:  # noqa: BLE001 (any is an answer)
+                said.append((repr(bad), type(error).__name__, str(error)))
+            shoal.zero.save(good, model, optimizer) if call is shoal.zero.save else shoal.zero.load(
+                good, model, optimizer
+            )
+    return said
+
+
 def load_narrow(stage: int, path: str) -> torch.Tensor:
     """The float32 values of a layer, after loading."""
     model = Odd()

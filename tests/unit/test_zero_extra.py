@@ -63,3 +63,12 @@ def test_what_cannot_come_back_is_named() -> None:
     """With the place where it is."""
     with pytest.raises(ConfigError, match=r"extra\['a'\]\[1\] is of type Tensor"):
         pack({"a": [1, torch.zeros(1)]})
+
+
+@pytest.mark.parametrize("value", [{"a": [10**5000]}, {"a": [-(10**4300)]}])
+def test_a_number_with_too_many_digits_is_an_error_of_python(value: Any) -> None:
+    """It was a ValueError, when all else was written. Python writes and reads integers of 4300 digits at most."""
+    with pytest.raises(ConfigError, match=r"extra\['a'\]\[0\] is an integer of more than 4300 digits"):
+        pack(value)
+    largest = 10**4299
+    assert unpack(json.loads(json.dumps(pack(largest)))) == largest

@@ -32,6 +32,7 @@ from shoal.zero.saved import (
     checksums,
     consolidate,
     exact,
+    location,
     number,
     pack,
     seal,
@@ -65,27 +66,29 @@ def save(
             keys; that of rank 0 is kept.
 
     Raises:
-        ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer or a
-            module keeps values that cannot be saved in pieces: on all ranks; there is no checkpoint then.
+        ConfigError: the path exists, or cannot be written, or is not the same on all ranks, or the optimizer, a module
+            or `extra` keeps values that cannot be saved: on all ranks; there is no checkpoint then.
         RankLost: a rank is gone; there is no checkpoint then.
     """
-    target, collectives = Path(path), optimizer.collectives
+    collectives = optimizer.collectives
     agreement = Agreement(collectives.group, collectives.watch)
-    agreement.alike(os.fspath(path), "path")
+    with agreement.together():
+        target = location(path)
+        if target.exists():
+            raise ConfigError(f"path exists already: choose another one, or remove {target}")
+        kept = pack(dict(extra or {})) if collectives.rank == 0 else {}
+    agreement.alike(str(target), "path")
     identity = agreement.gather(secrets.token_hex(8))[0]
     folder = target.with_name(f".{target.name}.{identity}")
     others = _others(model, optimizer)
     try:
-        with agreement.together():
-            if target.exists():
-                raise ConfigError(f"path exists already: choose another one, or remove {target}")
-            with _unwritable(target):
-                folder.mkdir(parents=True, exist_ok=True)
-                entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
+        with agreement.together(), _unwritable(target):
+            folder.mkdir(parents=True, exist_ok=True)
+            entry = _write(folder, optimizer, others if collectives.rank == 0 else {})
         entries = [json.loads(each) for each in agreement.gather(json.dumps(entry))]
         with agreement.together():
             if collectives.rank == 0:
-                index = {"id": identity, **_index(model, optimizer, others, entries), "extra": pack(dict(extra or {}))}
+                index = {"id": identity, **_index(model, optimizer, others, entries), "extra": kept}
                 with _unwritable(target):
                     _finish(folder, target, index, consolidated=consolidated)
     finally:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
-from shoal.zero.saved import Range, exact, typed
+from shoal.zero.saved import Range, exact, location, typed
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "full_state_dict", "overwrite"]
 
@@ -92,11 +92,11 @@ def bare_weights(source: str | os.PathLike[str] | Mapping[str, Any]) -> BareWeig
     """The weights in a state dictionary, or in a file of one; None if it is something else.
 
     Raises:
-        ConfigError: it is a damaged file, or not all of it are whole tensors.
+        ConfigError: it is no path, or a damaged file, or not all of it are whole tensors.
     """
     if isinstance(source, Mapping):
         return BareWeights(source, "the state dictionary")
-    path = Path(source)
+    path = location(source)
     if not path.is_file():
         return None
     if path.suffix == ".safetensors":

@@ -68,6 +68,7 @@ __all__ = [
     "checksums",
     "consolidate",
     "exact",
+    "location",
     "number",
     "pack",
     "seal",
@@ -136,6 +137,14 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def seal(index: Mapping[str, Any]) -> str:
     """The content of `index.json`, with its own checksum."""
     return json.dumps({**index, _CHECKSUM: zlib.crc32(json.dumps(index).encode())})
+
+
+def location(path: object) -> Path:
+    """The path that a user gave. Raises `ConfigError` if no file can have it."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ConfigError(f"path must be a path, a text that is not empty, got {path!r}")
+    return Path(text)
 
 
 class Range(NamedTuple):
@@ -314,9 +323,9 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
         sharding; and ``extra``. Tensors are on the CPU, those of 16-bit parameters in float32.
 
     Raises:
-        ConfigError: there is no whole checkpoint.
+        ConfigError: there is no whole checkpoint, or `path` is no path.
     """
-    saved = Saved(Path(path))
+    saved = Saved(location(path))
     index = saved.index
     listed = [name for group in index["groups"] for name in group["listed"]]  # plain torch counts frozen ones, too
     numbers, kinds = {name: place for place, name in enumerate(listed)}, index.get("numbers", {})
@@ -347,6 +356,7 @@ def consolidate(path: str | os.PathLike[str]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------- the user's extra
 
 _PLAIN = (bool, int, float, str)  # in this order: a bool is an int
+_MOST_BITS = 14_284  # of an integer that Python writes and reads: of 4300 digits, `sys.set_int_max_str_digits`
 _PAIRS: dict[str, type[dict[Any, Any]]] = {"(dict)": dict, "(Counter)": Counter, "(OrderedDict)": OrderedDict}
 _LISTED: dict[str, type] = {"(tuple)": tuple, "(set)": set}
 _NAMES: dict[type, str] = {kind: name for name, kind in (_PAIRS | _LISTED).items()}
@@ -364,6 +374,10 @@ def pack(value: Any, where: str = "extra") -> Any:
     """
     if value is None:
         return None
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        raise ConfigError(
+            f"{where} is an integer of more than 4300 digits, which Python does not read: give it as text"
+        )
     for plain in _PLAIN:
         if isinstance(value, plain):
             return plain(value)

@@ -16,6 +16,7 @@ import torch
 import shoal
 from shoal.compression import Float16Compression
 from shoal.events import Warned
+from shoal.optim.phases import RunPhase
 
 TARGET = 4
 
@@ -136,6 +137,38 @@ def test_one_thread_steps_at_a_time(dht: shoal.DHT) -> None:
     assert swarm.step(closure) is not None
     assert "another step() is running" in str(said[0])
     assert swarm.local_epoch == 1
+    swarm.shutdown()
+
+
+def test_a_state_that_was_loaded_during_a_step_broke_that_step(dht: shoal.DHT, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread had forgotten the average that the step was about to be taken from: a bare `AssertionError`."""
+    model = torch.nn.Linear(3, 2)
+    swarm, _ = begin(dht, model, "run")
+    said: list[str] = []
+    run = swarm._run  # no other way into the middle of a step
+
+    def load() -> None:
+        try:
+            swarm.load_state_dict(swarm.state_dict())
+        except shoal.errors.LocalError as error:
+            said.append(str(error))
+
+    def run_then_load(work: Any, timeout_s: float) -> Any:
+        phase = run(work, timeout_s)
+        if phase is RunPhase.STEPPING:
+            thread = threading.Thread(target=load)
+            thread.start()
+            thread.join()
+        return phase
+
+    monkeypatch.setattr(swarm, "_run", run_then_load)
+    model(torch.ones(4, 3)).square().mean().backward()
+    swarm.step()
+    assert swarm.local_epoch == 1
+    assert said == ["load_state_dict() is called while step() is running: call it between two steps"]
+    monkeypatch.undo()
+    swarm.load_state_dict(swarm.state_dict())
+    train(swarm, model, 2)
     swarm.shutdown()
 
 

@@ -324,12 +324,15 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: no batch size; the run is trained with other settings; or since the optimizer was made, a
                 parameter was added or unfrozen, or a state was loaded into the inner optimizer.
             StateUnavailable: `require_state` was given, and no peer gave a state in time.
-            LocalError: another thread is in `step`.
+            LocalError: another thread is in `step` or `load_state_dict`.
             ClosedError: the optimizer or its DHT was shut down.
         """
         with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
             if not alone:
-                raise LocalError("step() is called while another step() is running: call it from one thread at a time")
+                raise LocalError(
+                    "step() is called while another step() is running, or load_state_dict(): call them from one thread "
+                    "at a time"
+                )
             gradients = torch.is_grad_enabled()
             try:
                 return self._step(closure, batch_size)
@@ -481,9 +484,16 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises:
             ConfigError: it is not of this optimizer; nothing was loaded.
+            LocalError: `step` is running; nothing was loaded.
             ClosedError: the optimizer or its DHT was shut down.
         """
         self._check_open()
+        with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
+            if not alone:  # the change that the step has made ready is of the state before
+                raise LocalError("load_state_dict() is called while step() is running: call it between two steps")
+            self._load(state_dict)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if not isinstance(state_dict, Mapping):
             raise ConfigError(f"state_dict must be what state_dict() gave, got {type(state_dict).__name__}")
         saved = dict(state_dict)

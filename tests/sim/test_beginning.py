@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from shoal import sim
 from shoal.errors import StateUnavailable
 from shoal.events import Warned
+from shoal.state.pace import MIN_BYTES_PER_S
 from tests.sim.optimizer_kit import Run, Trainer
+from tests.sim.test_catch_up import ballast
 
 
 def warnings_of(trainer: Trainer) -> list[str]:
@@ -60,6 +63,32 @@ def test_a_newcomer_whose_only_donor_dies_does_not_begin_at_epoch_0_at_once() ->
         await run.close()
 
     sim.run(main, seed=1)
+
+
+def test_a_newcomer_whose_state_comes_slowly_says_how_much_is_missing_and_how_long_it_takes() -> None:
+    """It stood in its first step for minutes, and nobody said that the donors gave it a tenth of their traffic."""
+
+    async def told(state_bytes: int) -> tuple[int, list[str]]:
+        run = Run(target=8, state_upload_limit=float(MIN_BYTES_PER_S))
+        donor = await run.add("donor", extra_tensors=ballast(0, state_bytes))
+        run.swarm.spawn("donor", donor.train(4, duration_s=5.0, until=lambda: False))
+        await sim.sleep(25.0)
+        late = await run.add("late", seed=99, extra_tensors=ballast(99, state_bytes))
+        warned = warnings_of(late)
+        await run.swarm.run_on("late", late.train, 4, duration_s=5.0, until=lambda: late.participant.epoch > 0)
+        await run.close()
+        return late.downloads, [message for message in warned if "comes slowly" in message]
+
+    downloads, (message,) = sim.run(lambda: told(80 * MIN_BYTES_PER_S), seed=1)
+    assert downloads > 0
+    came, missing = (float(found) for found in re.findall(r"([0-9.]+) MB", message))
+    total = 80 * MIN_BYTES_PER_S / 1e6
+    assert came == pytest.approx(total / 4, abs=0.1)
+    assert total - came - 0.1 <= missing <= total + 0.1  # a chunk is missing until all of it is here
+    (rest_s,) = re.findall(r"at most ([0-9]+) s", message)
+    assert 55 < float(rest_s) < 90
+    assert "target_batch_size" in message
+    assert sim.run(lambda: told(15 * MIN_BYTES_PER_S), seed=1)[1] == []
 
 
 def test_a_donor_that_comes_back_in_time_is_joined() -> None:

@@ -208,6 +208,17 @@ class Notices:
                 "that is the training thread, its step takes that long or hangs: look at where it stands (py-spy dump)"
             )
 
+    def slow(self, donors: Iterable[PeerID], received: int, missing: int, seconds: float) -> None:
+        """These peers have sent a state for so long, and most of it is missing (bytes). Told once."""
+        if self._note("slow", value=True):
+            self.warn(
+                f"the state of run {self._run_id!r} comes slowly: {received / 1e6:.1f} MB have come in {seconds:.0f} s "
+                f"from {_names(donors)}, and {missing / 1e6:.1f} MB are missing, which take at most "
+                f"{seconds * missing / received:.0f} s at this pace. Peers give a newcomer a tenth of what they send "
+                "each other in rounds, and more between rounds. If it takes too long, raise target_batch_size, so that "
+                "rounds are fewer, let more peers share the state, or give this peer a faster line"
+            )
+
     def downloaded(self, duration_s: float, shut_out: Collection[PeerID]) -> None:
         """A state was taken over. Look whether this peer does nothing but download.
 

@@ -34,6 +34,9 @@ __all__ = ["Takeover"]
 
 _MOST_DONORS = 256
 
+_SLOW_S = 20.0
+"""The pace of a download is told after so long, if the rest would take longer than that."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Takeover:
@@ -187,6 +190,7 @@ class Takeover:
         # A client's state is nobody else's: it takes that of the others also where its own came further.
         view, ours = self.outlook.claimed(), self.own.name.key if self.core.endpoint.contact.addresses else None
         donors, self._intake = self._donors(view), Intake(_now())
+        telling = asyncio.get_running_loop().call_later(_SLOW_S, self._tell_pace, self._intake)
         try:
             state = await download_state(
                 self.core.endpoint,
@@ -205,6 +209,7 @@ class Takeover:
                 self._withheld(view.leaders)
             raise
         finally:
+            telling.cancel()
             self.beginning.note_giving(self._giving())
             self._intake = None
         name, values = name_of(state.metadata), state.metadata["training"]
@@ -233,6 +238,11 @@ class Takeover:
         self.outlook.known.note_given(state.donors)
         self.downloads.append((state.bytes_received, state.duration_s))
         self.notices.downloaded(state.duration_s, self.core.reachability.shut_out)
+
+    def _tell_pace(self, intake: Intake) -> None:
+        received, missing = intake.received_bytes, intake.missing_bytes
+        if missing is not None and 0 < received < missing:
+            self.notices.slow(intake.donors, received, missing, _SLOW_S)
 
     def _withheld(self, peers: Iterable[PeerID]) -> None:
         self.outlook.known.note_withheld(peers, _now())

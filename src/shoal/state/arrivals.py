@@ -145,6 +145,11 @@ class Intake:
         del self._from[peer]
 
     @property
+    def received_bytes(self) -> int:
+        """The bytes that count, verified or not."""
+        return self._from.total()
+
+    @property
     def donors(self) -> frozenset[PeerID]:
         """The donors whose bytes count."""
         return frozenset(self._from)
@@ -156,7 +161,7 @@ class Intake:
             now: seconds.
             until: the same clock.
         """
-        received, (since, before) = self._from.total(), self._marks[0]
+        received, (since, before) = self.received_bytes, self._marks[0]
         if now - self._marks[1][0] >= _WINDOW_S:
             self._marks = [self._marks[1], (now, received)]
         if self.missing_bytes is None or received <= before:

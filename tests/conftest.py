@@ -7,10 +7,9 @@ every commit, `--soak=full` at their own; how many that is, each test says itsel
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,12 +77,3 @@ def numbers(request: pytest.FixtureRequest) -> Callable[[int], Sequence[int]]:
     if not (number.isdecimal() and of.isdecimal() and 1 <= int(number) <= int(of)):
         raise pytest.UsageError(f"--shard must be I/N with I from 1 to N, got {shard!r}")
     return lambda count: range(int(number) - 1, count, int(of)) if plan is None else [plan]
-
-
-@pytest.fixture(autouse=True)
-def _own_log_level() -> Iterator[None]:
-    """A test that runs `shoal doctor` in this process does not silence the log of the tests after it."""
-    logger = logging.getLogger("shoal")
-    level = logger.level
-    yield
-    logger.setLevel(level)

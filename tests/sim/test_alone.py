@@ -40,6 +40,19 @@ def until(time_s: float) -> Callable[[], bool]:
     return lambda: world_time(loop) > time_s
 
 
+async def three_of_which_one_parts(after_s: float, end_s: float) -> tuple[Run, list[int], list[str], list[Any]]:
+    """Three peers train until `end_s`; the line of "p2" is down from `after_s` on. Its notes, and their tasks."""
+    run = Run(target=24)
+    names = ["p0", "p1", "p2"]
+    for name in names:
+        await run.add(name)
+    alone, warned = notes(run.swarm.peer("p2"))
+    tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=1.0, until=until(end_s))) for n in names]
+    await sim.sleep(after_s)
+    run.swarm.partition([["p0", "p1"], ["p2"]])
+    return run, alone, warned, tasks
+
+
 def test_a_newcomer_whose_entry_dies_says_that_it_is_alone_and_goes_on_looking() -> None:
     """Its only entry was killed 0.3 s after it had joined; it trained alone to the end, without a word."""
 
@@ -120,14 +133,7 @@ def test_a_line_that_is_down_is_told_once() -> None:
     """The peer is alone meanwhile, and with the others again when it can."""
 
     async def main() -> None:
-        run = Run(target=24)
-        names = ["p0", "p1", "p2"]
-        for name in names:
-            await run.add(name)
-        alone, warned = notes(run.swarm.peer("p2"))
-        tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=1.0, until=until(150.0))) for n in names]
-        await sim.sleep(10.0)
-        run.swarm.partition([["p0", "p1"], ["p2"]])
+        run, alone, warned, tasks = await three_of_which_one_parts(10.0, 150.0)
         await sim.sleep(60.0)
         assert len(warned) == 1
         run.swarm.heal()
@@ -145,14 +151,7 @@ def test_steps_alone_for_a_few_seconds_are_no_warning() -> None:
     """It cried wolf: peers that start together, or whose line is down for a moment, find each other soon."""
 
     async def main() -> None:
-        run = Run(target=24)
-        names = ["p0", "p1", "p2"]
-        for name in names:
-            await run.add(name)
-        alone, warned = notes(run.swarm.peer("p2"))
-        tasks = [run.swarm.spawn(n, run.swarm.peer(n).train(4, duration_s=1.0, until=until(60.0))) for n in names]
-        await sim.sleep(5.0)
-        run.swarm.partition([["p0", "p1"], ["p2"]])
+        run, alone, warned, tasks = await three_of_which_one_parts(5.0, 60.0)
         await sim.sleep(16.0)
         run.swarm.heal()
         await asyncio.wait(tasks)

@@ -60,11 +60,15 @@ class Finding:
 @timeout_option(10.0, "join")
 def doctor(*, invite: str | None, host: str, port: int, run_id: str | None, timeout: float) -> int:
     """Look at this machine, and with INVITE (or an address) at the way to its network and back, line by line."""
-    logging.getLogger("shoal").setLevel(logging.CRITICAL)  # the report says all that the log would
-    bad = False
-    for finding in _all(invite, host, port, run_id, timeout):
-        click.echo(str(finding))
-        bad |= finding.verdict == "bad"
+    logger, bad = logging.getLogger("shoal"), False
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the report says all that the log would
+    try:
+        for finding in _all(invite, host, port, run_id, timeout):
+            click.echo(str(finding))
+            bad |= finding.verdict == "bad"
+    finally:
+        logger.setLevel(level)
     return EXIT_UNWELL if bad else 0
 
 

@@ -439,9 +439,8 @@ class ProgressGossip:
         try:
             known = await self._core.endpoint.call(asked, WhoTrains(self._run_id), timeout_s=_CALL_TIMEOUT_S)
         except PeerError as error:
-            self._why_deaf[asked] = (
-                error.message
-            )  # told if this peer stays alone; another one is asked at the next look
+            # Told if this peer stays alone; another one is asked at the next look.
+            self._why_deaf[asked] = error.message
             return
         for contact in known.contacts[:_ASKED_ANEW]:
             if contact.peer != self._core.peer_id and self._known.progress_of(contact.peer) is None:

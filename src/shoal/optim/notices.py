@@ -147,7 +147,7 @@ class Notices:
             end = (
                 "step() raises StateUnavailable (require_state=True)"
                 if beginning.required
-                else ("training begins at epoch 0")
+                else "training begins at epoch 0"
             )
             self.warn(
                 f"{named}: this peer waits for it, up to {beginning.patience_s:.0f} s (load_state_timeout), before "

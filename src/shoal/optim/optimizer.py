@@ -45,7 +45,7 @@ _MOST_SAMPLES = 1 << 36
 """In one batch or step: a round takes weights of 10^12 at most, and several batches may come together."""
 
 _run_of: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-"""By inner optimizer: who trains with it."""
+"""The `Optimizer` that trains with each inner optimizer."""
 
 
 class Optimizer(torch.optim.Optimizer):

@@ -92,7 +92,7 @@ class Outlook:
         return others == self.attendance.given_up(others, _now())
 
     def heed_contributors(self) -> None:
-        """The steps that led to our state are known anew: whose words count, and whom rounds wait for."""
+        """Let those count who gave to the last steps of our state: they are believed, and rounds wait for them."""
         self.known.contributors = self.attendance.contributors = self.own.committed.samples
 
 

@@ -89,7 +89,7 @@ class OwnState:
         """Take the update, and name the state anew (trainer, in its own thread, under `lock`).
 
         It is taken once. An interruption leaves parameters that no other peer has. They get a name of their own, and
-        any proper name is better. So does an error of the optimizer, whose step does not count.
+        any proper name is better. The same holds after an error of the optimizer; such a step does not count.
         """
         update = self.update
         if update is None or update.taken:

@@ -256,7 +256,7 @@ class Participant:
         """Take in what is known now: whom a round waits for, where the run ends, what the user is to be told.
 
         Returns:
-            The view, and the swarm as the others claim it to be: see `view` and `_claimed`.
+            The view, and the swarm as the others claim it to be: see `Outlook`.
         """
         self._outlook.heed_contributors()
         companions, target, now = self._companions, self.settings.target_batch_size, self._now()

@@ -1,11 +1,13 @@
 """The feed for peers that catch up: the last steps that this peer knows of, with their averages.
 
-While nobody follows, nothing is kept. While somebody does, the last step is kept for whoever comes next: a new follower
-is told of that step first. So it gets a step at once, however long an epoch lasts, and a copy of the state before that
-step is of use to it. A follower has a stream open. It is told of each step as it is committed, and
-fetches the step's averages within the time of about two steps: this peer keeps the last `KEPT` of them, and those that
-are being sent. While a round of this peer is under way it sends none of them, or little if the round takes long
-(`HOLD_S`). A follower needs one step for each round, so its share of the line between two rounds is bounded.
+While nobody follows, nothing is kept. While somebody does, the last step is kept for the next follower, which is told
+of it first. So a new follower gets a step at once, however long an epoch lasts, and a copy of the state before that
+step is of use to it.
+
+A follower has a stream open. It is told of each step as it is committed, and fetches the step's averages within the
+time of about two steps: this peer keeps the last `KEPT` of them, and those that are being sent. While a round of this
+peer is under way it sends none of them, or little if the round takes long (`HOLD_S`). A follower needs one step for
+each round, so its share of the line between two rounds is bounded.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import pickle
 import zipfile
@@ -25,11 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
 from shoal.zero.parameters import Order, Piece, flat, named_parameters
-from shoal.zero.saved import Range, exact, location, typed
+from shoal.zero.saved import Range, exact, location, typed, warn_unchecked
 
 __all__ = ["BareWeights", "Whole", "bare_weights", "full_state_dict", "overwrite"]
 
-_logger = logging.getLogger("shoal.zero")
 _UNREADABLE = (
     OSError,
     RuntimeError,
@@ -292,7 +290,7 @@ def _verify(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             if not any(each.CRC for each in archive.infolist()):  # after `set_crc32_options(False)`
-                _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", path)
+                warn_unchecked(path)
                 return
             bad = archive.testzip()
     except Exception as error:

@@ -77,6 +77,7 @@ __all__ = [
     "unpack",
     "untyped",
     "value_key",
+    "warn_unchecked",
 ]
 
 FORMATS = (1, 2)
@@ -137,6 +138,11 @@ def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 def seal(index: Mapping[str, Any]) -> str:
     """The content of `index.json`, with its own checksum."""
     return json.dumps({**index, _CHECKSUM: zlib.crc32(json.dumps(index).encode())})
+
+
+def warn_unchecked(path: Path) -> None:
+    """Say that nothing in a checkpoint can be checked."""
+    _logger.warning("%s was saved without checksums: damaged values in it would not be noticed", path)
 
 
 def location(path: object) -> Path:
@@ -213,9 +219,7 @@ class Saved:
                         place, _, key = name.rpartition("|state|")
                         self._keys.setdefault(place, []).append(key)
                 if not self._sealed:
-                    _logger.warning(
-                        "%s was saved without checksums: damaged values in it would not be noticed", self._folder
-                    )
+                    warn_unchecked(self._folder)
                 yield
             except SafetensorError as error:
                 raise ConfigError(f"{self._folder} is damaged: {error}") from error

@@ -1,6 +1,6 @@
 """Processes that form `torch.distributed` groups: each runs functions that a test names, one after another.
 
-A process imports torch once and is used again by the next test, in a new group, unless it was killed.
+A process is used again by the next test, in a new group, unless it was killed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ class Ranks:
     """The processes."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        # One process imports torch, once for all tests, and all ranks are forked from it: an import takes seconds, and
+        # so do the modules that torch imports for the first optimizer (`torch._dynamo`).
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "shoal.zero"])
         self._idle: list[tuple[Any, Connection]] = []
         # Lives as long as the processes do: whoever still beats in the store of an ended group makes its file anew.
         self._stores = tempfile.TemporaryDirectory(prefix="shoal-ranks-")

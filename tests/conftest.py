@@ -1,7 +1,8 @@
 """What holds for every test: one thread per process, hypothesis from fixed seeds, Ctrl+C, and the size of long tests.
 
 Tests marked `long` are left out by default. `pytest -m long --soak=sample` (the default size) runs them at a size for
-every commit, `--soak=full` at their own; how many that is, each test says itself, through the `soak` fixture.
+every commit, `--soak=full` at their own; how many that is, each test says itself, through the `soak` fixture. Those
+marked `long(full=True)` run with `--soak=full` only: others of their kind are in the sample.
 """
 
 from __future__ import annotations
@@ -47,8 +48,12 @@ def pytest_report_header() -> str:
     return f"PYTHONHASHSEED={os.environ.get('PYTHONHASHSEED', 'random')}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark everything in tests/integration as such. Several workers (`-n 2`) do not start its processes at once."""
+    if config.getoption("--soak") == "sample":
+        full = [item for item in items if any(mark.kwargs.get("full") for mark in item.iter_markers("long"))]
+        config.hook.pytest_deselected(items=full)
+        items[:] = [item for item in items if item not in full]
     integration = Path(__file__).parent / "integration"
     for item in items:
         if integration in item.path.parents:

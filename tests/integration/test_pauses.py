@@ -101,7 +101,7 @@ def test_a_peer_that_is_stopped_for_a_second_goes_on(who: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("who", ["one", "all but one", "all"])
+@pytest.mark.parametrize("who", ["one", pytest.param("all but one", marks=pytest.mark.long(full=True)), "all"])
 def test_a_peer_that_was_stopped_dies_when_it_wakes(who: str, soak: Callable[[int, int], int]) -> None:
     """D1: `no answer from shoal's own thread within 65 s`, in four peers of five."""
 

@@ -40,7 +40,9 @@ def test_peers_of_another_build_pass_the_check() -> None:
     assert checks[0][2] == checks[1][2]
 
 
-@pytest.mark.parametrize("paces", [("0.005", "0.005"), pytest.param(("0.005", "0.02"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "paces", [("0.005", "0.005"), pytest.param(("0.005", "0.02"), marks=pytest.mark.long(full=True))]
+)
 def test_silent_divergence_with_any_schedule_outside_shoal(paces: tuple[str, str]) -> None:
     """Two Trainers with its default schedule, warm-up from 0: 100 epochs, and none of those of both differs."""
     said = train(paces)

@@ -21,6 +21,9 @@ powers with broken exponents, which are rounded otherwise at the end of a shard 
 OF_A_MODEL = {"adalomo", "adammini", "lomo"}
 """They are made of a model rather than of parameters."""
 
+SAMPLE = {"Adagrad", "AdamW", "Muon", "adams", "gravity", "kron", "schedulefreeadamw", "sgdp"}
+"""Verdicts of all kinds."""
+
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Ranks]:
@@ -29,10 +32,14 @@ def pool() -> Iterator[Ranks]:
         yield made
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("model", programs.MODELS)
 @pytest.mark.parametrize(
-    ("name", "verdict"), [each for each in [*cases(TORCH), *cases(OTHERS)] if each[0] not in OF_A_MODEL]
+    ("name", "verdict"),
+    [
+        pytest.param(*each, marks=pytest.mark.long(full=each[0] not in SAMPLE))
+        for each in [*cases(TORCH), *cases(OTHERS)]
+        if each[0] not in OF_A_MODEL
+    ],
 )
 def test_an_optimizer_is_refused_or_trains_as_on_one_process(
     pool: Ranks, soak: Callable[[int, int], int], model: str, name: str, verdict: str | None

@@ -63,9 +63,9 @@ def test_model_finds_a_coordinator_that_steps_aside_and_decides_no_more(monkeypa
     [
         ((1, 2), 0, set()),
         ((0, 1), 0, set()),
-        pytest.param((1, 1), 0, set(), marks=pytest.mark.long),
+        pytest.param((1, 1), 0, set(), marks=pytest.mark.long(full=True)),
         pytest.param((1, 2), 1, set(), marks=pytest.mark.long),
-        pytest.param((0, 1), 1, set(), marks=pytest.mark.long),
+        pytest.param((0, 1), 1, set(), marks=pytest.mark.long(full=True)),
         ((1, 2), 0, {0}),
         ((0, 1), 0, {0}),
         ((1, 2), 1, {1}),

@@ -21,14 +21,14 @@ SEARCHES = [
     ((1, 2), 0, set()),
     ((0, 1), 2, {0, 1}),
     *(
-        pytest.param(*search, marks=pytest.mark.long)
-        for search in (
-            ((1, 2), 1, set()),
-            ((0, 1), 2, set()),
-            ((1, 2), 2, {0}),
-            ((0, 1), 2, {0}),
-            ((1, 2), 2, {1}),
-            ((1, 2), 2, {1, 2}),
+        pytest.param(*search, marks=pytest.mark.long(full=full))
+        for full, *search in (
+            (False, (1, 2), 1, set()),
+            (True, (0, 1), 2, set()),
+            (True, (1, 2), 2, {0}),
+            (True, (0, 1), 2, {0}),
+            (True, (1, 2), 2, {1}),
+            (False, (1, 2), 2, {1, 2}),
         )
     ),
 ]
@@ -42,18 +42,20 @@ def test_state_machines_keep_agreement_and_always_end(
     assert search(World(reducer, auxiliary), crashes) > 1_000
 
 
-@pytest.mark.parametrize(("reducer", "crashes"), [pytest.param((1, 2), 0, marks=pytest.mark.long), ((0, 1), 0)])
+@pytest.mark.parametrize(
+    ("reducer", "crashes"), [pytest.param((1, 2), 0, marks=pytest.mark.long(full=True)), ((0, 1), 0)]
+)
 def test_state_machines_with_a_coordinator_that_may_step_aside(reducer: tuple[int, int], crashes: int) -> None:
     """The code again: it is left out like any other member, and commits for the others."""
     assert search(World(reducer, set(), may_step_aside=True), crashes) > 1_000
 
 
 DOUBTS = [
-    pytest.param((0, 1), 0, set(), marks=pytest.mark.long),
+    pytest.param((0, 1), 0, set(), marks=pytest.mark.long(full=True)),
     pytest.param((1, 2), 0, {0}, marks=pytest.mark.long),
-    pytest.param((0, 1), 0, {0}, marks=pytest.mark.long),
-    pytest.param((1, 2), 0, {1}, marks=pytest.mark.long),
-    pytest.param((0, 1), 0, {1}, marks=pytest.mark.long),
+    pytest.param((0, 1), 0, {0}, marks=pytest.mark.long(full=True)),
+    pytest.param((1, 2), 0, {1}, marks=pytest.mark.long(full=True)),
+    pytest.param((0, 1), 0, {1}, marks=pytest.mark.long(full=True)),
     ((0, 1), 1, {0, 1}),
     pytest.param((1, 2), 1, {1, 2}, marks=pytest.mark.long),
 ]

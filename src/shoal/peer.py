@@ -111,8 +111,9 @@ def is_host(host: str) -> bool:
         return False
     if ":" in host:
         return _kind(host) == "ip6"
-    # Resolvers raise UnicodeError for labels that cannot exist.
-    return all(0 < len(label) <= 63 for label in host.removesuffix(".").split("."))
+    # Resolvers raise UnicodeError for labels that cannot exist, and read a name whose last label is a number as IPv4.
+    labels = host.removesuffix(".").split(".")
+    return all(0 < len(label) <= 63 for label in labels) and (not labels[-1].isdecimal() or _kind(host) == "ip4")
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,6 +282,7 @@ def check_run_id(run_id: object, name: str = "run_id", *, least: int = 1) -> Non
 def parse_peers(
     peers: object,
     *,
+    name: str = "initial_peers",
     skipped: Callable[[str], None] = lambda _: None,
     invited: Callable[[str], None] = lambda _: None,
 ) -> tuple[Address, ...]:
@@ -290,6 +292,7 @@ def parse_peers(
 
     Args:
         peers: an iterable of addresses or invites; a single one counts as a sequence of one; None for no peers.
+        name: what errors call them.
         skipped: called with the reason for each item that cannot be used and is left out.
         invited: called with each run that an invite names.
 
@@ -302,7 +305,7 @@ def parse_peers(
     if peers is None:
         return ()
     if not isinstance(peers, str | Address | Invite | Iterable):
-        raise ConfigError(f"initial_peers must be a list of addresses or invites, got {type(peers).__name__}")
+        raise ConfigError(f"{name} must be a list of addresses or invites, got {type(peers).__name__}")
     found: dict[Address, None] = {}
     errors: list[ConfigError] = []
     for item in [peers] if isinstance(peers, str | Address | Invite) else peers:
@@ -314,12 +317,12 @@ def parse_peers(
         except ConfigError as error:
             errors.append(error)
         except TypeError:
-            raise ConfigError(f"initial_peers must hold addresses or invites, got {type(item).__name__}") from None
+            raise ConfigError(f"{name} must hold addresses or invites, got {type(item).__name__}") from None
     if errors and not found:
         raise (
-            errors[0]
+            ConfigError(f"{name}: {errors[0]}")
             if len(errors) == 1
-            else ConfigError(f"none of the {len(errors)} initial_peers can be used; the first one: {errors[0]}")
+            else ConfigError(f"none of the {len(errors)} {name} can be used; the first one: {errors[0]}")
         )
     for useless in errors:
         skipped(str(useless))

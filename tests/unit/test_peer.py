@@ -292,7 +292,7 @@ class TestParsePeers:
         assert len(skipped) == 1
         with pytest.raises(ConfigError) as caught:
             parse_peers([useless])
-        assert str(caught.value) == skipped[0]
+        assert str(caught.value) == f"initial_peers: {skipped[0]}"
         with pytest.raises(ConfigError, match="none of the 2 initial_peers can be used; the first one: "):
             parse_peers([useless, useless], skipped=skipped.append)
         assert len(skipped) == 1

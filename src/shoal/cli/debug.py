@@ -57,7 +57,7 @@ def _remote(invite: str, last: int, timeout_s: float) -> Trace:
     from shoal.runtime.dht import DHT
     from shoal.wire import Contact, GetTrace
 
-    addresses = parse_peers(invite)
+    addresses = parse_peers(invite, name="INVITE")
     if not addresses:
         raise ConfigError(f"{invite!r} names no peer: give an invite, or the address of a peer")
     with DHT([invite], start=True, client_mode=True, startup_timeout=timeout_s) as dht:

@@ -34,7 +34,7 @@ __all__ = ["dht", "maddr_of"]
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="Port; 0 is any free one.")
 @click.option("--announce", metavar="HOST[:PORT]", help="Address that others dial, if it is another one.")
 @click.option("--identity", type=click.Path(dir_okay=False, path_type=Path), help="Key file; made if missing.")
-@click.option("--run", "run_id", default="", callback=checked_run, help="Name of the run that the invite is for.")
+@click.option("--run", "run_id", callback=checked_run, help="Name of the run that the invite is for.")
 @click.option("--join", metavar="INVITE", multiple=True, help="Join this network instead of a new one; repeatable.")
 @click.option("--invite-file", type=click.Path(dir_okay=False, path_type=Path), help="Write the invite here as well.")
 @click.option("--quiet", is_flag=True, help="Print nothing but the invite.")
@@ -44,14 +44,16 @@ def dht(
     port: int,
     announce: str | None,
     identity: Path | None,
-    run_id: str,
+    run_id: str | None,
     join: tuple[str, ...],
     invite_file: Path | None,
     quiet: bool,
 ) -> None:
     """Run a bootstrap peer: print an invite with which others join, and stay until Ctrl+C."""
+    from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT
 
+    parse_peers(join, name="--join")
     places = [maddr_of(*_host_and_port(announce), "--announce")] if announce is not None else []
     news: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: leave now
     where = maddr_of(host, port)
@@ -61,7 +63,7 @@ def dht(
         peer.events.subscribe(news.put)
     peer.run_in_background()
     with _leave_on_signal(news), peer:
-        invite = str(peer.invite(run_id))
+        invite = str(peer.invite(run_id or ""))
         if invite_file is not None:
             _write(invite_file, invite + "\n")
         if not quiet:

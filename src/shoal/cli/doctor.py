@@ -78,7 +78,7 @@ def _all(invite: str | None, host: str, port: int, run_id: str | None, timeout_s
     from shoal.peer import parse_peers
     from shoal.runtime.dht import DHT
 
-    addresses, listen_at = parse_peers(invite), maddr_of(host, port)
+    addresses, listen_at = parse_peers(invite, name="INVITE"), maddr_of(host, port)
     run_id = run_of(invite) if run_id is None else run_id
     yield from look_at_machine()
     try:

@@ -31,12 +31,12 @@ def timeout_option(default: float, what: str) -> Callable[[F], F]:
     )
 
 
-def checked_run(_: click.Context, option: click.Parameter, run_id: str | None) -> str | None:
+def checked_run(_: click.Context, __: click.Parameter, run_id: str | None) -> str | None:
     """The name of a run as `--run` gives it. Raises `ConfigError` for a text that no run can have as its name."""
     from shoal.peer import check_run_id
 
     if run_id is not None:
-        check_run_id(run_id, "--run", least=0 if option.default == "" else 1)
+        check_run_id(run_id, "--run")
     return run_id
 
 
@@ -54,5 +54,5 @@ def run_of(invite: str | None) -> str:
     from shoal.peer import parse_peers
 
     runs = [""]
-    parse_peers(invite, invited=runs.append)
+    parse_peers(invite, name="INVITE", invited=runs.append)
     return runs[-1]

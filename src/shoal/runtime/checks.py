@@ -26,9 +26,10 @@ def flag(name: str, value: object) -> bool:
     Raises:
         ConfigError: the value is anything else. A text such as "no" would count as True.
     """
-    if value not in (True, False):
-        raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
-    return bool(value)
+    with suppress(Exception):  # arrays and tensors of several values cannot be compared with one
+        if value in (True, False):
+            return bool(value)
+    raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
 
 
 def own_number(value: T) -> T:
@@ -62,6 +63,7 @@ def seconds(name: str, value: object, default: float) -> float:
 
 def path(name: str, value: object) -> Path:
     """The path of a file; raises `ConfigError` for anything that names none."""
-    if not isinstance(value, str | os.PathLike) or not str(value):
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if not isinstance(text, str) or not text or "\0" in text:
         raise ConfigError(f"{name} must be the path of a file, got {value!r:.80}")
-    return Path(value)
+    return Path(text)

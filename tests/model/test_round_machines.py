@@ -23,7 +23,7 @@ SEARCHES = [
     *(
         pytest.param(*search, marks=pytest.mark.long(full=full))
         for full, *search in (
-            (False, (1, 2), 1, set()),
+            (True, (1, 2), 1, set()),
             (True, (0, 1), 2, set()),
             (True, (1, 2), 2, {0}),
             (True, (0, 1), 2, {0}),

@@ -47,7 +47,7 @@ def test_records_survive_the_crash_of_half_the_nodes_twice() -> None:
     check_found(measure(120, records=150, lookups=10, seed=2))
 
 
-@pytest.mark.long
+@pytest.mark.long(full=True)
 @pytest.mark.timeout(900)
 def test_a_thousand_nodes() -> None:
     """Both of the above with a thousand nodes and as many records."""

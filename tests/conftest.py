@@ -49,10 +49,13 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark everything in tests/integration as such. Several workers (`-n 2`) do not start its processes at once."""
+    """Leave out what `--soak` does, and mark everything in tests/integration as such.
+
+    Several workers (`-n 2`) do not start the processes of tests/integration at once.
+    """
     if config.getoption("--soak") == "sample":
-        full = [item for item in items if any(mark.kwargs.get("full") for mark in item.iter_markers("long"))]
-        config.hook.pytest_deselected(items=full)
+        full = {item for item in items if any(mark.kwargs.get("full") for mark in item.iter_markers("long"))}
+        config.hook.pytest_deselected(items=list(full))
         items[:] = [item for item in items if item not in full]
     integration = Path(__file__).parent / "integration"
     for item in items:

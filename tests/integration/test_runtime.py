@@ -113,11 +113,6 @@ def open_files() -> dict[str, str]:
     return found
 
 
-def in_tmp() -> set[str]:
-    """What shoal has in the directory for temporary files."""
-    return {path.name for path in Path(tempfile.gettempdir()).glob("shoal*")}
-
-
 # ---------------------------------------------------------------------------------------- nothing of the user's changes
 
 
@@ -543,9 +538,10 @@ def test_shutdown_in_mid_round_leaves_the_tensors_alone() -> None:
 # ----------------------------------------------------------------------------------------------------------------- ends
 
 
-def test_nothing_is_left_after_shutdown() -> None:
+def test_nothing_is_left_after_shutdown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread, no descriptor, no file, after a round, a download and a shutdown."""
-    threads, files, temporary = set(threading.enumerate()), open_files(), in_tmp()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # tests beside this one have files of their own in /tmp
+    threads, files = set(threading.enumerate()), open_files()
     with two_peers() as (first, second):
         one, two = averager(first, torch.zeros(1000)), averager(second, torch.ones(1000))
         coming = one.step(timeout=LONG_S, wait=False)
@@ -557,7 +553,7 @@ def test_nothing_is_left_after_shutdown() -> None:
         assert set(threading.enumerate()) > threads
     assert set(threading.enumerate()) == threads
     assert open_files() == files
-    assert in_tmp() <= temporary
+    assert not list(tmp_path.glob("shoal*"))  # torch keeps a folder of its own there
 
 
 def test_nothing_is_left_after_a_failed_start() -> None:

@@ -12,7 +12,7 @@ from shoal.lazy import lazy
 from shoal.version import __version__
 
 if TYPE_CHECKING:
-    from shoal import compression, sim, zero
+    from shoal import compression, data, sim, zero
     from shoal.clock import get_dht_time
     from shoal.errors import ConfigError, RoundFailed, SchemaMismatch, ShoalError, StateUnavailable
     from shoal.optim import Optimizer
@@ -34,6 +34,7 @@ else:
         "ShoalError": "shoal.errors",
         "StateUnavailable": "shoal.errors",
         "compression": "shoal",
+        "data": "shoal",
         "leave_on_sigterm": "shoal.runtime.leave",
         "get_dht_time": "shoal.clock",
         "sim": "shoal",
@@ -58,6 +59,7 @@ __all__ = [
     "StateUnavailable",
     "__version__",
     "compression",
+    "data",
     "get_dht_time",
     "leave_on_sigterm",
     "sim",

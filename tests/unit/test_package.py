@@ -26,6 +26,7 @@ PUBLIC = {
     "StateUnavailable",
     "__version__",
     "compression",
+    "data",
     "get_dht_time",
     "leave_on_sigterm",
     "sim",

@@ -7,8 +7,8 @@ parameters that no member had a gradient of, and the contribution of each member
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -17,7 +17,7 @@ from shoal.optim.options import Options, agreed
 from shoal.peer import PeerID
 from shoal.wire import Epoch, Samples, encode
 
-__all__ = ["Agreement", "Contributor", "Said", "agree", "checks_of"]
+__all__ = ["Agreement", "Contributor", "Deal", "Said", "agree", "checks_of", "deal_to"]
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True):
@@ -97,6 +97,40 @@ def agree(gathered: Mapping[PeerID, Any], contributors: Collection[PeerID]) -> A
         if each is not None and peer in contributors
     ]
     return Agreement(options, absent, made)
+
+
+class Deal(NamedTuple):
+    """The numbers of samples that steps deal to one contributor, for `shoal.data`: as many as it gave to them.
+
+    Attributes:
+        number: of this deal, counted on this peer from 1.
+        start: the first one.
+        stop: the first one that is another contributor's.
+    """
+
+    number: int
+    start: int
+    stop: int
+
+
+def deal_to(peer: PeerID, contributors: Sequence[Contributor], start: int, stop: int) -> tuple[int, int]:
+    """The share of one peer in the numbers that a step deals, from its first one to the first of the next peer.
+
+    Each contributor gets a share by its samples, in the order of their ids. A peer that gave none gets none.
+
+    Args:
+        peer: whose share.
+        contributors: to the step.
+        start: samples in the state before the step.
+        stop: samples in the state after it.
+    """
+    total, before = max(1, sum(each.samples for each in contributors)), 0
+    for each in sorted(contributors, key=lambda each: each.peer):
+        if each.peer == peer:
+            first, last = (start + (stop - start) * done // total for done in (before, before + each.samples))
+            return first, last
+        before += each.samples
+    return start, start
 
 
 def checks_of(gathered: Mapping[PeerID, Any]) -> dict[PeerID, Check]:

@@ -16,6 +16,7 @@ from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
 from shoal.events import Warned, print_log
+from shoal.optim.agreement import Deal
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.model import TrainedModel
@@ -276,6 +277,11 @@ class Optimizer(torch.optim.Optimizer):
         knows have it too.
         """
         return self._participant.finished
+
+    @property
+    def dealt(self) -> tuple[Deal, ...]:
+        """The samples that the last steps dealt to this peer, oldest first: `shoal.data.PeerSampler` draws them."""
+        return self._participant.own.dealt
 
     @property
     def collaboration(self) -> Participant:

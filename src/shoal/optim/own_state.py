@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 
 from shoal.averager import TensorLock
 from shoal.core import PeerCore
-from shoal.optim.agreement import Agreement
+from shoal.optim.agreement import Agreement, Deal, deal_to
 from shoal.optim.committed import Committed
 from shoal.optim.notices import Notices
 from shoal.optim.phases import Update
@@ -24,6 +24,9 @@ __all__ = ["OwnState"]
 
 _LOCK_WITHIN_S = 60.0
 """The longest wait for the parameters. What needed them is left out then, or tried again."""
+
+_DEALS = 16
+"""So many are kept for a sampler, which looks whenever it draws. A peer that catches up takes some steps in a row."""
 
 
 class OwnState:
@@ -38,6 +41,7 @@ class OwnState:
     Attributes:
         name: of the state.
         committed: the last steps that led to it.
+        dealt: the samples that the last steps taken here dealt to this peer.
         shared: whether other peers hold it too, as far as this one knows.
         update: the change that the trainer makes next; None if there is none.
     """
@@ -47,6 +51,7 @@ class OwnState:
         self._core, self._notices = core, notices
         self.name = StateName.genesis(training.fingerprint(), training.steps_before())
         self.committed = Committed()
+        self.dealt: tuple[Deal, ...] = ()
         self.shared = False
         self.update: Update | None = None
 
@@ -73,9 +78,10 @@ class OwnState:
             peers: that make it.
             agreement: of its members, if it is the swarm's step; None for an average of states.
         """
-        committed = self.committed
+        committed, dealt = self.committed, (0, 0)
         if agreement is not None:
             committed = committed.after(agreement.contributors, self.name.epoch)
+            dealt = deal_to(self._core.peer_id, agreement.contributors, self.name.samples, name.samples)
         self.update = Update(
             apply=apply,
             name=name,
@@ -83,6 +89,7 @@ class OwnState:
             peers=peers,
             samples=name.samples - self.name.samples,
             is_step=agreement is not None,
+            dealt=dealt,
         )
 
     def step(self) -> None:
@@ -97,6 +104,9 @@ class OwnState:
         chance, me = self._core.env.rng.randbytes(16), self._core.peer_id.raw
         interrupted = self.name.after_interruption(chance, me, step=update.is_step)
         failed = self.name.after_difference(chance, me)
+        dealt = self.dealt
+        if update.dealt[0] < update.dealt[1]:
+            dealt = (*dealt[1 - _DEALS :], Deal(dealt[-1].number + 1 if dealt else 1, *update.dealt))
         training, epoch = self.training, self.training.epoch
         training.whole = False
         try:
@@ -105,7 +115,7 @@ class OwnState:
         finally:
             # Attributes alone: no interrupt comes in between.
             if training.whole:
-                self.name, self.committed, update.taken = update.name, update.committed, True
+                self.name, self.committed, self.dealt, update.taken = update.name, update.committed, dealt, True
             elif update.is_step and training.step_error is not None:
                 self.name, update.taken = failed, True
             elif training.epoch != epoch or not update.is_step:

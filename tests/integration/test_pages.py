@@ -61,26 +61,23 @@ def test_two_peers_run_the_program_of_a_page(tmp_path: Path, page: str, last: st
 
 
 @pytest.mark.long
-def test_the_trainers_program_of_the_page_runs(tmp_path: Path) -> None:
-    """As it stands there: its schedule ends with the run, and the Trainer with both."""
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    with peer(tmp_path / "trainer", program("docs/training.md", trainer=True)) as trainer:
-        trainer.write("")
-        said = trainer.rest()
-        assert trainer.wait() == 0, trainer.errors()
-    assert said[-1] == "epoch 40, learning rate 0.0e+00\n"
-
-
-@pytest.mark.long
-def test_the_trainers_program_of_the_page_stops_at_max_steps(tmp_path: Path) -> None:
-    """The callback ends the training with the run, and leaves the Trainer's own reasons to stop as they are."""
+def test_two_trainers_run_the_program_of_the_page(tmp_path: Path) -> None:
+    """As it stands there; they begin when both are there. The schedule ends with the run, and so do both Trainers."""
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     code = program("docs/training.md", trainer=True)
-    assert code.count("max_steps=1_000_000") == 1
-    with peer(tmp_path / "trainer", code.replace("max_steps=1_000_000", "max_steps=20")) as trainer:
-        trainer.write("")
-        said = trainer.rest()
-        assert trainer.wait() == 0, trainer.errors()
-    assert said[-1].startswith("epoch 2, ")  # 8 batches of 8 samples for each epoch
+    assert code.count("trainer.train(") == 1
+    code = code.replace("trainer.train(", "print('here', flush=True)\ninput()\ntrainer.train(")
+    with peer(tmp_path / "second", code) as second, peer(tmp_path / "first", code) as first:
+        first.write("")
+        second.write(first.line().strip())
+        second.line()  # its invite
+        for talk in (first, second):
+            assert talk.line() == "here\n"
+        for talk in (first, second):
+            talk.write("begin")
+        said = [talk.rest() for talk in (first, second)]
+        assert [talk.wait() for talk in (first, second)] == [0, 0], [talk.errors() for talk in (first, second)]
+    for lines in said:
+        assert lines[-1] == "epoch 40, learning rate 0.0e+00\n"
+        assert any("swarm_epoch" in line for line in lines)

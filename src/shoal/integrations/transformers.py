@@ -1,0 +1,422 @@
+"""Hugging Face's Trainer as a peer of a run: `SwarmCallback`, for an ordinary `Trainer`.
+
+The Trainer goes on to draw batches, to compute gradients, to evaluate, log and save. Its optimizer is a
+`shoal.Optimizer`, so its steps are those of the swarm. What the Trainer's arguments say of the optimizer's steps
+therefore holds for the swarm's: `max_steps`, `warmup_steps` and the schedule count them, and `max_grad_norm` clips the
+gradient that they are taken from. The Trainer's own loop must neither stop after so many batches nor clip each batch.
+So these two arguments are taken over here, and others that cannot work in a swarm are refused.
+
+The Trainer offers no place where the number of samples of a batch could be read. They are counted by a hook of the
+model: the rows of the first tensor that it is given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from shoal.clock import get_dht_time
+from shoal.data import PeerSampler
+from shoal.errors import ConfigError, StateUnavailable
+from shoal.events import Warned
+from shoal.optim import Optimizer
+from shoal.optim.inner import make_scheduler
+from shoal.runtime.checks import path
+from shoal.runtime.dht import DHT
+
+try:
+    from accelerate.state import GradientState  # type: ignore[import-untyped]
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments, set_seed
+    from transformers.trainer_pt_utils import find_batch_size
+    from transformers.trainer_utils import has_length
+except ImportError as error:
+    raise ImportError(
+        f"shoal.integrations.transformers needs transformers 5 and accelerate ({error}): pip install "
+        "'shoal[transformers]'"
+    ) from error
+
+__all__ = ["SwarmCallback", "latest_checkpoint"]
+
+_ENDLESS = 1 << 40
+"""Batches after which the Trainer's own loop would stop."""
+
+_LOSS_TTL_S = 600.0
+_ONLY_ONE = (
+    "one process with one device and the whole model is a peer: start one process for each device (CUDA_VISIBLE_DEVICES"
+    "=0, =1, ...), each with python and not with torchrun or accelerate launch"
+)
+
+
+class SwarmCallback(TrainerCallback):
+    """Makes an ordinary `Trainer` a peer of a run.
+
+    Give `optimizers` and the callback itself to the Trainer; nothing else of it changes:
+    `Trainer(model, args, ..., optimizers=swarm.optimizers, callbacks=[swarm])`. Creating it joins the run.
+
+    - `args.max_steps` is the number of steps of the swarm: the run ends there (`Optimizer.announce_end`).
+      `warmup_steps` and the schedule count the swarm's steps, too. All peers give the same.
+    - `args.max_grad_norm` clips the average of the gradients of all peers, as it clips those of a large batch.
+    - `logging_steps`, `eval_steps` and `save_steps` count batches of this peer, as `num_train_epochs` would.
+    - Each batch counts with the samples that it has.
+    - The peers draw other samples (`shoal.data.PeerSampler` takes the place of the Trainer's shuffle), and other random
+      numbers in training, by their ids. What is drawn before, the model's first weights, is by `args.seed` as always.
+    - `Trainer.train` downloads the state of the others when it begins, also after it has loaded a checkpoint, and the
+      peer leaves the run when it ends.
+    - The logs have `swarm_epoch`, and `swarm_loss`: the mean of what the peers of the run had logged last, weighted by
+      samples, as of this peer's log before.
+
+    It changes `max_steps`, `max_grad_norm` and `ignore_data_skip` of `args` until the training ends. So give each
+    SwarmCallback arguments of its own.
+
+    Args:
+        model: that the Trainer trains.
+        args: of the Trainer.
+        dht: this peer, started.
+        run_id: names the run; all its peers give the same.
+        target_batch_size: samples of the whole swarm in one step.
+        optimizer: a torch optimizer of the model; None for the one that `args` names.
+        scheduler: a torch schedule over `optimizer`, or a function `optimizer -> schedule`, that counts steps of the
+            swarm; None for the one that `args` names.
+        options: more arguments of `shoal.Optimizer`, by name.
+
+    Attributes:
+        optimizer: the `shoal.Optimizer`: `local_epoch`, `finished`.
+        optimizers: for the argument of the Trainer: the optimizer and its schedule.
+
+    Raises:
+        ConfigError: an argument, or one of `args`, cannot work in a swarm, or the run is trained with other settings;
+            it is named.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        args: TrainingArguments,
+        *,
+        dht: DHT,
+        run_id: str,
+        target_batch_size: int,
+        optimizer: torch.optim.Optimizer | None = None,
+        scheduler: Any = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(f"model must be the model that the Trainer trains, got {type(model).__name__}")
+        if not isinstance(args, TrainingArguments):
+            raise ConfigError(f"args must be the TrainingArguments of the Trainer, got {type(args).__name__}")
+        for name in options.keys() & {"batch_size_per_step", "model", "params"}:
+            raise ConfigError(f"{name} is not given here: the SwarmCallback gives it to the shoal.Optimizer itself")
+        _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
+        self._model, self._args = model, args
+        self._taken: dict[str, Any] = {}
+        self.epochs = args.max_steps
+        _place(model, args)
+        makes = _maker(model, args)
+        inner = optimizer if optimizer is not None else makes.create_optimizer()
+        schedule = make_scheduler(inner, scheduler)
+        if schedule is None:
+            schedule = makes.create_scheduler(self.epochs, optimizer=inner)
+        if args.max_grad_norm:
+            _clip_average(inner, args.max_grad_norm)
+        self.optimizer = Optimizer(
+            dht=dht,
+            run_id=run_id,
+            target_batch_size=target_batch_size,
+            optimizer=inner,
+            scheduler=schedule,
+            model=model,
+            **options,
+        )
+        self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
+        peers_own = dht.peer_id.to_bytes() + repr(args.seed).encode()
+        self._seed = int.from_bytes(hashlib.sha256(peers_own).digest()[:4], "big")
+        self._batch = self._samples = self._since_log = 0
+        self._trains = self._reseed = self._streams = False
+        self._losses: Any = None
+        self._loader: Any = None
+        self.optimizer.register_step_pre_hook(self._before_step)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._take(max_steps=_ENDLESS, max_grad_norm=0.0)
+
+    def _take(self, **values: Any) -> None:
+        """Let these hold for the Trainer's own loop."""
+        for name, value in values.items():
+            self._taken.setdefault(name, getattr(self._args, name))
+            setattr(self._args, name, value)
+
+    def _warn(self, message: str) -> None:
+        warning = Warned(where="Trainer", message=message)
+        self.optimizer.dht.loop_thread.call_soon(lambda: self.optimizer.dht.events.emit(warning))
+
+    # --------------------------------------------------------------------------------------------------------- batches
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if model.training and torch.is_grad_enabled():
+            # A loss may take several passes over one batch.
+            self._batch = max(self._batch, find_batch_size([kwargs, args]) or 0)  # type: ignore[no-untyped-call]
+
+    def _batch_done(self) -> None:
+        self._samples, self._batch = self._samples + self._batch, 0
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not self._trains:
+            raise ConfigError("callbacks=[swarm] is missing: give the SwarmCallback to the Trainer, too")
+        self._batch_done()
+        if not (samples := self._samples):
+            raise ConfigError(
+                "the number of samples is not known, as the model was given no tensor: the Trainer must train the "
+                "model that the SwarmCallback has"
+            )
+        self._samples, self._since_log = 0, self._since_log + samples
+        return args, {**kwargs, "batch_size": samples}
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """The Trainer was made: with what belongs to this peer?"""
+        self._check_trainer(args, **given)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Get the state of the others, and draw other data than they do."""
+        self._check_trainer(args, **given)
+        self._trains = self._reseed = True
+        set_seed((self._seed + state.global_step) % (1 << 32))
+        self.optimizer.announce_end(self.epochs)
+        try:
+            self.optimizer.load_state_from_peers()
+        except StateUnavailable as error:  # `step` tries again, and knows when to give up
+            self._warn(str(error))
+        if state.global_step and not self.optimizer.local_epoch and not self.optimizer.state:
+            self._warn(
+                "the checkpoint has no state of the optimizer (save_only_model): the run begins at epoch 0, with the "
+                "checkpoint's weights"
+            )
+        self._loader = given["train_dataloader"]
+        self._streams = not has_length(self._loader)
+        self._deal(state)
+        # For the progress bar, which reads it once: as many batches as this peer alone would need.
+        batch = args.train_batch_size * args.gradient_accumulation_steps
+        state.max_steps = math.ceil(self.epochs * self.optimizer.target_batch_size / batch)
+
+    def _deal(self, state: TrainerState) -> None:
+        """Let the steps of the swarm deal the samples, where the Trainer would shuffle them by its seed."""
+        batches: Any = getattr(self._loader, "batch_sampler", None)
+        sampler = getattr(batches, "sampler", None)
+        if isinstance(sampler, RandomSampler):
+            batches.sampler = PeerSampler(self._loader.dataset, self.optimizer, seed=self._seed)
+            self._take(ignore_data_skip=True)  # what is skipped would have been dealt in vain
+        elif self._streams and (state.epoch or 0) >= 1:
+            # To skip more batches than the stream has, the Trainer would look for them without end.
+            self._take(ignore_data_skip=True)
+        elif isinstance(sampler, SequentialSampler):
+            self._warn(
+                "train_sampling_strategy='sequential' draws the data in one order on all peers: give each peer a part "
+                "of its own, or use 'random'"
+            )
+        elif hasattr(batches, "seed"):
+            batches.seed = self._seed  # batch_rebalance has one seed for all
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The Trainer draws random numbers as its checkpoint says by now; that may be another peer's."""
+        state.max_steps = _ENDLESS
+        if (active := GradientState().active_dataloader) is not None:
+            self._loader = active  # after a checkpoint it is another one at first
+        if self._batch or self._samples:
+            # Of a batch that was interrupted, or that came last in its pass and was too few to be accumulated.
+            self._batch = self._samples = 0
+            self._model.zero_grad()
+        if self._reseed and state.global_step:
+            set_seed((self._seed + state.global_step) % (1 << 32))
+        self._reseed = False
+
+    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """One of several batches that the Trainer accumulates."""
+        self._batch_done()
+        self._end_pass(control)
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """At the end of the run this batch is the last one: the Trainer evaluates and saves as at its own end."""
+        if self.optimizer.finished:
+            state.max_steps = state.global_step + 1
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop with the run; end a pass over a stream where the stream ends."""
+        state.max_steps = _ENDLESS
+        if self.optimizer.finished:
+            control.should_training_stop = True
+        self._end_pass(control)
+        if self._streams:
+            state.epoch = float(int(state.epoch or 0))  # the Trainer makes it a share of max_steps
+
+    def _end_pass(self, control: TrainerControl) -> None:
+        if self._streams and getattr(self._loader, "end_of_dataloader", False):
+            control.should_epoch_stop = True  # the Trainer would look for max_steps batches in each pass
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
+        """Add what the swarm knows."""
+        if logs is None:
+            return
+        more: dict[str, Any] = {"swarm_epoch": self.optimizer.local_epoch}
+        if "loss" in logs and (loss := self._swarm_loss(logs["loss"])) is not None:
+            more["swarm_loss"] = loss
+        logs.update(more)
+        if state.log_history:
+            state.log_history[-1].update(more)
+        if "train_loss" in logs:  # the summary: then the best checkpoint may be loaded, which is not the run's state
+            self.optimizer.shutdown()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the run."""
+        self.optimizer.shutdown()
+        self._trains = False
+        for name, value in self._taken.items():
+            setattr(args, name, value)
+
+    def _check_trainer(self, args: TrainingArguments, model: Any = None, optimizer: Any = None, **_: Any) -> None:
+        if getattr(optimizer, "optimizer", optimizer) is not self.optimizer:
+            raise ConfigError("optimizers=swarm.optimizers is missing: give it to the Trainer, with callbacks=[swarm]")
+        if args is not self._args or model is not self._model:
+            what = "model" if args is self._args else "args"
+            raise ConfigError(f"{what} of the Trainer must be the one that was given to the SwarmCallback")
+        if args.max_steps != _ENDLESS:
+            raise ConfigError("this SwarmCallback's training is over: make another one, with another Trainer")
+
+    def _swarm_loss(self, loss: float) -> float | None:
+        """What the peers said of their losses, as it was read since the last call; says ours."""
+        dht, key, read = self.optimizer.dht, f"{self.optimizer.run_id}_loss", self._losses
+        samples, self._since_log = self._since_log, 0
+        me, until = dht.peer_id.to_bytes(), get_dht_time() + _LOSS_TTL_S
+        dht.store(key, [float(loss), samples], until, me, return_future=True)
+        self._losses = dht.get(key, latest=True, return_future=True)
+        if read is None or not read.done() or read.exception() is not None or (found := read.result()) is None:
+            return None
+        return _mean_loss(found.value)
+
+
+def latest_checkpoint(output_dir: str) -> str | None:
+    """The latest whole checkpoint of a Trainer; None if there is none.
+
+    `Trainer.train(resume_from_checkpoint=latest_checkpoint(args.output_dir))` goes on from there, or begins. With
+    `True` in its place the Trainer fails where there is none yet, or where it was killed while it saved.
+
+    Args:
+        output_dir: of the Trainer.
+    """
+    found = []
+    for folder in path("output_dir", output_dir).glob("checkpoint-*"):
+        try:
+            step = int(folder.name.removeprefix("checkpoint-"))
+            json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))  # is written last
+        except (OSError, ValueError):
+            continue
+        found.append((step, folder))
+    return str(max(found)[1]) if found else None
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+
+
+def _check(args: TrainingArguments, *, own_optimizer: bool, own_schedule: bool) -> None:
+    """Raise `ConfigError` for arguments of a Trainer that cannot work in a swarm."""
+    if args.max_steps == _ENDLESS:
+        raise ConfigError("args belongs to another SwarmCallback, or is of its checkpoint: make new TrainingArguments")
+    if args.max_steps <= 0:
+        raise ConfigError(
+            "max_steps of the TrainingArguments is missing: it is the number of steps of the swarm, at which the run "
+            "ends. num_train_epochs does not count in a swarm; P passes over N samples by all peers together are "
+            "P * N // target_batch_size steps"
+        )
+    schedule, optim = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)), str(args.optim)
+    optim = str(getattr(args.optim, "value", optim))
+    refused = {
+        "fp16": (args.fp16, "its scaler skips steps on one peer alone: use bf16=True"),
+        "deepspeed": (bool(args.deepspeed), _ONLY_ONE),
+        "fsdp": (bool(args.fsdp), _ONLY_ONE),
+        f"world_size={args.world_size}": (args.world_size > 1, _ONLY_ONE),
+        f"n_gpu={args.n_gpu}": (args.n_gpu > 1, _ONLY_ONE),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "it begins the training anew, but the run goes on: give a per_device_train_batch_size that fits",
+        ),
+        f"lr_scheduler_type={schedule!r}": (
+            schedule in ("reduce_lr_on_plateau", "greedy") and not own_schedule,
+            "it follows a measurement, and each peer has its own: use a schedule of steps, such as 'linear'",
+        ),
+        f"optim={optim!r}": (
+            ("layerwise" in optim or "lomo" in optim) and not own_optimizer,
+            "it takes its steps within the backward pass, before the peers have averaged: use another one",
+        ),
+    }
+    for kind in ("logging", "eval", "save"):
+        steps = getattr(args, f"{kind}_steps")
+        refused[f"{kind}_steps={steps}"] = (
+            str(getattr(getattr(args, f"{kind}_strategy"), "value", "")) == "steps" and 0 < (steps or 0) < 1,
+            "it would be a share of max_steps, which counts steps of the swarm: give a number of batches of this peer",
+        )
+    for name, (applies, advice) in refused.items():
+        if applies:
+            raise ConfigError(f"{name} of the TrainingArguments does not work in a swarm: {advice}")
+
+
+def _place(model: torch.nn.Module, args: TrainingArguments) -> None:
+    """Move the model where the Trainer is about to move it, so that what is made now lies there, too."""
+    placed = getattr(model, "hf_device_map", None) or getattr(model, "quantization_method", None)
+    if not placed and args.place_model_on_device is not False:
+        model.to(args.device)
+
+
+def _maker(model: torch.nn.Module, args: TrainingArguments) -> Trainer:
+    """As much of a Trainer as it takes to make the optimizer and the schedule that the Trainer itself would make."""
+    maker: Trainer = object.__new__(Trainer)
+    maker.model, maker.args = model, args
+    maker.optimizer = maker.lr_scheduler = maker.optimizer_cls_and_kwargs = None
+    return maker
+
+
+def _clip_average(inner: torch.optim.Optimizer, norm: float) -> None:
+    """Let the optimizer clip the gradient that it steps from: on each peer the same one, the swarm's average."""
+    if not hasattr(inner, "_optimizer_step_pre_hooks"):
+        raise ConfigError("this optimizer cannot clip the average of the gradients: give max_grad_norm=0")
+    # An option of the optimizer: so it is one of the settings that peers compare.
+    inner.defaults["max_grad_norm"] = float(norm)
+    for group in inner.param_groups:
+        group["max_grad_norm"] = float(norm)
+
+    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        groups = optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, groups[0]["max_grad_norm"])
+
+    def fill(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # a plain Trainer's has none
+        return {**saved, "param_groups": [{**group, "max_grad_norm": float(norm)} for group in saved["param_groups"]]}
+
+    inner.register_step_pre_hook(clip)
+    inner.register_load_state_dict_pre_hook(fill)
+
+
+def _mean_loss(said: object) -> float | None:
+    """The mean of what peers have said, weighted by samples; what is no loss of a number of samples does not count."""
+    total = weight = 0.0
+    for entry in said.values() if isinstance(said, Mapping) else ():
+        match getattr(entry, "value", None):
+            case [float(loss), int(samples)] if math.isfinite(loss) and 0 < samples < 1 << 40:
+                total, weight = total + loss * samples, weight + samples
+    return total / weight if weight else None

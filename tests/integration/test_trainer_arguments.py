@@ -1,0 +1,367 @@
+"""`SwarmCallback`: the arguments of a Trainer that are refused, what becomes of the others, and checkpoints.
+
+The Trainer is the real one; the swarm is one peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import ConfigError
+from shoal.events import EpochAdvanced, Warned
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from shoal.integrations.transformers import SwarmCallback, _mean_loss, latest_checkpoint  # noqa: E402
+from tests.integration.trainer_peer import Sentences, tiny_model  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def dht() -> Iterator[shoal.DHT]:
+    """A network of one."""
+    with shoal.DHT(start=True) as started:
+        yield started
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> Any:
+    """A function that makes arguments of a Trainer: 8 steps of the swarm, unless it is told otherwise."""
+
+    def make(**changes: Any) -> Any:
+        values = {"output_dir": str(tmp_path), "max_steps": 8, "use_cpu": True, "report_to": [], "save_strategy": "no"}
+        quiet = {"disable_tqdm": True, "logging_strategy": "no", "dataloader_pin_memory": False}
+        return transformers.TrainingArguments(**{**values, **quiet, **changes})
+
+    return make
+
+
+@pytest.fixture
+def swarm_of(dht: shoal.DHT, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A function that makes a callback of a run of its own."""
+    made: list[SwarmCallback] = []
+
+    def make(model: torch.nn.Module, args: Any, **options: Any) -> SwarmCallback:
+        values = {"dht": dht, "run_id": f"{request.node.name}-{len(made)}", "target_batch_size": 32}
+        made.append(SwarmCallback(model, args, **{**values, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.optimizer.shutdown()
+
+
+def trainer(swarm: SwarmCallback, model: Any, args: Any, **more: Any) -> Any:
+    """As users write it, without what it prints."""
+    given = {"train_dataset": Sentences(), "optimizers": swarm.optimizers, "callbacks": [swarm], **more}
+    made = transformers.Trainer(model, args, **given)
+    made.remove_callback(transformers.PrinterCallback)
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_steps": -1}, "max_steps of the TrainingArguments is missing"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size .* give a per_device_train_batch_size that fits"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 5},
+            "lr_scheduler_type='reduce_lr_on_plateau' .* use a schedule of steps",
+        ),
+        ({"lr_scheduler_type": "greedy", "eval_strategy": "steps", "eval_steps": 5}, "lr_scheduler_type='greedy'"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' .* within the backward pass"),
+        ({"optim": "lomo"}, "optim='lomo' .* use another one"),
+        ({"save_strategy": "steps", "save_steps": 0.1}, "save_steps=0.1 .* give a number of batches of this peer"),
+        ({"logging_strategy": "steps", "logging_steps": 0.5}, "logging_steps=0.5"),
+        ({"eval_strategy": "steps", "eval_steps": 0.5}, "eval_steps=0.5"),
+    ],
+)
+def test_an_argument_that_breaks_the_agreement_of_peers_is_refused_with_advice(
+    swarm_of: Any, arguments: Any, changes: dict[str, Any], words: str
+) -> None:
+    """By its name, before the run is joined."""
+    args = arguments(**changes)
+    before = args.to_dict()
+    with pytest.raises(ConfigError, match=words):
+        swarm_of(tiny_model(), args)
+    assert args.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("fp16", True, "fp16 .* use bf16=True"),
+        ("deepspeed", "config.json", "deepspeed .* start one process for each device"),
+        ("fsdp", "full_shard", "fsdp .* start one process for each device"),
+        ("_n_gpu", 2, "n_gpu=2 .*CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_what_this_machine_cannot_do_is_refused_too(
+    swarm_of: Any, arguments: Any, name: str, value: object, words: str
+) -> None:
+    """The arguments' own check would need devices and libraries that are not here."""
+    args = arguments()
+    _ = args.device  # counts the devices
+    setattr(args, name, value)
+    with pytest.raises(ConfigError, match=words):
+        swarm_of(tiny_model(), args)
+
+
+def test_plain_mistakes_are_named(swarm_of: Any, arguments: Any) -> None:
+    """Something else in the place of an argument."""
+    with pytest.raises(ConfigError, match="model must be the model"):
+        swarm_of("bert", arguments())
+    with pytest.raises(ConfigError, match="args must be the TrainingArguments"):
+        swarm_of(tiny_model(), {"max_steps": 3})
+    with pytest.raises(ConfigError, match="batch_size_per_step is not given here"):
+        swarm_of(tiny_model(), arguments(), batch_size_per_step=8)
+
+
+def test_half_of_it_is_refused(swarm_of: Any, arguments: Any) -> None:
+    """The callback without the optimizer, the optimizer without the callback, another model, other arguments."""
+    model, args = tiny_model(), arguments()
+    swarm = swarm_of(model, args)
+    with pytest.raises(ConfigError, match=r"optimizers=swarm\.optimizers is missing"):
+        trainer(swarm, model, args, optimizers=(None, None))
+    with pytest.raises(ConfigError, match="model of the Trainer must be the one"):
+        trainer(swarm, tiny_model(), args)
+    with pytest.raises(ConfigError, match="args of the Trainer must be the one"):
+        trainer(swarm, model, arguments())
+    with pytest.raises(ConfigError, match=r"callbacks=\[swarm\] is missing"):
+        trainer(swarm, model, args, callbacks=[]).train()
+    with pytest.raises(ConfigError, match="args belongs to another SwarmCallback"):
+        swarm_of(tiny_model(), args)
+
+
+# ---------------------------------------------------------------------------------------------------- what it trains
+
+
+class InOrder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """30 samples: in batches of 8 the last one has 6."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not index < 30:
+            raise IndexError(index)
+        return Sentences()[index]
+
+
+def weights(model: torch.nn.Module) -> torch.Tensor:
+    """All in one."""
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.05, 0.0])
+def test_a_trainer_in_a_swarm_equals_a_plain_one_with_large_batches(swarm_of: Any, arguments: Any, norm: float) -> None:
+    """Eight steps with warm-up, a falling rate, weight decay, clipping; batches of 8, 8, 8 and 6 against one of 30."""
+    said: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "warmup_steps": 0.25,
+        "max_grad_norm": norm,
+        "max_steps": 8,
+    }
+    said |= {"train_sampling_strategy": "sequential", "optim": "adamw_torch"}
+    both = []
+    for batch in (30, 8):
+        model, args = tiny_model(), arguments(per_device_train_batch_size=batch, **said)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+        if batch == 30:
+            transformers.Trainer(model, args, train_dataset=InOrder()).train()
+        else:
+            swarm = swarm_of(model, args, target_batch_size=30)
+            trainer(swarm, model, args, train_dataset=InOrder()).train()
+            assert swarm.optimizer.local_epoch == 8
+        both.append(weights(model))
+    assert (both[0] - weights(tiny_model())).abs().max() > 1e-2
+    torch.testing.assert_close(both[1], both[0], rtol=0, atol=2e-5)
+
+
+def test_each_batch_counts_with_the_samples_that_it_has(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """Passes of 8, 8, 8 and 6; accumulated by 3 they are 24 and 6."""
+    for accumulated, expected in ((1, [24, 22]), (3, [24, 30])):
+        model, args = tiny_model(), arguments(gradient_accumulation_steps=accumulated, per_device_train_batch_size=8)
+        samples: list[int] = []
+
+        def note(event: object, into: list[int] = samples) -> None:
+            if isinstance(event, EpochAdvanced):
+                into.append(event.samples)
+
+        dht.events.subscribe(note)
+        swarm = swarm_of(model, args, target_batch_size=20)
+        trainer(swarm, model, args, train_dataset=InOrder()).train()
+        assert samples[:2] == expected, samples
+
+
+class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
+    """A stream of 20 samples, by the global random numbers; remembers the first one that it drew."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for _ in range(20):
+            tokens = torch.randint(0, 50, (8,))
+            self.first = self.first or tokens.tolist()
+            yield {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_stream_that_ends_begins_anew(swarm_of: Any, arguments: Any, accumulated: int) -> None:
+    """The Trainer would look for the rest of `max_steps` batches in it. Too few batches to accumulate are dropped."""
+    model, args = tiny_model(), arguments(per_device_train_batch_size=8, gradient_accumulation_steps=accumulated)
+    swarm = swarm_of(model, args)
+    made = trainer(swarm, model, args, train_dataset=Stream())
+    made.train()
+    assert swarm.optimizer.local_epoch == 8
+    assert made.state.epoch > 8
+
+
+class Drawn(Sentences):
+    """Remembers what was drawn."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        self.drawn.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length", "batch_rebalance"])
+def test_peers_draw_other_data(swarm_of: Any, arguments: Any, dht: shoal.DHT, strategy: str) -> None:
+    """With one seed for all: samplers differ, and so do streams that are made of random numbers."""
+    orders, firsts = [], []
+    with shoal.DHT(start=True) as other:
+        for peer in (dht, other):
+            model, args, data = tiny_model(), arguments(max_steps=7, train_sampling_strategy=strategy), Drawn()
+            swarm = swarm_of(model, args, target_batch_size=8, dht=peer)
+            trainer(swarm, model, args, train_dataset=data).train()
+            orders.append(data.drawn[-24:])
+            model, args, stream = tiny_model(), arguments(max_steps=1), Stream()
+            swarm = swarm_of(model, args, target_batch_size=8, dht=peer)
+            trainer(swarm, model, args, train_dataset=stream).train()
+            firsts.append(stream.first)
+    assert orders[0] != orders[1]
+    assert firsts[0] != firsts[1]
+
+
+def test_the_arguments_are_as_before_when_the_training_is_over(swarm_of: Any, arguments: Any) -> None:
+    """And the same callback does not train once more."""
+    model, args = tiny_model(), arguments(max_steps=2, max_grad_norm=0.7)
+    swarm = swarm_of(model, args)
+    made = trainer(swarm, model, args)
+    made.train()
+    assert (args.max_steps, args.max_grad_norm, args.ignore_data_skip) == (2, 0.7, False)
+    with pytest.raises(ConfigError, match="training is over"):
+        made.train()
+
+
+def test_a_schedule_of_the_trainers_own_has_no_effect(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """`optimizers=(swarm.optimizer, None)`: the rates stay those over the swarm's steps, and a warning says so."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    model, args = tiny_model(), arguments(max_steps=4, learning_rate=1e-3)
+    swarm = swarm_of(model, args)
+    trainer(swarm, model, args, optimizers=(swarm.optimizer, None)).train()
+    assert swarm.optimizers[1].get_last_lr()[0] == swarm.optimizer.param_groups[0]["lr"] == 0.0
+    assert any("made over this optimizer has no effect" in message for message in warned)
+
+
+def test_an_own_optimizer_and_schedule_are_taken(swarm_of: Any, arguments: Any) -> None:
+    """Counted by the swarm's steps."""
+    model, args = tiny_model(), arguments(max_steps=3)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    swarm = swarm_of(
+        model, args, optimizer=inner, scheduler=lambda made: torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5)
+    )
+    trainer(swarm, model, args).train()
+    assert inner.param_groups[0]["lr"] == 0.125
+
+
+def test_the_best_checkpoint_is_loaded_after_the_peer_has_left(
+    swarm_of: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its weights are not the state of the run: nobody may be given them."""
+    when = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "swarm_epoch", "greater_is_better": False}
+    model, args = tiny_model(), arguments(max_steps=4, **when, **best)
+    swarm = swarm_of(model, args)
+    metrics: Any = lambda _: {"swarm_epoch": swarm.optimizer.local_epoch}  # noqa: E731
+    made = trainer(swarm, model, args, eval_dataset=InOrder(), compute_metrics=metrics)
+    left: list[bool] = []
+    load = made._load_best_model
+
+    def load_best() -> None:
+        left.append(swarm.optimizer._left)
+        load()
+
+    monkeypatch.setattr(made, "_load_best_model", load_best)
+    made.train()
+    assert left == [True]
+    assert made.state.best_global_step < made.state.global_step
+
+
+def test_sequential_data_is_warned_of(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """All peers would draw the same."""
+    warned: list[str] = []
+    dht.events.subscribe(lambda event: warned.append(event.message) if isinstance(event, Warned) else None)
+    model, args = tiny_model(), arguments(max_steps=2, train_sampling_strategy="sequential")
+    swarm = swarm_of(model, args)
+    trainer(swarm, model, args).train()
+    assert any("in one order on all peers" in message for message in warned)
+
+
+# -------------------------------------------------------------------------------------------------- small functions
+
+
+def test_latest_checkpoint_passes_over_what_is_not_whole(tmp_path: Path) -> None:
+    """A folder without the file that is written last, or with half of it."""
+    assert latest_checkpoint(str(tmp_path)) is None
+    assert latest_checkpoint(str(tmp_path / "none")) is None
+    for name, text in (("9", "{}"), ("10", "{}"), ("11", '{"epo'), ("12", None), ("best", "{}")):
+        (tmp_path / f"checkpoint-{name}").mkdir()
+        if text is not None:
+            (tmp_path / f"checkpoint-{name}" / "trainer_state.json").write_text(text, encoding="utf-8")
+    assert latest_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+def test_the_swarms_loss_is_the_mean_over_samples() -> None:
+    """Words that are no loss of a number of samples do not count."""
+    said: list[Any] = [[2.0, 30], [4.0, 10], [float("nan"), 5], ["x", 1], [1.0, -3], [1.0, 1 << 60], [1.0], 7, None]
+    assert _mean_loss({index: SimpleNamespace(value=each) for index, each in enumerate(said)}) == 2.5
+    assert _mean_loss({}) is _mean_loss(3) is None
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_loaded(swarm_of: Any, arguments: Any, tmp_path: Path) -> None:
+    """It has no epoch of a swarm: the run begins at epoch 0, with its weights and statistics."""
+    model, plain = tiny_model(), arguments(max_steps=2, save_strategy="steps", save_steps=2, learning_rate=1e-3)
+    transformers.Trainer(model, plain, train_dataset=InOrder()).train()
+    model, args = tiny_model(), arguments(max_steps=3, learning_rate=1e-3)
+    swarm = swarm_of(model, args)
+    trainer(swarm, model, args).train(resume_from_checkpoint=latest_checkpoint(str(tmp_path)))
+    assert swarm.optimizer.local_epoch == 3
+    assert {float(each["step"]) for each in swarm.optimizer.state.values()} == {5.0}
+
+
+def test_peers_that_clip_otherwise_are_refused(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """Their steps would differ."""
+    swarm_of(tiny_model(), arguments(), run_id="clipped")
+    with shoal.DHT([dht.invite()], start=True) as other:
+        for norm in (0.0, 0.5):
+            with pytest.raises(ConfigError, match="max_grad_norm"):
+                swarm_of(tiny_model(), arguments(max_grad_norm=norm), run_id="clipped", dht=other)

@@ -134,7 +134,8 @@ class PeerSampler(torch.utils.data.Sampler[int]):
         if not state.resumed:
             state.drawn = 0
         state.resumed = False
-        while self._endless or state.drawn < len(self):
+        stop = None if self._endless else len(self)
+        while stop is None or state.drawn < stop:
             state.drawn += 1
             yield self._draw()
             state = self._state  # one may have been loaded meanwhile

@@ -102,6 +102,8 @@ def test_no_more_is_dealt_than_was_drawn() -> None:
     assert sampler.state_dict()["dealt"] == [(0, 10)]
     take(iter(sampler), 10)
     assert sampler.state_dict()["dealt"] == []
+    run.dealt = (Deal(2, 5000, 9000),)
+    assert sampler.state_dict()["dealt"] == [(5000, 5010)]
 
 
 def test_deals_before_its_time_are_not_its_own() -> None:
@@ -112,7 +114,11 @@ def test_deals_before_its_time_are_not_its_own() -> None:
     assert sampler.state_dict()["ahead"] == 10
     run.dealt = (*run.dealt, Deal(8, 100, 104))
     take(iter(sampler), 1)
-    assert sampler.state_dict()["dealt"] == [(101, 104)]
+    saved = sampler.state_dict()
+    assert saved["dealt"] == [(101, 104)]
+    again = PeerSampler(range(1000), run, endless=True)
+    again.load_state_dict(saved)
+    assert again.state_dict() == {**saved, "resumed": True}
 
 
 @pytest.mark.parametrize("how", ["json", "torch"])

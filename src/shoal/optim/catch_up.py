@@ -27,7 +27,6 @@ from shoal.clock import shielded
 from shoal.core import PeerCore
 from shoal.errors import PeerError, PeerProtocolError
 from shoal.events import PeerDropped, duration
-from shoal.optim.agreement import deal_to
 from shoal.optim.committed import Committed
 from shoal.optim.options import misfit, options_of
 from shoal.optim.phases import Update
@@ -372,10 +371,8 @@ class CatchUp:
         if step is None:
             return None
         agreement, name = agreement_of(step.header), name_after(step.header)
-        dealt = (0, 0)
         if agreement is not None:
             committed = committed.after(agreement.contributors, state.epoch)
-            dealt = deal_to(self._core.peer_id, agreement.contributors, state.samples, name.samples)
             mine = options_of(self._training.optimizer.param_groups)
             if agreement.options is not None and (why := misfit(mine, agreement.options)) is not None:
                 self._following.missed = f"their options are {why}"
@@ -387,7 +384,6 @@ class CatchUp:
             peers=0,
             samples=name.samples - state.samples,
             is_step=agreement is not None,
-            dealt=dealt,
         )
 
     def _take(self, step: Step) -> None:

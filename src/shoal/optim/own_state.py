@@ -26,7 +26,7 @@ _LOCK_WITHIN_S = 60.0
 """The longest wait for the parameters. What needed them is left out then, or tried again."""
 
 _DEALS = 16
-"""So many are kept for a sampler, which looks whenever it draws. A peer that catches up takes some steps in a row."""
+"""So many are kept for a sampler, which looks whenever it draws: a loop may call `step` several times between."""
 
 
 class OwnState:

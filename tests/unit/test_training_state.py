@@ -516,6 +516,13 @@ def test_optimizers_that_cannot_step_from_an_average_are_refused(
             make_optimizer(params, optimizer)
 
 
+@pytest.mark.parametrize("make", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])
+def test_an_optimizer_that_steps_within_backward_is_refused(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """It would train alone: its gradients are gone when `step` is called."""
+    with pytest.raises(ConfigError, match=r"has no step\(\)\. If it steps within backward"):
+        make_optimizer(None, make(torch.nn.Linear(2, 1)))
+
+
 def test_a_schedule_that_needs_a_measurement_is_refused() -> None:
     """Each peer has its own loss, and there is one schedule."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=1.0)

@@ -63,6 +63,11 @@ def _checked(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             )
     kept = OptimizerState(optimizer)
     needs = kept.needs
+    if needs == "backward":
+        raise ConfigError(
+            f"optimizer is of type {type(optimizer).__name__}, which has no step(). If it steps within backward, from "
+            "this peer's own gradients, the swarm would never see them. Use another optimizer"
+        )
     if needs == "gradients of gradients":
         raise ConfigError(
             f"optimizer is of type {type(optimizer).__name__}, which differentiates the gradients within its step, but "

@@ -67,7 +67,7 @@ def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]])
         states: its statistics, and those of the optimizers that it wraps.
 
     Returns:
-        "a closure", "gradients of gradients" (AdaHessian), or None for neither.
+        "a closure", "gradients of gradients" (AdaHessian), "backward" (LOMO, which has no step), or None for neither.
     """
     pairs = [(group, parameter) for group in optimizer.param_groups for parameter in group["params"]]
     trained = [(parameter, group) for group, parameter in pairs if parameter.requires_grad and parameter.numel()]
@@ -75,10 +75,12 @@ def needs(optimizer: torch.optim.Optimizer, states: Sequence[Mapping[Any, Any]])
         return None
     parameter, group = min(trained, key=lambda pair: pair[0].numel())
     failure, _ = _step(optimizer, parameter, _options(group), {})
-    for sign, what in (("closure", "a closure"), ("does not have a grad_fn", "gradients of gradients")):
-        if failure is not None and sign in failure:
-            return what
-    return None
+    signs = {
+        "NotImplementedError": "backward",
+        "closure": "a closure",
+        "does not have a grad_fn": "gradients of gradients",
+    }
+    return next((what for sign, what in signs.items() if failure is not None and sign in failure), None)
 
 
 def first_statistics(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Mapping[Any, Any]]]:

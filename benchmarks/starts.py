@@ -27,7 +27,14 @@ FIRST_EPOCH = 3
 
 def start(args: argparse.Namespace) -> dict[str, Any]:
     """One start, and what came of it."""
-    settings = {"target": args.target, "batch": args.batch, "batch_s": args.batch_s, "numel": args.numel}
+    modes = {"late": args.late, "delay_grad_averaging": args.delay}
+    settings = {
+        "target": args.target,
+        "batch": args.batch,
+        "batch_s": args.batch_s,
+        "numel": args.numel,
+        "modes": modes,
+    }
     with Peers() as peers:
         trainers = [peers.start(train, peers=[], **settings)]
         entries = trainers[0].wait("ready", READY_S)[:1]
@@ -53,6 +60,9 @@ def judge(trainers: list[Peer]) -> dict[str, Any]:
     def all_of(kind: str) -> list[list[dict[str, Any]]]:
         return [[value for name, value in trainer.said if name == kind] for trainer in trainers]
 
+    def total(name: str) -> float:
+        return sum(trainer.returned[name] for trainer in trainers)
+
     taken = [{said["epoch"]: said for said in each} for each in all_of("epoch")]
     last = max((max(epochs, default=0) for epochs in taken), default=0) - 1  # the very last ones may be under way
     counted = range(FIRST_EPOCH, last + 1)
@@ -76,6 +86,8 @@ def judge(trainers: list[Peer]) -> dict[str, Any]:
         "downloads": sum(map(len, all_of("downloaded"))),
         "in_a_row": max(in_a_row),
         "alone": sum(said["peers"] == 1 for each in all_of("epoch") for said in each),
+        "counted": total("counted") / total("computed"),
+        "used": total("counted") / total("possible"),
         "core": statistics.median(trainer.returned["cpu_s"] / trainer.returned["wall_s"] for trainer in trainers),
         "warned": sorted({said["message"] for each in all_of("warned") for said in each}),
     }
@@ -90,6 +102,8 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=16, help="samples of a batch")
     parser.add_argument("--batch-s", type=float, default=0.2, help="seconds of a batch")
     parser.add_argument("--numel", type=int, default=1000, help="parameters")
+    parser.add_argument("--late", choices=("drop", "next"), default=None, help="as of shoal.Optimizer")
+    parser.add_argument("--delay", action="store_true", help="delay_grad_averaging=True")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write there what the peers of the last start said")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     args = parser.parse_args()
@@ -100,7 +114,8 @@ def main() -> int:
             f"start {number + 1:2}: {found['epochs']:3} epochs (the third after {found['first_s']:.1f} s, then one in "
             f"{found['epoch_s']:.2f} s, at most {found['longest_s']:.1f}), {found['out']:2} of {args.peers} missed one "
             f"from the third on ({sum(found['missed'])} times), {found['downloads']} downloads, {found['in_a_row']} in "
-            f"a row, {found['alone']} steps alone, {found['core']:.1%} of a core",
+            f"a row, {found['alone']} steps alone, {found['core']:.1%} of a core; {found['counted']:.1%} of what was "
+            f"computed went into a step, {found['used']:.1%} of what trainers that never wait would compute",
             flush=True,
         )
         for warning in found["warned"][:4]:

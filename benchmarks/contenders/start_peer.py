@@ -14,7 +14,16 @@ from shoal.events import EpochAdvanced, Event, StateDownloaded, Warned
 READY_S = 300.0
 
 
-def train(line: Line, *, peers: list[str], target: int, batch: int, batch_s: float, numel: int) -> dict[str, float]:
+def train(
+    line: Line,
+    *,
+    peers: list[str],
+    target: int,
+    batch: int,
+    batch_s: float,
+    numel: int,
+    modes: dict[str, Any],
+) -> dict[str, float]:
     """Says its addresses, waits for "go", and trains until "end"; returns what that cost."""
     parameter = torch.nn.Parameter(torch.zeros(numel))
     inner = torch.optim.SGD([parameter], lr=0.1)
@@ -28,6 +37,7 @@ def train(line: Line, *, peers: list[str], target: int, batch: int, batch_s: flo
         target_batch_size=target,
         batch_size_per_step=batch,
         optimizer=inner,
+        **modes,
     )
 
     def say(what: str, **values: Any) -> None:
@@ -45,11 +55,19 @@ def train(line: Line, *, peers: list[str], target: int, batch: int, batch_s: flo
                 pass
 
     dht.events.subscribe(note)
-    used = time.process_time()
+    used, batches = time.process_time(), 0
     while not line.heard("end", batch_s):
         parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    cost = {"cpu_s": time.process_time() - used, "wall_s": time.monotonic() - began}
+        batches += 1
+    wall_s, counted = time.monotonic() - began, optimizer.collaboration.contribution.contributed
+    cost = {
+        "cpu_s": time.process_time() - used,
+        "wall_s": wall_s,
+        "computed": batches * batch,
+        "counted": counted,
+        "possible": wall_s / batch_s * batch,
+    }
     optimizer.shutdown()
     dht.shutdown()
     return cost

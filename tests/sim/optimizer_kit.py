@@ -168,6 +168,7 @@ class Run:
         client_mode: bool = False,
         extra_tensors: Sequence[torch.Tensor] = (),
         skew_s: float = 0.0,
+        late: bool = False,
         events: Callable[[Event], None] | None = None,
         **changes: Any,
     ) -> Trainer:
@@ -191,7 +192,7 @@ class Run:
             averager = msgspec.structs.replace(self.settings.averager, client_mode=client_mode)
             settings = msgspec.structs.replace(self.settings, averager=averager, **changes)
             lock = TensorLock()
-            training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size)
+            training = TrainingState(optimizer, scheduler, extra_tensors, unit=settings.target_batch_size, late=late)
             participant = Participant(
                 core,
                 training,

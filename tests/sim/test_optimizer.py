@@ -648,7 +648,7 @@ def test_who_has_nothing_new_to_say_is_quiet(monkeypatch: pytest.MonkeyPatch) ->
         assert 4 * 3 * 19 <= len(told) <= 4 * 3 * 21
         first, second = run.swarm.peer("p0").participant, run.swarm.peer("p1").participant
         for samples in (4, 8):  # the second while the first is on its way
-            first.training.samples = samples
+            first.training._sum.samples = samples
             first.accumulated()
             await sim.sleep(0.051)
         await sim.sleep(0.1)

@@ -109,17 +109,30 @@ OPTIMIZER: dict[str, Any] = {
     "matchmaking_time": 15.0,
     "averaging_timeout": 60.0,
     "allreduce_timeout": None,
+    "next_chunk_timeout": None,
     "load_state_timeout": 600.0,
+    "reuse_grad_buffers": False,
+    "offload_optimizer": None,
+    "delay_optimizer_step": None,
+    "delay_grad_averaging": False,
+    "delay_state_averaging": True,
     "average_state_every": 1,
+    "use_local_updates": False,
     "client_mode": None,
     "grad_compression": NoCompression(),
     "state_averaging_compression": NoCompression(),
     "load_state_compression": NoCompression(),
+    "grad_averager_factory": None,
+    "average_opt_statistics": (),
     "extra_tensors": (),
+    "averager_opts": None,
+    "tracker_opts": None,
+    "performance_ema_alpha": 0.1,
+    "auxiliary": False,
     "shutdown_timeout": 5,
     "verbose": False,
 }
-"""Of `Optimizer`, as far as it is here."""
+"""Of `Optimizer`; that of `grad_averager_factory` is a class of hivemind's."""
 
 ALL_OF_DHT: dict[str, Any] = DHT | NODE | P2P
 
@@ -130,6 +143,53 @@ def test_every_default_of_a_dht_is_taken() -> None:
         shoal.DHT(start=False, **{name: value})
     shoal.DHT(start=False, **ALL_OF_DHT)
     assert DhtOptions.__annotations__.keys() < ALL_OF_DHT.keys()
+
+
+ASKING = [
+    ({"reuse_grad_buffers": True}, "reuse_grad_buffers=True has no counterpart in shoal: .*zero_grad"),
+    ({"offload_optimizer": True}, "offload_optimizer=True has no counterpart"),
+    ({"use_local_updates": True}, "use_local_updates=True has no counterpart .* target_batch_size"),
+    ({"auxiliary": True}, "auxiliary=True has no counterpart .*`shoal dht`"),
+    ({"grad_averager_factory": dict}, "grad_averager_factory=.* has no counterpart .* grad_compression"),
+    ({"averager_opts": {"bandwidth": 3}}, "averager_opts=.* has no counterpart .* give bandwidth"),
+    ({"late": "never"}, "late must be 'drop' or 'next', got 'never'"),
+    ({"late": "drop", "delay_grad_averaging": True}, "late='drop' does not go with delay_grad_averaging=True"),
+    ({"delay_grad_averaging": "no"}, "delay_grad_averaging must be True or False, got 'no'"),
+    ({"max_grad_norm": 0}, "max_grad_norm must be a number above 0, got 0"),
+    ({"max_grad_norm": float("inf")}, "max_grad_norm must be a number above 0, got inf"),
+    ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0, got '1'"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ASKING)
+def test_what_an_optimizer_cannot_do_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    """When it is made, with what to write instead."""
+    with pytest.raises(ConfigError, match=message):
+        optimizer(**given)
+
+
+def test_an_argument_that_hivemind_does_not_have_is_a_type_error() -> None:
+    """As in Python, not one more that changes nothing."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'target_batch'"):
+        optimizer(target_batch=3)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"late": "next"},
+        {"delay_grad_averaging": True},
+        {"delay_grad_averaging": True, "late": "next", "delay_optimizer_step": True},
+        {"delay_state_averaging": False},
+        {"max_grad_norm": 1},
+        {"tracker_opts": {"min_refresh_period": 0.1}},
+        {"average_opt_statistics": ("exp_avg_sq",)},
+    ],
+)
+def test_modes_are_taken(given: dict[str, Any]) -> None:
+    """All that is wrong is that the DHT was not started."""
+    with pytest.raises(LocalError, match="this DHT was not started"):
+        optimizer(**given)
 
 
 def averager(**given: Any) -> shoal.DecentralizedAverager:

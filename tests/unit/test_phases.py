@@ -154,7 +154,7 @@ def test_a_trainer_waits_for_a_round_and_at_the_end(phase: RunPhase, *, states_d
     machine = at(phase)
     machine.states_due = states_due
     waits = {
-        (at_end, may_leave): machine.trainer_waits(at_end=at_end, may_leave=may_leave)
+        (at_end, may_leave): machine.trainer_waits(for_states=at_end, may_leave=may_leave)
         for at_end, may_leave in ((False, False), (True, False), (True, True))
     }
     averages = states_due and phase is not STEPPING

@@ -60,7 +60,7 @@ def test_the_mean_counts_samples(unit: int) -> None:
     for _ in range(2):
         accumulate(training, parameters, 1.0, 1)
         accumulate(training, parameters, 5.0, 3)
-        weight, factor = training.contribution()
+        weight, factor = training.contribute()
         assert weight == 4
         torch.testing.assert_close(training.accumulators[0] * factor, torch.full((2, 3), 4.0))
         training.use_own_mean()
@@ -120,7 +120,7 @@ def test_what_was_stepped_from_is_forgotten() -> None:
     training.step()
     for accumulator in training.accumulators:
         accumulator.fill_(torch.nan)
-    assert training.contribution() == (0.0, 0.0)
+    assert training.contribute() == (0.0, 0.0)
     assert [accumulator.tolist() for accumulator in training.accumulators] == [[0.0] * 3, [0.0] * 2]
     accumulate(training, parameters, 1.0, 4)
     training.discard()
@@ -202,8 +202,8 @@ def test_what_is_fit_is_taken_by_a_round(value: float, samples: int) -> None:
     """Else every round would fail, and the accumulators would never be dropped."""
     training, _ = state((3,), unit=64)
     training.accumulators[0].fill_(value / samples)
-    training.samples, training._stale = samples, False
-    weight, scale = training.contribution()
+    training._sum.samples, training._sum.is_over = samples, False
+    weight, scale = training.contribute()
     vector = Vector(training.accumulators, describe(training.accumulators, [NoCompression()]))
     if vector.copy_in(scale, weight) is not None:
         assert training.unfit() == 0
@@ -514,6 +514,84 @@ def test_optimizers_that_cannot_step_from_an_average_are_refused(
     for params, optimizer in ((parameters, make), (None, make(parameters))):
         with pytest.raises(ConfigError, match=why):
             make_optimizer(params, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_clipped_as_torch_clips(dtype: torch.dtype) -> None:
+    """Over all parameters together; one below the limit stays as it is, and `.grad` is the user's."""
+    for size, limit in ((3.0, 0.5), (0.01, 0.5)):
+        parameters = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)), torch.nn.Parameter(torch.zeros(2, dtype=dtype))]
+        training = TrainingState(torch.optim.SGD(parameters, lr=1.0), max_grad_norm=limit)
+        accumulate(training, parameters, size, 1)
+        training.use_own_mean()
+        training.step()
+        plain = [torch.nn.Parameter(torch.zeros(4, dtype=dtype)), torch.nn.Parameter(torch.zeros(2, dtype=dtype))]
+        for each in plain:
+            each.grad = torch.full_like(each, size)
+        torch.nn.utils.clip_grad_norm_(plain, limit)
+        torch.optim.SGD(plain, lr=1.0).step()
+        for got, want in zip(parameters, plain, strict=True):
+            torch.testing.assert_close(
+                got.detach(), want.detach(), rtol=1e-6 if dtype is torch.float32 else 1e-2, atol=0
+            )
+            assert got.grad is not None
+            assert bool((got.grad == torch.full_like(got, size)).all())
+
+
+def late_one() -> tuple[TrainingState, list[torch.nn.Parameter]]:
+    """With one batch of ones in a round, and one of threes after it."""
+    parameters = [torch.nn.Parameter(torch.zeros(3)), torch.nn.Parameter(torch.zeros(2))]
+    training = TrainingState(torch.optim.SGD(parameters, lr=1.0), unit=4, late=True)
+    accumulate(training, parameters, 1.0, 4)
+    assert training.contribute() == (4.0, 1.0)
+    accumulate(training, parameters, 3.0, 8)
+    return training, parameters
+
+
+def test_a_late_batch_goes_into_the_next_step() -> None:
+    """The step is of the batch that was in the round, the next one of the late batch, with its samples."""
+    training, parameters = late_one()
+    assert training.samples == 4
+    training.use_accumulators()
+    accumulate(training, parameters, 5.0, 4)
+    training.step()
+    assert [each[0].item() for each in parameters] == [-1.0, -1.0]
+    assert training.samples == 12
+    training.use_own_mean()
+    training.step()
+    assert [each[0].item() for each in parameters] == pytest.approx([-1 - (8 * 3 + 4 * 5) / 12] * 2)
+    assert training.samples == 0
+
+
+def test_a_late_batch_joins_the_others_if_the_round_fails() -> None:
+    """All of them were computed at one state."""
+    training, parameters = late_one()
+    training.round_failed()
+    assert training.samples == 12
+    accumulate(training, parameters, 0.0, 4)
+    assert training.samples == 16
+    training.use_own_mean()
+    training.step()
+    assert [each[0].item() for each in parameters] == pytest.approx([-(4 * 1 + 8 * 3) / 16] * 2)
+
+
+@pytest.mark.parametrize("event", ["discarded", "an error"])
+def test_a_late_batch_of_a_state_that_is_over_counts_for_nothing(event: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another state was taken over; or the optimizer's step failed, and the state is no other peer's."""
+    training, parameters = late_one()
+    training.use_accumulators()
+    if event == "discarded":
+        training.discard()
+    else:
+        monkeypatch.setattr(training.optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            training.step()
+    assert training.samples == 0
+    training.round_failed()
+    assert training.samples == 0
+    accumulate(training, parameters, 2.0, 4)
+    assert training.contribute() == (4.0, 1.0)
+    assert bool((training.accumulators[0] == 2.0).all())
 
 
 @pytest.mark.parametrize("make", [pytorch_optimizer.LOMO, pytorch_optimizer.AdaLOMO])

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
 import torch
@@ -28,8 +28,9 @@ from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
 from shoal.runtime.arguments import client_argument, codec_argument
-from shoal.runtime.checks import flag, own_number, seconds, whole
+from shoal.runtime.checks import flag, own_number, positive, seconds, whole
 from shoal.runtime.dht import DHT
+from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.thread import GRACE_S, LoopThread
 from shoal.wire import MAX_EPOCH, Epoch
 
@@ -55,8 +56,10 @@ class Optimizer(torch.optim.Optimizer):
     Call `step` after each backward pass, as with any optimizer. Gradients are accumulated; when the swarm has
     `target_batch_size` samples together, all peers average them, and each takes the same step (an *epoch* of the
     swarm). The learning-rate schedule follows these epochs. A peer that comes late, or missed a step, downloads the
-    state of the others inside `step`. Synchronous mode: no peer ever steps on its own gradients while others are at
-    the same state.
+    state of the others inside `step`. No peer ever steps on its own gradients while others are at the same state.
+
+    By default training is synchronous: each step is made of gradients of the state before it. `late="next"` and
+    `delay_grad_averaging` give that up for speed.
 
     Creating it changes no parameter and no optimizer state, and works before or after the model is moved to a device
     (not with a parameter replaced later).
@@ -77,14 +80,22 @@ class Optimizer(torch.optim.Optimizer):
         averaging_timeout: longest time that one call of `step` waits for the others, seconds; None: 60. It then
             returns without a step, and the next call goes on.
         allreduce_timeout: longest round once the group is formed, seconds; None: as `averaging_timeout`.
+        late: what becomes of a batch that is under way when a round begins: `"drop"`, the default, or `"next"`: it goes
+            into the next step, one step late. No batch is lost then, for as much memory as the gradients. Each peer
+            may choose for itself.
+        delay_grad_averaging: let `step` return while gradients are averaged, so that training goes on meanwhile, one
+            step late (`late="next"` is implied). The next call of `step` after the round takes the swarm's step.
+        max_grad_norm: clip the averaged gradient to this norm, over all parameters, before the step; None: do not. The
+            same on all peers. Each peer's own gradients stay as they are.
         load_state_timeout: longest state download, seconds; None: 600. A newcomer waits so long for the state of a run
             that is further, if its donors die or refuse, before it begins at epoch 0 (with a warning); longer while two
             peers name such a state.
         require_state: raise `StateUnavailable` from `step` rather than train from an own beginning that nobody else
             has: for peers that only ever join. After `load_state_timeout`.
         catch_up_bytes: the most memory for the steps that the others take while this peer downloads a state.
-        average_state_every: epochs between two averagings of parameters and `extra_tensors`, while training goes on; 0
-            for never: all peers take the same steps, so their parameters need none.
+        average_state_every: epochs between two averagings of parameters and `extra_tensors`; 0 for never: all peers
+            take the same steps, so their parameters need none.
+        delay_state_averaging: let training go on while states are averaged; False: `step` waits for it.
         check_parameters_every: epochs between two checks that all peers at one state hold the same parameters; 0 for
             never. Each takes 0.6 s of one core for 1 GiB, beside the training. A peer that holds others downloads.
         client_mode: this peer only dials; None takes it from `dht`.
@@ -99,9 +110,12 @@ class Optimizer(torch.optim.Optimizer):
             those that are not finite from the beginning (masks), are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; a peer with more reduces more.
         sender_timeout: seconds of silence after which a peer is left out of a round; None: 5, or less in short rounds.
+        next_chunk_timeout: seconds in which the next chunk of a state must come; None: 5.
         shutdown_timeout: seconds that `shutdown` may take; None: 5.
         verbose: print what goes on (joined, epochs, who is gone and why) to stderr, as
             `logging.getLogger("shoal").setLevel("INFO")` does where a program logs.
+        options: arguments of hivemind 1.1.12 that change nothing here, such as `tracker_opts`; others, such as
+            `auxiliary=True`, are refused with what to use instead.
 
     Raises:
         ConfigError: an argument is wrong, or the run is trained with other settings; it is named. If no live peer has
@@ -123,6 +137,9 @@ class Optimizer(torch.optim.Optimizer):
         matchmaking_time: float | None = None,
         averaging_timeout: float | None = None,
         allreduce_timeout: float | None = None,
+        late: str | None = None,
+        delay_grad_averaging: bool = False,
+        max_grad_norm: float | None = None,
         load_state_timeout: float | None = None,
         require_state: bool = False,
         catch_up_bytes: int = 4 << 30,
@@ -136,9 +153,13 @@ class Optimizer(torch.optim.Optimizer):
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
         sender_timeout: float | None = None,
+        next_chunk_timeout: float | None = None,
+        delay_state_averaging: bool = True,
         shutdown_timeout: float | None = None,
         verbose: bool = False,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
+        check_optimizer_options(options)
         if not isinstance(dht, DHT):
             raise ConfigError(f"dht must be a shoal.DHT, got {type(dht).__name__}")
         check_run_id(run_id)
@@ -149,14 +170,14 @@ class Optimizer(torch.optim.Optimizer):
         average_state_every = whole("average_state_every", average_state_every, least=0)
         check_parameters_every = whole("check_parameters_every", check_parameters_every, least=0)
         codecs = {"grad_compression": grad_compression, "state_averaging_compression": state_averaging_compression}
-        for name, codec in codecs.items():
-            codec_argument(name, codec)
+        _check_codecs(codecs)
         extra_tensors = _checked_tensors("extra_tensors", extra_tensors)
         timeouts = choose_timeouts(
             {
                 "averaging_expiration": matchmaking_time,
                 "allreduce_timeout": averaging_timeout if allreduce_timeout is None else allreduce_timeout,
                 "sender_timeout": sender_timeout,
+                "next_chunk_timeout": next_chunk_timeout,
             },
             names={
                 "averaging_expiration": "matchmaking_time",
@@ -167,6 +188,9 @@ class Optimizer(torch.optim.Optimizer):
         averaging_timeout = seconds("averaging_timeout", averaging_timeout, _AVERAGING_TIMEOUT_S)
         load_state_timeout = seconds("load_state_timeout", load_state_timeout, _LOAD_STATE_TIMEOUT_S)
         shutdown_timeout = seconds("shutdown_timeout", shutdown_timeout, _SHUTDOWN_TIMEOUT_S)
+        delay = flag("delay_grad_averaging", delay_grad_averaging)
+        keeps_late = _keeps_late(late, delay=delay)
+        max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
         if flag("verbose", verbose):
             print_log()
         inner = _free(make_optimizer(params, optimizer))
@@ -183,7 +207,9 @@ class Optimizer(torch.optim.Optimizer):
         self._own_schedule, self._schedules = chosen is not None, ScheduleWatch(self.param_groups)
         if self._own_schedule:
             self._schedules.seen()
-        self._training = TrainingState(inner, chosen, extra_tensors, unit=target_batch_size)
+        self._training = TrainingState(
+            inner, chosen, extra_tensors, unit=target_batch_size, late=keeps_late, max_grad_norm=max_grad_norm
+        )
         self._model = None if model is None else TrainedModel(model, self._training.parameters, extra_tensors)
         self._watch, self._inner_groups = GradientWatch(self._training.trained), inner.param_groups
         self._lock = TensorLock()
@@ -202,6 +228,8 @@ class Optimizer(torch.optim.Optimizer):
             average_state_every=average_state_every,
             state_patience_s=load_state_timeout,
             require_state=flag("require_state", require_state),
+            delay_grad_averaging=delay,
+            delay_state_averaging=flag("delay_state_averaging", delay_state_averaging),
             catch_up_bytes=catch_up_bytes,
             check_every=check_parameters_every,
             fingerprint=run_settings(
@@ -214,15 +242,18 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._closed = self._left = self._told_end = False
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
-        if load_state_compression not in (None, NoCompression()):
-            what = f"load_state_compression={load_state_compression!r} has no effect"
-            self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
         self._participant = self._run(
             self._begin(dht.core(), settings, grad_compression, state_averaging_compression), 60.0
         )
         self._forget_closer = dht.at_shutdown(self._participant.close)
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
         self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participant, self._forget_closer)
+        self._warn_of_arguments(load_state_compression)
+
+    def _warn_of_arguments(self, load_state_compression: CompressionBase | None) -> None:
+        if load_state_compression not in (None, NoCompression()):
+            what = f"load_state_compression={load_state_compression!r} has no effect"
+            self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
         if self._model is not None and self._model.unshared_statistics:
             names = self._model.unshared_statistics
             self._warn(
@@ -623,6 +654,20 @@ def _where(saved: Any) -> tuple[StateName, int, str] | None:
         return msgspec.convert(what, tuple[StateName, Epoch, str])
     except (LookupError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(f"state_dict['shoal'] is not what state_dict() gave: {error}") from error
+
+
+def _keeps_late(late: str | None, *, delay: bool) -> bool:
+    """Whether late batches go into the next step."""
+    if late not in (None, "drop", "next"):
+        raise ConfigError(f"late must be 'drop' or 'next', got {late!r:.80}")
+    if delay and late == "drop":
+        raise ConfigError("late='drop' does not go with delay_grad_averaging=True: most batches would be dropped")
+    return delay or late == "next"
+
+
+def _check_codecs(codecs: Mapping[str, CompressionBase | None]) -> None:
+    for name, codec in codecs.items():
+        codec_argument(name, codec)
 
 
 def _checked_tensors(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -373,6 +373,7 @@ class Participant:
                 self._notices.absent(self._attendance.formed({me}, self._now()))
             async with self.own.hold() as holds:
                 if holds:
+                    self.training.round_failed()
                     self._drop_unfit()  # it counts for nothing in any round: if nobody's does, every round fails
             return
         self.last_round = result
@@ -390,7 +391,7 @@ class Participant:
     def _contribute(self, name: StateName) -> tuple[float, float]:
         """Weight and factor of the accumulators at this state."""
         self._given = self.training.samples if self.own.name == name else 0
-        return self.training.contribution() if self.own.name == name else (0.0, 0.0)
+        return self.training.contribute() if self.own.name == name else (0.0, 0.0)
 
     async def _take_step_of(self, result: StepResult, said: Said) -> None:
         """The step of a round, as all its members take it; not if this peer cannot: then it falls behind."""
@@ -484,7 +485,11 @@ class Participant:
     def _trainer_waits(self) -> bool:
         if self._closed or self.failure is not None:
             return False
-        return self._machine.trainer_waits(at_end=self.at_end, may_leave=self._end.over(self.epoch))
+        if self.settings.delay_grad_averaging and self.phase is RunPhase.AVERAGING:
+            return False
+        return self._machine.trainer_waits(
+            for_states=self.at_end or not self.settings.delay_state_averaging, may_leave=self._end.over(self.epoch)
+        )
 
     async def stepped(self) -> None:
         """After `own.step`: tell everybody (trainer). Without effect if that was done already."""
@@ -564,8 +569,7 @@ class Participant:
             )
         finally:
             self._machine.states_due = False
-            if self.at_end:
-                self._moves.notify()  # the trainer waits
+            self._moves.notify()  # the trainer may wait
         if result is not None and self.own.name == name:
             counts = self._counts.chosen(result.gathered, result.outcome.contributors)
             members = [member.contact.peer for member in result.outcome.members]

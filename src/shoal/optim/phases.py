@@ -243,8 +243,9 @@ class PhaseMachine:
         """Another peer of the run is known."""
         self._sought = False
 
-    def trainer_waits(self, *, at_end: bool, may_leave: bool) -> bool:
-        """Whether the trainer stands still at its step; `at_end` and `may_leave` as in `Situation`."""
+    def trainer_waits(self, *, for_states: bool, may_leave: bool) -> bool:
+        """Whether the trainer stands still at its step; also while states are averaged, if it waits `for_states`."""
         if self.phase is RunPhase.ENDING:
             return self.states_due or not may_leave
-        return self.phase is RunPhase.AVERAGING or (self.states_due and at_end and self.phase is not RunPhase.STEPPING)
+        averages = self.phase is RunPhase.AVERAGING
+        return averages or (self.states_due and for_states and self.phase is not RunPhase.STEPPING)

@@ -39,6 +39,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         end_patience_s: how long a peer at the announced end of the run waits for the others that it knows.
         state_patience_s: how long a newcomer waits for the state of a run that is further, before it begins its own.
         require_state: never train from a state that nobody else has.
+        delay_grad_averaging: the trainer goes on while gradients are averaged.
+        delay_state_averaging: the trainer goes on while states are averaged.
         catch_up_bytes: the most that a peer which is behind keeps of the steps that the others take meanwhile.
         fingerprint: named values that must be equal on all peers of the run.
     """
@@ -54,6 +56,8 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     end_patience_s: float = 15.0
     state_patience_s: float = 600.0
     require_state: bool = False
+    delay_grad_averaging: bool = False
+    delay_state_averaging: bool = True
     catch_up_bytes: int = 4 << 30
     fingerprint: Mapping[str, str] = {}
 
@@ -86,6 +90,7 @@ def run_settings(
         **_groups(optimizer),
         **(model.settings() if model is not None else {}),
         "average_state_every": str(average_state_every),
+        "max_grad_norm": "none" if training.max_grad_norm is None else _text(training.max_grad_norm),
         **{name: codec.name if codec is not None else "none" for name, codec in codecs.items()},
         "shoal version": ".".join(__version__.split(".")[:2]),
     }

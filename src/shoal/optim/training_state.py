@@ -24,6 +24,7 @@ from shoal.allreduce.segments import LARGEST, sum_dtype
 from shoal.allreduce.vector import check_tensors
 from shoal.compression import dtype_name, view_bytes
 from shoal.errors import ConfigError, StateUnavailable
+from shoal.optim.gradient_sum import GradientSum
 from shoal.optim.inner import Scheduler
 from shoal.optim.optimizer_state import AnyTensor, OptimizerState, Prepared, is_number
 from shoal.optim.options import Options, apply
@@ -58,9 +59,12 @@ class TrainingState:
         scheduler: stepped once for each swarm epoch; None for none.
         extra_tensors: part of the state and of state averaging, beside the parameters (batch norm statistics).
         unit: samples whose gradients count as one: about as many as are accumulated, so that sums do not overflow.
+        late: whether gradients that come while a round is under way, or while its average waits for the step, go into
+            the next step. They were computed at the parameters before this one. Otherwise they are dropped. The next
+            sum takes as much memory as the accumulators.
+        max_grad_norm: the average is clipped to this norm before the step; None: it is not.
 
     Attributes:
-        samples: accumulated since the last step.
         left_out: batches whose gradients could not be summed, so far.
         left_out_for: which trained parameter's gradient it was, the last time.
         broken: says which trained parameter was not finite then, since when, and what to do; None if all were finite.
@@ -84,8 +88,10 @@ class TrainingState:
         extra_tensors: Sequence[torch.Tensor] = (),
         *,
         unit: int = 1,
+        late: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
-        self._unit = unit
+        self._unit, self.max_grad_norm = unit, max_grad_norm
         self.optimizer, self.scheduler = optimizer, scheduler
         self._kept = OptimizerState(optimizer)
         self.extra_tensors = tuple(extra_tensors)
@@ -107,9 +113,8 @@ class TrainingState:
         self.trained = trained
         self._frozen = [parameter for parameter in self.parameters if not parameter.requires_grad]
         self._dtypes = [parameter.dtype for parameter in self.parameters]
-        self.accumulators = [
-            torch.zeros(parameter.shape, dtype=_sum_dtype(parameter), device=parameter.device) for parameter in trained
-        ]
+        self._sum, self._late = GradientSum(trained, unit), GradientSum(trained, unit) if late else None
+        self.accumulators = self._sum.tensors
         # Tensors that are infinite when the run begins (a mask) stay as they are: they have no mean.
         fixed = [index for index, extra in enumerate(self.extra_tensors) if not bool(torch.isfinite(extra).all())]
         self.state_tensors = tuple(
@@ -117,7 +122,7 @@ class TrainingState:
             for index, tensor in enumerate(self.describe(), -len(self.parameters))
             if tensor.dtype.is_floating_point and index not in fixed
         )
-        self.samples = self.left_out = self.left_out_for = self._steps_here = 0
+        self.left_out = self.left_out_for = self._steps_here = 0
         self.broken: str | None = None
         self.step_error: str | None = None
         self.kept_back: str | None = None
@@ -129,9 +134,7 @@ class TrainingState:
         if scheduler is not None and hasattr(scheduler, "state_dict"):
             self._first_schedule = copy.deepcopy(scheduler.state_dict())
         self._for_training: list[torch.Tensor] | None = None  # the parameters, while others stand in their place
-        self._has_average = False
-        self._given = [False] * len(trained)
-        self._stale = False  # the accumulators' values are over: the next gradients take their place
+        self._has_average = self._in_round = False
 
     @property
     def evaluates(self) -> bool:
@@ -172,46 +175,39 @@ class TrainingState:
 
     # ---------------------------------------------------------------------------------------------------- gradients
 
+    @property
+    def samples(self) -> int:
+        """Samples that go into the next step, as far as they are accumulated."""
+        return self._sum.samples
+
     def accumulate(self, batch_size: int) -> bool:
         """Add the gradients in `.grad`, the mean over `batch_size` samples; parameters without one count as 0.
 
         Returns:
-            Whether they count: not if there are none, if the swarm's average for this epoch is here already, or if they
-            cannot be summed.
+            Whether they count: not if there are none, if they cannot be summed, or if the swarm's average for this
+            epoch is here already and they are not kept for the next.
 
         Raises:
             ConfigError: other parameters are to be trained than when the run began.
         """
         self._check_parameters()
         given = [index for index, parameter in enumerate(self.trained) if parameter.grad is not None]
-        if self._has_average or not given:
+        chosen = self._late if self._in_round and self._late is not None else self._sum
+        if not given or (self._has_average and chosen is self._sum):
             return False
         try:
-            return self._add(given, batch_size)
+            return self._add(chosen, given, batch_size)
         except BaseException:
             self.discard()  # interrupted: a part may be added
             raise
 
-    def _add(self, given: Sequence[int], batch_size: int) -> bool:
-        accumulators = [self.accumulators[index] for index in given]
-        with torch.no_grad():
-            gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
-            values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
-            if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size))) is not None:
-                self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
-                return False
-            if self._stale and any(p.grad is None or p.grad.layout is not torch.strided for p in self.trained):
-                self._clear()
-            share = batch_size / self._unit
-            if self._stale:
-                for accumulator, gradient in zip(accumulators, gradients, strict=True):
-                    accumulator.copy_(gradient).mul_(share)
-            elif given:
-                torch._foreach_add_(accumulators, gradients, alpha=share)
-        self._stale = False
-        for index in given:
-            self._given[index] = True
-        self.samples += batch_size
+    def _add(self, chosen: GradientSum, given: Sequence[int], batch_size: int) -> bool:
+        gradients = [gradient for parameter in self.trained if (gradient := parameter.grad) is not None]
+        values = [each if each.layout is torch.strided else each.coalesce().values() for each in gradients]
+        if (bad := _beyond(values, lambda dtype: LARGEST[sum_dtype(dtype)] / (2 * batch_size))) is not None:
+            self.left_out, self.left_out_for, self.broken = self.left_out + 1, given[bad], self._why_broken()
+            return False
+        chosen.add(given, batch_size)
         return True
 
     def _why_broken(self) -> str | None:
@@ -264,30 +260,39 @@ class TrainingState:
                     "it before, or make a new shoal.Optimizer"
                 )
 
-    def _clear(self) -> None:
-        torch._foreach_zero_(self.accumulators)
-        self._stale = False
-
     def absent(self) -> bytes:
         """The trained parameters that got no gradient since the last step: bits, the lowest first."""
-        mask = sum(1 << index for index, given in enumerate(list(self._given)) if not given)
+        mask = sum(1 << index for index, given in enumerate(list(self._sum.given)) if not given)
         return mask.to_bytes((mask.bit_length() + 7) // 8, "little")
 
-    def contribution(self) -> tuple[float, float]:
-        """Weight of this peer's mean gradient, and the factor that makes it from the sum."""
-        if self._stale:  # nothing to contribute, but what is copied must be numbers
-            self._clear()
+    def contribute(self) -> tuple[float, float]:
+        """The accumulators go into a round now: weight of their mean, and the factor that makes it from the sum.
+
+        From here until the round's end, gradients that come are late: see `late` of the constructor.
+        """
+        if self._sum.is_over:  # nothing to contribute, but what is copied must be numbers
+            self._sum.clear()
+        self._in_round = True
         return float(self.samples), self._unit / self.samples if self.samples else 0.0
+
+    def round_failed(self) -> None:
+        """The round gave no average: late gradients were computed at the state of the others, and join them."""
+        self._in_round = False
+        if self._late is not None:
+            self._sum.take_in(self._late)
 
     def unfit(self) -> int | None:
         """The trained parameter whose accumulator cannot be averaged; None if all can. Stricter than a round is."""
-        return None if self._stale else _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit))
+        if self._sum.is_over:
+            return None
+        return _beyond(self.accumulators, lambda dtype: LARGEST[dtype] / (2 * self._unit))
 
     def use_own_mean(self) -> None:
         """Make the accumulators the gradient to step from: this peer's own mean."""
-        if self.samples not in (0, self._unit):
+        _, factor = self.contribute()
+        if factor not in (0.0, 1.0):
             with torch.no_grad():
-                torch._foreach_mul_(self.accumulators, self._unit / self.samples)
+                torch._foreach_mul_(self.accumulators, factor)
         self.use_accumulators()
 
     def use_accumulators(self) -> None:
@@ -295,9 +300,18 @@ class TrainingState:
         self._has_average = True
 
     def discard(self) -> None:
-        """Forget the accumulated gradients."""
-        self.samples, self._has_average, self._stale = 0, False, True
-        self._given = [False] * len(self.trained)
+        """Forget the accumulated gradients, the late ones too: they are of a state that is not ours any more."""
+        self._has_average = self._in_round = False
+        self._sum.forget()
+        if self._late is not None:
+            self._late.forget()
+
+    def _begin_sum(self) -> None:
+        """The step was taken: the late gradients are the first of the next one."""
+        self._has_average = self._in_round = False
+        self._sum.forget()
+        if self._late is not None:
+            self._sum.take_in(self._late)
 
     def step(self, options: Options | None = None, absent: Collection[int] | None = None) -> None:
         """Take the optimizer step from the average that is held, and move the schedule. `.grad` stays the user's.
@@ -313,7 +327,7 @@ class TrainingState:
         """
         assert self._has_average
         if absent is None:
-            absent = [index for index, given in enumerate(self._given) if not given]
+            absent = [index for index, given in enumerate(self._sum.given) if not given]
         own = [parameter.grad for parameter in self.parameters]
         before, self.step_error = self.epoch, None
         try:
@@ -327,7 +341,10 @@ class TrainingState:
                     self.trained[index].grad = None
             if options is not None:
                 apply(self.optimizer.param_groups, options)
+            clip = self._clip_factor()
             self.epoch += 1
+            if clip < 1:
+                torch._foreach_mul_([grad for each in self.trained if (grad := each.grad) is not None], clip)
             self._step_watched()
         except Exception as error:
             self.epoch, self.step_error = before, f"{type(error).__name__}: {error}"
@@ -338,11 +355,19 @@ class TrainingState:
                 self._give_back(own)
             finally:
                 self._give_back(own)  # an interrupt may have come in between
-                if self.epoch != before or self.step_error is not None:
+                if self.step_error is not None:
                     self.discard()
+                elif self.epoch != before:
+                    self._begin_sum()
         self._resumed_rates = None
         self._move_schedule(self.scheduled + 1)
         self.whole = True
+
+    def _clip_factor(self) -> float:
+        """The factor that brings the average down to `max_grad_norm`, as `torch.nn.utils.clip_grad_norm_` does."""
+        if self.max_grad_norm is None:
+            return 1.0
+        return self.max_grad_norm / (_norm(self.accumulators) + 1e-6)
 
     def _give_back(self, own: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self.parameters, own, strict=True):
@@ -577,11 +602,6 @@ def _set_rate(group: dict[str, Any], rate: Any) -> None:
         group["lr"].fill_(float(rate))
     else:
         group["lr"] = float(rate) if isinstance(rate, torch.Tensor) else rate
-
-
-def _sum_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype for a sum of its gradients. A dtype that is no floating point is refused later, by its name."""
-    return sum_dtype(parameter.dtype) if parameter.dtype.is_floating_point else parameter.dtype
 
 
 def _as_gradient(average: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from shoal.errors import ConfigError
 
-__all__ = ["flag", "own_number", "path", "seconds", "whole"]
+__all__ = ["flag", "own_number", "path", "positive", "seconds", "whole"]
 
 T = TypeVar("T")
 
@@ -59,6 +59,14 @@ def seconds(name: str, value: object, default: float) -> float:
     if not 0 < number < math.inf:
         raise ConfigError(f"{name} must be a number of seconds above 0, got {value!r}")
     return number
+
+
+def positive(name: str, value: object) -> float:
+    """A finite number above 0; raises `ConfigError` for anything else."""
+    number = own_number(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise ConfigError(f"{name} must be a number above 0, got {value!r:.80}")
+    return float(number)
 
 
 def path(name: str, value: object) -> Path:

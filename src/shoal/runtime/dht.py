@@ -19,7 +19,7 @@ from shoal.events import EventBus, Warned
 from shoal.identity import Identity
 from shoal.peer import Address, Invite, PeerID, parse_peers
 from shoal.runtime.checks import flag, own_number, path, seconds
-from shoal.runtime.hivemind import DhtOptions, check_options
+from shoal.runtime.hivemind import DhtOptions, check_dht_options
 from shoal.runtime.peers_file import PeersFile
 from shoal.runtime.places import one_place
 from shoal.runtime.running import Closer, RunningPeer
@@ -96,7 +96,7 @@ class DHT:
         startup_timeout: float | None = None,
         **options: Unpack[DhtOptions],
     ) -> None:
-        check_options(options)
+        check_dht_options(options)
         given = options.get("bootstrap_timeout")
         self._patient = startup_timeout is not None or given is not None
         startup_timeout = seconds("startup_timeout", startup_timeout, _STARTUP_S)

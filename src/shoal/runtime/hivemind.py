@@ -1,4 +1,4 @@
-"""Arguments of hivemind 1.1.12's `DHT` that have no counterpart here, so that programs written for it run as they are.
+"""Arguments of hivemind 1.1.12 that have no counterpart here, so that programs written for it run as they are.
 
 Most of these arguments only tune things that shoal does in its own way, or does not have: they change nothing and are
 accepted with any value. Others ask, with some values, for something that shoal cannot do: these values are refused, and
@@ -7,12 +7,12 @@ the error says what to use instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypedDict
 
 from shoal.errors import ConfigError
 
-__all__ = ["DhtOptions", "check_options"]
+__all__ = ["DhtOptions", "OptimizerOptions", "check_dht_options", "check_optimizer_options"]
 
 
 class DhtOptions(TypedDict, total=False):
@@ -60,8 +60,23 @@ class DhtOptions(TypedDict, total=False):
     trusted_relays: Sequence[object] | None
 
 
+class OptimizerOptions(TypedDict, total=False):
+    """Arguments of hivemind's `Optimizer`."""
+
+    reuse_grad_buffers: bool
+    offload_optimizer: bool | None
+    delay_optimizer_step: bool | None
+    use_local_updates: bool
+    auxiliary: bool
+    grad_averager_factory: object
+    average_opt_statistics: Sequence[str]
+    averager_opts: Mapping[str, object] | None
+    tracker_opts: Mapping[str, object] | None
+    performance_ema_alpha: float
+
+
 def _nothing(value: object) -> bool:
-    return value is None or value in ((), [])
+    return value is None or value in ((), [], {})
 
 
 def _false(value: object) -> bool:
@@ -74,7 +89,7 @@ def _true(value: object) -> bool:
 
 _RELAYS = "no peer relays for others here: forward a port and give announce_maddrs, or set client_mode=True"
 
-_ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
+_DHT: dict[str, tuple[Callable[[object], bool], str]] = {
     "p2p": (_nothing, "there is no daemon to share: several averagers can share one DHT"),
     "node_id": (_nothing, "a node's place follows from its identity: give identity_path"),
     "cache_locally": (_true, "get(key, latest=True) asks the others each time"),
@@ -97,17 +112,40 @@ _ASKING: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def check_options(options: DhtOptions) -> None:
-    """Raise for options that shoal cannot offer.
+_OPTIMIZER: dict[str, tuple[Callable[[object], bool], str]] = {
+    "reuse_grad_buffers": (_false, "leave it out, and call zero_grad() after each step(): sums are kept beside .grad"),
+    "offload_optimizer": (_false, "the optimizer steps where the parameters are"),
+    "use_local_updates": (_false, "all peers take the same steps; raise target_batch_size to average more rarely"),
+    "auxiliary": (_false, "a peer without data can hold a DHT (`shoal dht`), but helps no round yet"),
+    "grad_averager_factory": (_nothing, "give grad_compression to send fewer bytes"),
+    "averager_opts": (_nothing, "give bandwidth, sender_timeout and allreduce_timeout to the optimizer itself"),
+}
+
+
+def check_dht_options(options: DhtOptions) -> None:
+    """Raise for options of `DHT` that shoal cannot offer.
 
     Raises:
         ConfigError: an option asks for something that does not exist here; the message says what to use instead.
         TypeError: hivemind has no such argument either.
     """
+    _check("DHT", DhtOptions.__annotations__, options, _DHT)
+
+
+def check_optimizer_options(options: OptimizerOptions) -> None:
+    """The same for options of `Optimizer`."""
+    _check("Optimizer", OptimizerOptions.__annotations__, options, _OPTIMIZER)
+
+
+def _check(
+    kind: str,
+    known: Mapping[str, object],
+    options: Mapping[str, object],
+    asking: Mapping[str, tuple[Callable[[object], bool], str]],
+) -> None:
     for name, value in options.items():
-        if name not in DhtOptions.__annotations__:
-            raise TypeError(f"DHT() got an unexpected keyword argument {name!r}")
-        if name in _ASKING:
-            asks_for_nothing, instead = _ASKING[name]
-            if not asks_for_nothing(value):
-                raise ConfigError(f"{name}={value!r:.80} has no counterpart in shoal: {instead}")
+        if name not in known:
+            raise TypeError(f"{kind}() got an unexpected keyword argument {name!r}")
+        asks_for_nothing, instead = asking.get(name, (lambda _: True, ""))
+        if not asks_for_nothing(value):
+            raise ConfigError(f"{name}={value!r:.80} has no counterpart in shoal: {instead}")

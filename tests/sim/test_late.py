@@ -1,0 +1,218 @@
+"""Batches that are under way when a round begins, and training that goes on while gradients are averaged."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from shoal import sim
+from shoal.sim import SimNetwork
+from tests.sim.optimizer_kit import Run, Trainer, backward, gradient, make_optimizer, model, reference
+from tests.sim.sample_kit import SampleAudit
+
+BATCH = 4
+MODES: dict[str, Any] = {
+    "drop": {"late": False, "delay_grad_averaging": False},
+    "next": {"late": True, "delay_grad_averaging": False},
+    "delayed": {"late": True, "delay_grad_averaging": True},
+}
+
+
+def train_unevenly(mode: str, seed: int = 1) -> list[Trainer]:
+    """Four peers whose batches take 0.3 to 1.1 s, in epochs of about a second."""
+
+    async def main() -> list[Trainer]:
+        run = Run(target=6 * BATCH)
+        names = [f"p{number}" for number in range(4)]
+        for name in names:
+            await run.add(name, **MODES[mode])
+        await sim.sleep(3.0)
+        run.announce_end(30)
+        for number, name in enumerate(names):
+            duration_s = 0.3 + 0.27 * number
+            trainer = run.trainers[name]
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=duration_s, until=lambda: False))
+        while not all(trainer.participant.finished for trainer in run.trainers.values()):
+            await sim.sleep(0.5)
+        assert run.agree(names)
+        assert not run.warnings, run.warnings
+        trainers = list(run.trainers.values())
+        await run.close()
+        return trainers
+
+    return sim.run(main, seed=seed)
+
+
+@pytest.mark.parametrize("mode", ["next", "delayed"])
+def test_late_batches_count_one_epoch_later(mode: str) -> None:
+    """None is dropped, but what is held at the end; a third of them is where they are not kept."""
+    for trainer in train_unevenly(mode):
+        participant = trainer.participant
+        done, held = trainer.batches_done * BATCH, participant.training.samples
+        assert participant.contribution.contributed == done - held
+        assert participant.contribution.dropped == 0
+    dropping = train_unevenly("drop")
+    dropped = sum(trainer.participant.contribution.dropped for trainer in dropping)
+    assert dropped > 0.1 * BATCH * sum(trainer.batches_done for trainer in dropping)
+
+
+def one_step_late(peers: int, steps: int) -> list[torch.Tensor]:
+    """One process whose gradients are of the parameters before the last step; each peer gives one batch to a step."""
+    parameters = model()
+    optimizer, scheduler = make_optimizer(parameters)
+
+    def gradients(number: int) -> list[torch.Tensor]:
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for peer in range(peers):
+            backward(parameters, peer, number, BATCH)
+            for total, parameter in zip(sums, parameters, strict=True):
+                total += gradient(parameter) / peers
+        return sums
+
+    ready = gradients(0)
+    for step in range(steps):
+        late = gradients(step + 1)
+        for parameter, average in zip(parameters, ready, strict=True):
+            parameter.grad = average
+        optimizer.step()
+        scheduler.step()
+        ready = late
+    return [parameter.detach() for parameter in parameters]
+
+
+@pytest.mark.parametrize("peers", [2, 4])
+def test_a_delayed_run_equals_one_process_that_is_one_step_late(peers: int) -> None:
+    """Bit for bit with two peers; more are summed in an order of their own."""
+    steps = 8
+
+    async def main() -> list[list[torch.Tensor]]:
+        run = Run(target=peers * BATCH)
+        names = [f"p{peer}" for peer in range(peers)]
+        for name in names:
+            await run.add(name, **MODES["delayed"])
+        await sim.sleep(3.0)
+
+        async def train(name: str) -> None:
+            trainer = run.swarm.peer(name)
+            for _ in range(steps + 1):
+                await trainer.take_batch(BATCH, duration_s=1.0)
+
+        await asyncio.gather(*(run.swarm.run_on(name, train, name) for name in names))
+        assert run.agree(names)
+        assert run.trainers["p0"].participant.epoch == steps
+        await run.close()
+        return [[p.detach() for p in trainer.parameters] for trainer in run.trainers.values()]
+
+    results = sim.run(main, seed=peers)
+    for got, want in zip(results[0], one_step_late(peers, steps), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0 if peers == 2 else 1e-12)
+
+
+def test_a_delayed_peer_alone_is_not_late() -> None:
+    """It has nothing to wait for: each step is of the state before it, as without delay."""
+
+    async def main() -> list[torch.Tensor]:
+        run = Run(target=BATCH)
+        trainer = await run.add("p0", **MODES["delayed"])
+        await sim.sleep(3.0)
+        for _ in range(8):
+            await trainer.take_batch(BATCH, duration_s=1.0)
+        await run.close()
+        return [parameter.detach() for parameter in trainer.parameters]
+
+    for got, want in zip(sim.run(main), reference(1, 8, 1, BATCH, torch.float64), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_the_trainer_goes_on_while_gradients_are_averaged() -> None:
+    """A round of some seconds on a thin line costs a delayed trainer no time at its step."""
+
+    async def main(mode: str) -> int:
+        run = Run(target=2 * BATCH, network=SimNetwork(7, latency_s=0.4))
+        for name in ("p0", "p1"):
+            await run.add(name, **MODES[mode])
+        await sim.sleep(6.0)
+        for name in ("p0", "p1"):
+            run.swarm.spawn(name, run.trainers[name].train(BATCH, duration_s=0.5, until=lambda: False))
+        await sim.sleep(40.0)
+        done = sum(trainer.batches_done for trainer in run.trainers.values())
+        await run.close()
+        return done
+
+    counts = {mode: sim.run(partial(main, mode), seed=9) for mode in ("next", "delayed")}
+    assert counts["delayed"] > 0.95 * 2 * 80
+    assert counts["next"] < 0.7 * 2 * 80
+
+
+def weather(seed: int, epochs: int, patch: pytest.MonkeyPatch) -> None:
+    """Eight peers of mixed modes join, leave and crash; then the samples of the last state are counted."""
+    audit = SampleAudit(patch)
+    rng = random.Random(seed)
+
+    async def main() -> None:
+        run = Run(target=24 * BATCH, network=SimNetwork(seed, latency_s=0.01))
+        born = 0
+
+        async def add() -> None:
+            nonlocal born
+            name, born = f"p{born}", born + 1
+            trainer = await run.add(name, **MODES[rng.choice(list(MODES))])
+            wrap_batches(audit, name, trainer)
+            pace_s = rng.uniform(0.1, 0.4)
+            run.swarm.spawn(name, trainer.train(BATCH, duration_s=pace_s, until=lambda: False))
+
+        for _ in range(8):
+            await add()
+
+        def epoch() -> int:
+            return max((each.participant.epoch for each in run.swarm.peers.values()), default=0)
+
+        while epoch() < epochs:
+            await sim.sleep(rng.uniform(0.5, 4.0))
+            victim = rng.choice(sorted(run.swarm.peers))
+            how: Callable[[str], object] = rng.choice([run.swarm.crash, run.swarm.vanish, lambda _: None])
+            if len(run.swarm.peers) > 4:
+                if rng.random() < 0.3:
+                    await run.swarm.run_on(victim, run.swarm.peer(victim).participant.close)
+                    run.swarm.crash(victim)
+                else:
+                    how(victim)
+            while len(run.swarm.peers) < 8:
+                await add()
+        best = max((each.participant.state for each in run.swarm.peers.values()), key=lambda name: name.key)
+        assert audit.check(best, BATCH) > 20 * epochs
+        for trainer in run.swarm.peers.values():
+            epochs_seen = [number for _, number, _, _ in trainer.epochs]
+            assert epochs_seen == sorted(set(epochs_seen)), "an epoch was counted twice"
+
+    sim.run(main, seed=seed)
+
+
+def wrap_batches(audit: SampleAudit, name: str, trainer: Trainer) -> None:
+    """Number the batches of this trainer for the audit."""
+    accumulate = trainer.participant.training.accumulate
+
+    def numbered(batch_size: int) -> bool:
+        audit.current = (name, trainer.batches_done)
+        return accumulate(batch_size)
+
+    trainer.participant.training.accumulate = numbered  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_sample_counts_twice(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is one lost that the verdict names, in whatever mode its peer trains."""
+    weather(seed, 25, monkeypatch)
+
+
+@pytest.mark.long(full=True)
+@pytest.mark.parametrize("seed", range(2, 52))
+def test_no_sample_counts_twice_in_long_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """300 epochs each."""
+    weather(seed, 300, monkeypatch)

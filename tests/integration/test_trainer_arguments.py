@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from shoal.integrations.transformers import SwarmCallback, _mean_loss, latest_checkpoint  # noqa: E402
-from tests.integration.trainer_peer import Sentences, tiny_model  # noqa: E402
+from tests.integration.trainer_peer import Interrupts, Sentences, tiny_model  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -261,14 +261,33 @@ def test_peers_draw_other_data(swarm_of: Any, arguments: Any, dht: shoal.DHT, st
 
 
 def test_the_arguments_are_as_before_when_the_training_is_over(swarm_of: Any, arguments: Any) -> None:
-    """And the same callback does not train once more."""
+    """So is the model; and the same callback does not train once more."""
     model, args = tiny_model(), arguments(max_steps=2, max_grad_norm=0.7)
     swarm = swarm_of(model, args)
     made = trainer(swarm, model, args)
+    assert model._forward_pre_hooks
     made.train()
+    assert not model._forward_pre_hooks
     assert (args.max_steps, args.max_grad_norm, args.ignore_data_skip) == (2, 0.7, False)
     with pytest.raises(ConfigError, match="training is over"):
         made.train()
+
+
+def test_after_an_interrupt_train_goes_on(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:
+    """As in a notebook: the peer stays in the run, and a batch that was not finished does not count."""
+    samples: list[int] = []
+    dht.events.subscribe(lambda event: samples.append(event.samples) if isinstance(event, EpochAdvanced) else None)
+    model, args = tiny_model(), arguments(max_steps=6, gradient_accumulation_steps=2, per_device_train_batch_size=5)
+    swarm = swarm_of(model, args, target_batch_size=20)
+    interrupts = Interrupts()
+    made = trainer(swarm, model, args, callbacks=[swarm, interrupts])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    assert swarm.optimizer.local_epoch == 2
+    made.remove_callback(Interrupts)
+    made.train()
+    assert swarm.optimizer.local_epoch == 6
+    assert set(samples) <= {20, 25}, samples  # 45 samples in a pass: the last batch of one is not accumulated
 
 
 def test_a_schedule_of_the_trainers_own_has_no_effect(swarm_of: Any, arguments: Any, dht: shoal.DHT) -> None:

@@ -73,6 +73,15 @@ class Watch(transformers.TrainerCallback):
         say("log", logs)
 
 
+class Interrupts(transformers.TrainerCallback):
+    """Ctrl+C in the middle of the sixth step, once."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """After the first of two batches that are accumulated."""
+        if state.global_step == 5:
+            raise KeyboardInterrupt
+
+
 def main() -> None:
     """Train to the end of the run."""
     folder, max_steps, pace_s, *resume = sys.argv[1:]

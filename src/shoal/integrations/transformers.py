@@ -110,8 +110,10 @@ class SwarmCallback(TrainerCallback):
             raise ConfigError(f"model must be the model that the Trainer trains, got {type(model).__name__}")
         if not isinstance(args, TrainingArguments):
             raise ConfigError(f"args must be the TrainingArguments of the Trainer, got {type(args).__name__}")
-        for name in options.keys() & {"batch_size_per_step", "model", "params"}:
-            raise ConfigError(f"{name} is not given here: the SwarmCallback gives it to the shoal.Optimizer itself")
+        for name in options.keys() & {"batch_size_per_step", "max_grad_norm", "params"}:
+            raise ConfigError(
+                f"{name} is not given here: the SwarmCallback takes it from the Trainer and its arguments"
+            )
         _check(args, own_optimizer=optimizer is not None, own_schedule=scheduler is not None)
         self._model, self._args = model, args
         self._taken: dict[str, Any] = {}
@@ -122,8 +124,6 @@ class SwarmCallback(TrainerCallback):
         schedule = make_scheduler(inner, scheduler)
         if schedule is None:
             schedule = makes.create_scheduler(self.epochs, optimizer=inner)
-        if args.max_grad_norm:
-            _clip_average(inner, args.max_grad_norm)
         self.optimizer = Optimizer(
             dht=dht,
             run_id=run_id,
@@ -131,6 +131,7 @@ class SwarmCallback(TrainerCallback):
             optimizer=inner,
             scheduler=schedule,
             model=model,
+            max_grad_norm=args.max_grad_norm if (args.max_grad_norm or 0) > 0 else None,
             **options,
         )
         self.optimizers: tuple[Optimizer, Any] = (self.optimizer, schedule)
@@ -141,7 +142,7 @@ class SwarmCallback(TrainerCallback):
         self._losses: Any = None
         self._loader: Any = None
         self.optimizer.register_step_pre_hook(self._before_step)
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self._take(max_steps=_ENDLESS, max_grad_norm=0.0)
 
     def _take(self, **values: Any) -> None:
@@ -287,6 +288,7 @@ class SwarmCallback(TrainerCallback):
         """Leave the run."""
         self.optimizer.shutdown()
         self._trains = False
+        self._hook.remove()
         for name, value in self._taken.items():
             setattr(args, name, value)
 
@@ -389,27 +391,6 @@ def _maker(model: torch.nn.Module, args: TrainingArguments) -> Trainer:
     maker.model, maker.args = model, args
     maker.optimizer = maker.lr_scheduler = maker.optimizer_cls_and_kwargs = None
     return maker
-
-
-def _clip_average(inner: torch.optim.Optimizer, norm: float) -> None:
-    """Let the optimizer clip the gradient that it steps from: on each peer the same one, the swarm's average."""
-    if not hasattr(inner, "_optimizer_step_pre_hooks"):
-        raise ConfigError("this optimizer cannot clip the average of the gradients: give max_grad_norm=0")
-    # An option of the optimizer: so it is one of the settings that peers compare.
-    inner.defaults["max_grad_norm"] = float(norm)
-    for group in inner.param_groups:
-        group["max_grad_norm"] = float(norm)
-
-    def clip(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        groups = optimizer.param_groups
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, groups[0]["max_grad_norm"])
-
-    def fill(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:  # a plain Trainer's has none
-        return {**saved, "param_groups": [{**group, "max_grad_norm": float(norm)} for group in saved["param_groups"]]}
-
-    inner.register_step_pre_hook(clip)
-    inner.register_load_state_dict_pre_hook(fill)
 
 
 def _mean_loss(said: object) -> float | None:

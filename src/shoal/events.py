@@ -16,6 +16,7 @@ import msgspec
 from shoal.peer import PeerID
 
 __all__ = [
+    "CheckpointSaved",
     "EpochAdvanced",
     "Event",
     "EventBus",
@@ -26,6 +27,7 @@ __all__ = [
     "PeerDropped",
     "PeerLost",
     "PeerSilent",
+    "Resumed",
     "RoundAborted",
     "RoundFinished",
     "RunEnded",
@@ -220,6 +222,42 @@ class SteppedAlone(Event, frozen=True, kw_only=True):
     epoch: int
     others: int
     """The number of other peers of the run that are known here. They are at other states."""
+
+
+class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A checkpoint is on the disk. The training stood still for `copy_s`; 0 bytes: this very checkpoint was there."""
+
+    level: ClassVar[int] = logging.INFO
+
+    run_id: str
+    epoch: int
+    path: str
+    bytes_written: int
+    copy_s: float
+    duration_s: float
+
+    def line(self) -> str:
+        size, took = f"{self.bytes_written / 1e6:.1f} MB", f"{duration(self.copy_s)} for the copy"
+        return f"run {self.run_id!r}: epoch {self.epoch} is saved in {_plain(self.path)}: {size}, {took}"
+
+
+class Resumed(Event, frozen=True, kw_only=True):
+    """This peer goes on from the checkpoint `path`; None: there is none in `folder`, or its own state is better."""
+
+    level: ClassVar[int] = logging.INFO
+
+    run_id: str
+    epoch: int
+    folder: str
+    path: str | None
+
+    def line(self) -> str:
+        run = f"run {self.run_id!r}"
+        if self.path is not None:
+            return f"{run}: resumed at epoch {self.epoch} from {_plain(self.path)}"
+        if self.epoch:
+            return f"{run}: the checkpoints in {_plain(self.folder)} are no better than the state of epoch {self.epoch}"
+        return f"{run}: no checkpoint in {_plain(self.folder)}, so training starts anew"
 
 
 class RunEnded(Event, frozen=True, kw_only=True):

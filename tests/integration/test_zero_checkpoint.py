@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import shoal.zero
 from shoal.errors import ConfigError
-from shoal.zero.saved import seal
+from shoal.runtime.tensor_files import seal
 from tests.integration import zero_cases as cases
 from tests.integration.ranks import Failed, Ranks, ranks
 

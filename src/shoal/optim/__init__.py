@@ -4,7 +4,7 @@ Read `training_state` (what a peer trains: no network), then `phases` (when the 
 `participant` (the shell that does it, in the loop), then `optimizer` (the class that users hold). Beside them:
 `own_state` (the state that a peer trains), `outlook` (the swarm as it sees it), `takeover` (of a better state),
 `state_name` (how a state is named), `gossip` (how peers tell where they stand), `shared_state` (what newcomers
-download).
+download), `checkpoint` (the same on disk) and `saving` (when it is written).
 """
 
 from shoal.optim.optimizer import Optimizer

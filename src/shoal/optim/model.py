@@ -7,7 +7,7 @@ among the settings that all peers compare before they train together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from blake3 import blake3
@@ -40,6 +40,7 @@ class TrainedModel:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         while isinstance(model, DataParallel | DistributedDataParallel):
             model = model.module
+        self._model = model
         shared = {id(each) for each in (*parameters, *extra_tensors)}
         names = {id(parameter): _plain(name) for name, parameter in model.named_parameters()}
         if not any(id(each) in names for each in parameters):
@@ -72,6 +73,22 @@ class TrainedModel:
             "parameter names": f"{len(self._names)} from {self._names[0]} to {self._names[-1]}, {names}",
             "frozen tensors": f"{which}, {elements} elements, {both.hexdigest()[:16]}" if frozen else "none",
         }
+
+    def to_save(self) -> dict[str, torch.Tensor]:
+        """The tensors that a checkpoint has names for: those of the run, and buffers; no other frozen parameters."""
+        ours = {id(parameter) for *_, parameter in self._places}
+        return {
+            _plain(name): tensor
+            for name, tensor in self._model.state_dict(keep_vars=True).items()
+            if isinstance(tensor, torch.Tensor) and (id(tensor) in ours or not isinstance(tensor, torch.nn.Parameter))
+        }
+
+    def restore_statistics(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Take over the statistics of normalization, which may be this peer's own."""
+        with torch.no_grad():
+            for name, tensor in _statistics(self._model):
+                if (theirs := saved.get(_plain(name))) is not None and theirs.shape == tensor.shape:
+                    tensor.copy_(theirs)
 
     def check(self) -> None:
         """Raise `ConfigError` if a tensor that is trained is not the model's any more."""

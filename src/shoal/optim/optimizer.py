@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar, Unpack
 
 import msgspec
@@ -15,20 +18,22 @@ from shoal.averager import AveragerSettings, TensorLock, choose_timeouts
 from shoal.compression import CompressionBase, NoCompression
 from shoal.core import PeerCore
 from shoal.errors import ClosedError, ConfigError, LocalError, StateUnavailable
-from shoal.events import Warned, print_log
+from shoal.events import Event, Warned, print_log
 from shoal.optim.agreement import Deal
+from shoal.optim.checkpoint import Content, Files, Saved, copy_of
 from shoal.optim.gradient_watch import GradientWatch
 from shoal.optim.inner import make_optimizer, make_scheduler
 from shoal.optim.model import TrainedModel
 from shoal.optim.participant import Participant
 from shoal.optim.phases import RunPhase
+from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
 from shoal.runtime.arguments import client_argument, codec_argument
-from shoal.runtime.checks import flag, own_number, positive, seconds, whole
+from shoal.runtime.checks import flag, own_number, path, positive, seconds, whole
 from shoal.runtime.dht import DHT
 from shoal.runtime.hivemind import OptimizerOptions, check_optimizer_options
 from shoal.runtime.thread import GRACE_S, LoopThread
@@ -61,8 +66,8 @@ class Optimizer(torch.optim.Optimizer):
     By default training is synchronous: each step is made of gradients of the state before it. `late="next"` and
     `delay_grad_averaging` give that up for speed.
 
-    Creating it changes no parameter and no optimizer state, and works before or after the model is moved to a device
-    (not with a parameter replaced later).
+    Creating it changes no parameter and no optimizer state, but for `checkpoint`. It works before or after the model is
+    moved to a device (not with a parameter replaced later).
 
     Args:
         dht: this peer, started.
@@ -106,6 +111,12 @@ class Optimizer(torch.optim.Optimizer):
             hold the same bits as the others, so the state always travels as it is.
         model: that is trained. With it the names of its parameters and the bytes of the tensors that the optimizer does
             not have (frozen weights, buffers) are among the settings that all peers compare: another base is refused.
+        checkpoint: path of a folder for checkpoints of the run; None for none. The peer goes on from the best one there
+            (see `resume`), and saves there in the background: training stands still for a copy of the state only. A
+            save that fails is a warning. Peers may share the folder.
+        save_every: epochs between two automatic checkpoints; None: 10; 0: only go on from one. The last state of a
+            run is saved, too.
+        keep_checkpoints: of so many states the checkpoints stay; None: 3.
         extra_tensors: more tensors of the state, such as batch norm statistics. Those of whole numbers (counts), and
             those that are not finite from the beginning (masks), are downloaded, and not averaged.
         bandwidth: of this peer, bytes per second; a peer with more reduces more.
@@ -150,6 +161,9 @@ class Optimizer(torch.optim.Optimizer):
         state_averaging_compression: CompressionBase | None = None,
         load_state_compression: CompressionBase | None = None,
         model: torch.nn.Module | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        save_every: int | None = None,
+        keep_checkpoints: int | None = None,
         extra_tensors: Sequence[torch.Tensor] = (),
         bandwidth: float | None = None,
         sender_timeout: float | None = None,
@@ -193,6 +207,9 @@ class Optimizer(torch.optim.Optimizer):
         max_grad_norm = None if max_grad_norm is None else positive("max_grad_norm", max_grad_norm)
         if flag("verbose", verbose):
             print_log()
+        self._saver = saver_of(
+            partial(_emit, dht), run_id, checkpoint, save_every, keep_checkpoints, timeout_s=shutdown_timeout
+        )
         inner = _free(make_optimizer(params, optimizer))
         super().__init__(inner.param_groups, dict(inner.defaults))
         # One set of groups and statistics for both: schedulers and trainers hold on to either optimizer.
@@ -243,9 +260,16 @@ class Optimizer(torch.optim.Optimizer):
         self._closed = self._left = self._told_end = False
         self._one_step = TensorLock()  # no thread keeps it, whatever interrupts it
         self._participant = self._run(
-            self._begin(dht.core(), settings, grad_compression, state_averaging_compression), 60.0
+            self._begin(
+                dht.core(),
+                settings,
+                grad_compression,
+                state_averaging_compression,
+                self._begin_from(self._saver.folder, settings.fingerprint),
+            ),
+            60.0,
         )
-        self._forget_closer = dht.at_shutdown(self._participant.close)
+        self._forget_closer = dht.at_shutdown(partial(_close, self._participant, self._saver))
         self._stop_guarding = _guard_step(inner, weakref.ref(self))
         self._dropped = _leave_when_dropped(self, dht.loop_thread, self._participant, self._forget_closer)
         self._warn_of_arguments(load_state_compression)
@@ -254,12 +278,20 @@ class Optimizer(torch.optim.Optimizer):
         if load_state_compression not in (None, NoCompression()):
             what = f"load_state_compression={load_state_compression!r} has no effect"
             self._warn(f"{what}: a newcomer's weights would differ from the others'; leave it out")
-        if self._model is not None and self._model.unshared_statistics:
-            names = self._model.unshared_statistics
+        if self._model is not None and (names := self._model.unshared_statistics):
             self._warn(
                 f"{len(names)} running statistics of normalization ({names[0]}, ...) are each peer's own: give them as "
                 "extra_tensors to share them"
             )
+
+    def _begin_from(self, folder: Path | None, settings: Mapping[str, str]) -> Saved | None:
+        """Take over the best checkpoint before this peer joins the run."""
+        if folder is None:
+            return None
+        if (found := self._saver.find(folder, settings)) is not None:
+            self._take_over(found)
+        self._saver.resumed(folder, found, 0)
+        return found
 
     async def _begin(
         self,
@@ -267,6 +299,7 @@ class Optimizer(torch.optim.Optimizer):
         settings: RunSettings,
         compression: CompressionBase | None,
         state_compression: CompressionBase | None,
+        found: Saved | None,
     ) -> Participant:
         others = len(core.leavers)
         try:
@@ -283,7 +316,11 @@ class Optimizer(torch.optim.Optimizer):
                 await leave(0.0)
             raise
         try:
+            if found is not None:
+                participant.own.loaded(found.name, unchanged=True)
             await participant.start()
+            if found is not None:
+                await participant.tell_loaded()
             await participant.check_settings(_OTHERS_S)
         except BaseException:
             await participant.close()
@@ -409,9 +446,11 @@ class Optimizer(torch.optim.Optimizer):
         if (message := self._watch.at_step()) is not None:
             self._warn(message)
         try:
-            return self._count(samples, loss)
+            loss = self._count(samples, loss)
         finally:
             self._schedules.seen()
+        self._saver.at_step(self._participant.state, self._copy, finished=self.finished)
+        return loss
 
     def _check_open(self) -> None:
         if self._closed:
@@ -436,9 +475,7 @@ class Optimizer(torch.optim.Optimizer):
         self._warn(message)
 
     def _warn(self, message: str) -> None:
-        warning = Warned(where="optimizer", message=message)
-        # In the loop: a thread that is interrupted within `logging` may keep its lock for ever.
-        self.dht.loop_thread.call_soon(partial(self.dht.events.emit, warning))
+        _emit(self.dht, Warned(where="optimizer", message=message))
 
     def _count(self, samples: int, loss: Any) -> Any:
         participant = self._participant
@@ -546,6 +583,94 @@ class Optimizer(torch.optim.Optimizer):
             self._participant.own.loaded(where and where[0], unchanged=unchanged)
         self._run(self._participant.tell_loaded(), GRACE_S)
 
+    def save(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> Path:
+        """Save a checkpoint: what a newcomer downloads, and with `model` its buffers. Returns when it is on the disk.
+
+        Call it between two steps; also after `shutdown`. `model.safetensors` in it has the weights under the names of
+        the model. There is a whole checkpoint afterwards, or none.
+
+        Args:
+            folder: path of the folder of checkpoints; it is made if it is not there. Peers may share it.
+            keep: so many states of this run stay in it, of those that are no better than this one, and the checkpoints
+                of worse ones are removed. None: all stay.
+
+        Returns:
+            The path of the checkpoint, a folder in that folder.
+
+        Raises:
+            ConfigError: the folder cannot be written, or the state cannot be saved (it holds NaN, for example).
+            LocalError: `step` is running in another thread.
+        """
+        place = path("folder", folder)
+        keep = None if keep is None else whole("keep", keep)
+        with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
+            if not alone:
+                raise LocalError("save() is called while step() is running: call it between two steps")
+            began = time.monotonic()
+            content = self._copy()
+        copy_s = time.monotonic() - began
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            return self._saver.write(place, content, keep, copy_s)
+        except OSError as error:
+            raise ConfigError(f"folder cannot be written: {place}: {error}") from error
+
+    def _copy(self, memory: Files | None = None) -> Content:
+        participant, described = self._participant, self._training.describe()
+        with self._lock.acquire_in_thread():
+            own, model = participant.own, {} if self._model is None else self._model.to_save()
+            settings = participant.settings.fingerprint
+            return copy_of(self.run_id, own.export(), own.name, settings, described, model, memory)
+
+    def resume(self, folder: str | os.PathLike[str]) -> Path | None:
+        """Go on from the whole checkpoint of the best state in a folder, unless the state here is better.
+
+        Call it before the first step. Damaged checkpoints are passed over with a warning. If other peers are further,
+        `step` downloads their state afterwards, as always. Where `checkpoint` was given, this was done already.
+
+        Args:
+            folder: path of the folder that was given to `save` or as `checkpoint`; or of one checkpoint in it.
+
+        Returns:
+            The path of the checkpoint that was taken over. None if there is none: training starts anew.
+
+        Raises:
+            ConfigError: the checkpoints are of another run, model or optimizer; what differs is named. Nothing was
+                taken over.
+            LocalError: `step` is running in another thread.
+            ClosedError: the optimizer or its DHT was shut down.
+        """
+        self._check_open()
+        with self._one_step.acquire_in_thread(timeout_s=0.0) as alone:
+            if not alone:
+                raise LocalError("resume() is called while step() is running: call it between two steps")
+            place, participant = path("folder", folder), self._participant
+            saved = self._saver.find(place, participant.settings.fingerprint)
+            with self._lock.acquire_in_thread():
+                mine = participant.state
+                if saved is not None and mine.epoch and mine.key >= saved.name.key:
+                    saved = None
+                if saved is not None:
+                    self._take_over(saved)
+                    participant.own.loaded(saved.name, unchanged=True)
+            self._saver.resumed(place, saved, mine.epoch)
+            if saved is None:
+                return None
+            self._run(participant.tell_loaded(), GRACE_S)
+            return saved.path
+
+    def _take_over(self, saved: Saved) -> None:
+        """Take over a checkpoint, all of it or nothing (under the lock, if there is a participant already)."""
+        if self._training.evaluates:
+            raise ConfigError("the optimizer is in eval mode: call train() before a checkpoint is taken over")
+        try:
+            prepared = self._training.prepare(saved.values, saved.tensors)
+        except StateUnavailable as error:
+            raise misfit(saved, f"{error}") from error
+        self._training.take_over(prepared)
+        if self._model is not None:
+            self._model.restore_statistics(saved.model)
+
     def eval(self) -> None:
         """Put the weights to evaluate with in place, where the inner optimizer has such (ScheduleFree); else nothing.
 
@@ -575,6 +700,7 @@ class Optimizer(torch.optim.Optimizer):
         self._closed = True
         if not self._left and self.dht.is_alive():
             self._run(self._participant.close(), self._shutdown_timeout)
+            self._run(self._saver.close(), self._shutdown_timeout)
             self._forget_closer()
         self._dropped.detach()
         self._left = True
@@ -594,6 +720,19 @@ class Optimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Optimizer(run_id={self.run_id!r}, epoch={self.local_epoch}, inner={self._training.optimizer!r})"
+
+
+async def _close(participant: Participant, saver: Saver) -> None:
+    await participant.close()
+    await saver.close()
+
+
+def _emit(dht: DHT, event: Event) -> None:
+    """In the loop, as long as it goes on: a thread that is interrupted within `logging` may keep its lock for ever."""
+    if dht.loop_thread.alive:
+        dht.loop_thread.call_soon(partial(dht.events.emit, event))
+    else:
+        dht.events.emit(event)
 
 
 def _leave_when_dropped(

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import ConfigError
+from shoal.runtime.tensor_files import flush, seal
 from shoal.zero.optimizer import ShardedOptimizer
 from shoal.zero.parameters import Piece, flat, local, named_parameters
 from shoal.zero.plain import BareWeights, Whole, bare_weights, full_state_dict, overwrite
@@ -35,7 +36,6 @@ from shoal.zero.saved import (
     location,
     number,
     pack,
-    seal,
     state_key,
     typed,
     untyped,
@@ -142,7 +142,7 @@ def _write(folder: Path, optimizer: ShardedOptimizer, others: Mapping[str, torch
         save_file(tensors, folder / name, checksums(tensors))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"the model has a buffer that cannot be saved: {error}") from error
-    _flush(folder / name)
+    flush(folder / name)
     return {"file": name, "bytes": (folder / name).stat().st_size, "pieces": pieces, "numbers": numbers}
 
 
@@ -226,7 +226,7 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
         if not (folder / name).exists() or (folder / name).stat().st_size != entry["bytes"]:
             raise ConfigError(f"path must be on a file system that all ranks share: rank 0 does not see {name} there")
     (folder / INDEX).write_text(seal(index))
-    _flush(folder / INDEX)
+    flush(folder / INDEX)
     if consolidated:
         whole = target.with_name(f"{folder.name}.pt")
         try:
@@ -235,23 +235,14 @@ def _finish(folder: Path, target: Path, index: Mapping[str, Any], *, consolidate
                 torch.save(found, whole)
             except RuntimeError as error:  # of a full disk, too
                 raise OSError(str(error).split("\n", 1)[0]) from error
-            _flush(whole)
+            flush(whole)
             whole.rename(target)
         finally:
             whole.unlink(missing_ok=True)
     else:
-        _flush(folder)
+        flush(folder)
         folder.rename(target)
-    _flush(target.parent)
-
-
-def _flush(path: Path) -> None:
-    """Make the written data survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    flush(target.parent)
 
 
 def load(

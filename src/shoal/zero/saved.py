@@ -28,7 +28,7 @@ nothing before every rank has read all it needs.
 ``numbers``          statistics that are no tensors: the names of their types (not in older checkpoints)
 ``files``            of each file: ``bytes``, and its ``pieces`` as ``[NAME, START, STOP]``
 ``extra``            what the user gave, as `pack` writes it
-``checksum``         of all the rest of this file, see `seal` (not in older checkpoints, which are read unchecked)
+``checksum``         of the rest of this file, see `tensor_files.seal` (not in older checkpoints: read unchecked)
 ===================  ==============================================================================================
 
 JSON allows only texts as keys, and has neither tuples nor sets. Such a value of `extra` becomes an object of one entry,
@@ -47,7 +47,6 @@ import contextlib
 import json
 import logging
 import os
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,6 +57,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ConfigError
+from shoal.runtime.tensor_files import checksum, unseal
 from shoal.zero.parameters import Order, Piece, flat, shaped
 
 __all__ = [
@@ -71,7 +71,6 @@ __all__ = [
     "location",
     "number",
     "pack",
-    "seal",
     "state_key",
     "typed",
     "unpack",
@@ -82,7 +81,7 @@ __all__ = [
 
 FORMATS = (1, 2)
 INDEX = "index.json"
-_CHECKSUM, _CHECKSUMS = "checksum", "checksums"
+_CHECKSUMS = "checksums"
 _logger = logging.getLogger("shoal.zero")
 
 
@@ -124,20 +123,9 @@ def untyped(entry: Sequence[Any]) -> Any:
     return torch.tensor(value, dtype=getattr(torch, kind[6:])) if kind.startswith("torch.") else value
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of dtype, shape and values: 3 GB/s on one core. It is there for broken disks, not against forgery."""
-    what = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data, what)
-
-
 def checksums(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """The metadata of a file that holds these tensors."""
-    return {_CHECKSUMS: json.dumps({key: _checksum(each) for key, each in tensors.items()})}
-
-
-def seal(index: Mapping[str, Any]) -> str:
-    """The content of `index.json`, with its own checksum."""
-    return json.dumps({**index, _CHECKSUM: zlib.crc32(json.dumps(index).encode())})
+    return {_CHECKSUMS: json.dumps({key: checksum(each) for key, each in tensors.items()})}
 
 
 def warn_unchecked(path: Path) -> None:
@@ -183,10 +171,8 @@ class Saved:
         self._checksums: dict[str, dict[str, int]] = {}
         self._checked: set[tuple[str, str]] = set()
         try:
-            self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
-            self._sealed = _CHECKSUM in self.index
-            if self._sealed and self.index.pop(_CHECKSUM) != zlib.crc32(json.dumps(self.index).encode()):
-                raise ConfigError(f"{folder / INDEX} is not what was written: it is damaged")
+            self.index: dict[str, Any]
+            self.index, self._sealed = unseal((folder / INDEX).read_text())
             self.index["extra"] = unpack(self.index["extra"])
             if self.index["format"] not in FORMATS:
                 raise ConfigError(
@@ -255,7 +241,7 @@ class Saved:
         """Raise `ConfigError` if a tensor is not what was written. It is read whole for that, once."""
         if not self._sealed or (file, key) in self._checked:
             return
-        if _checksum(self._files[file].get_tensor(key)) != self._checksums[file].get(key):
+        if checksum(self._files[file].get_tensor(key)) != self._checksums[file].get(key):
             raise ConfigError(f"{self._folder / file} is damaged: {key} is not what was written, by its checksum")
         self._checked.add((file, key))
 

@@ -1,0 +1,223 @@
+"""Saves checkpoints of one peer: now and then beside the training, one at a time.
+
+The training stands still for a copy of the state, whose memory is used again by the next one. A thread of its own
+writes the copy. If that fails, training goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shoal.averager import TensorLock
+from shoal.errors import ConfigError
+from shoal.events import CheckpointSaved, Event, Resumed, Warned
+from shoal.optim.checkpoint import Content, Files, Saved, newest, write
+from shoal.optim.state_name import StateName
+from shoal.runtime.checks import path, whole
+from shoal.runtime.pool import DaemonPool
+
+__all__ = ["Saver", "misfit", "saver_of"]
+
+_EVERY, _KEEP = 10, 3
+_LAST_S = 600.0
+"""The longest wait for the checkpoint at the end of a run."""
+
+_SAME = ("tensors", "optimizer", "parameter names", "frozen tensors")
+"""The settings in which a checkpoint must be equal, as far as both are known; the others may have been changed."""
+
+
+class Saver:
+    """Saves the checkpoints of one peer.
+
+    Args:
+        emit: takes events, in any thread.
+        run_id: of the run.
+        folder: of the automatic checkpoints; None for none.
+        every: epochs between two of them; 0 for none.
+        keep: so many states stay.
+        timeout_s: the longest wait for a write at the end.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        run_id: str,
+        folder: Path | None,
+        *,
+        every: int,
+        keep: int,
+        timeout_s: float,
+    ) -> None:
+        self._emit, self._run_id, self.folder = emit, run_id, folder
+        self._every, self._keep, self._timeout_s = every, keep, timeout_s
+        self._one_write = TensorLock()  # no thread keeps it, whatever interrupts it
+        self._writing: concurrent.futures.Future[None] | None = None
+        self._last: StateName | None = None
+        self._trouble = ""
+        self._memory: Files | None = None
+
+    def warn(self, message: str) -> None:
+        """Tell this."""
+        self._emit(Warned(where="optimizer", message=message))
+
+    def at_step(self, name: StateName, copy: Callable[[Files | None], Content], *, finished: bool) -> None:
+        """Save this state if it is time to: every so many epochs, and at the end of the run (trainer).
+
+        Args:
+            name: of the state.
+            copy: gives it, in this memory where it fits.
+            finished: the run is over. Nothing else is to be done, so the write is waited for.
+        """
+        if self.folder is None or not self._is_due(name, finished=finished):
+            return
+        self._last = name
+        began = time.monotonic()
+        try:
+            content = copy(self._memory)
+        except Exception as error:  # noqa: BLE001 (no memory for it, or a state that cannot be saved)
+            self._failed(error)
+            return
+        copy_s, self._memory = time.monotonic() - began, content.files
+        pool = DaemonPool(1, "shoal-checkpoint")
+        try:
+            self._writing = pool.submit(self._write, self.folder, content, copy_s)
+        except RuntimeError as error:  # no thread is to be had
+            self._failed(error)
+        pool.shutdown(wait=False)  # the thread ends with its work
+        if finished:
+            self._has_ended(_LAST_S)
+
+    def _is_due(self, name: StateName, *, finished: bool) -> bool:
+        """An epoch that comes while another one is written is left out."""
+        if not self._every or name == self._last:
+            return False
+        if finished:
+            return self._has_ended(_LAST_S)
+        before = 0 if self._last is None else self._last.epoch
+        return name.epoch // self._every != before // self._every and self._has_ended(0.0)
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        """Whether nothing is being written, after so long at most."""
+        return self._writing is None or not concurrent.futures.wait([self._writing], timeout_s).not_done
+
+    def _write(self, folder: Path, content: Content, copy_s: float) -> None:
+        try:
+            self.write(folder, content, self._keep, copy_s)
+            self._trouble = ""
+        except Exception as error:  # noqa: BLE001 (training goes on)
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        why = f"{error}" if isinstance(error, OSError | ConfigError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            why = error.strerror  # without the name of the part, which is another one each time
+        if why != self._trouble:
+            self.warn(
+                f"no checkpoint was saved in {self.folder}: {why}. Training goes on, and the next one will be tried. "
+                "Mend the folder, or make room there"
+            )
+        self._trouble = why
+
+    def write(self, folder: Path, content: Content, keep: int | None, copy_s: float) -> Path:
+        """Write a checkpoint, once no other one is being written (any thread).
+
+        Raises:
+            ConfigError: the state cannot be saved.
+            OSError: the folder cannot be written.
+        """
+        with self._one_write.acquire_in_thread():
+            began = time.monotonic()
+            path, size = write(folder, content, keep)
+        took = time.monotonic() - began
+        self._emit(
+            CheckpointSaved(
+                run_id=content.run_id,
+                epoch=content.name.epoch,
+                path=str(path),
+                bytes_written=size,
+                copy_s=copy_s,
+                duration_s=took,
+            )
+        )
+        return path
+
+    async def close(self) -> None:
+        """Wait for the write that is going on, if it does not take too long (loop)."""
+        if self._writing is None or self._writing.done():
+            return
+        ended = asyncio.wrap_future(self._writing)
+        try:
+            await asyncio.wait({ended}, timeout=self._timeout_s)
+        finally:
+            ended.cancel()  # the loop may be closed when it ends
+            if not self._writing.done():
+                self.warn(
+                    f"a checkpoint is still being written to {self.folder} after {self._timeout_s:g} s. It is lost if "
+                    "the program ends before: give a larger shutdown_timeout"
+                )
+
+    # -------------------------------------------------------------------------------------------------------- resuming
+
+    def find(self, folder: Path, settings: Mapping[str, str]) -> Saved | None:
+        """The whole checkpoint of the best state in a folder; None if there is none.
+
+        Raises:
+            ConfigError: the folder cannot be read, or its checkpoints are of another run, model or optimizer.
+        """
+        if (saved := newest(folder, self._run_id, self.warn)) is None:
+            return None
+        for name in _SAME:
+            here, there = settings.get(name), saved.settings.get(name)
+            if None not in (here, there) and here != there:
+                raise misfit(saved, f"{name} is {there} there and {here} here")
+        return saved
+
+    def resumed(self, folder: Path, saved: Saved | None, epoch: int) -> None:
+        """Tell from where this peer goes on; `epoch` is its own, if it has taken over nothing."""
+        if saved is not None:
+            self._last, epoch = saved.name, saved.name.epoch
+        path = None if saved is None else str(saved.path)
+        self._emit(Resumed(run_id=self._run_id, epoch=epoch, folder=str(folder), path=path))
+
+
+def misfit(saved: Saved, why: str) -> ConfigError:
+    """The error for a checkpoint that is not of this model or optimizer."""
+    return ConfigError(
+        f"the checkpoint {saved.path} does not fit: {why}. Give the model and the optimizer that it was saved with, or "
+        "another folder"
+    )
+
+
+def saver_of(
+    emit: Callable[[Event], None],
+    run_id: str,
+    folder: object,
+    every: object,
+    keep: object,
+    *,
+    timeout_s: float,
+) -> Saver:
+    """Check the arguments of `Optimizer`.
+
+    Raises:
+        ConfigError: one is wrong, or the folder cannot be written.
+    """
+    for name, value in (("save_every", every), ("keep_checkpoints", keep)):
+        if folder is None and value is not None:
+            raise ConfigError(f"{name} needs checkpoint=, the path of the folder for checkpoints")
+    every = _EVERY if every is None else whole("save_every", every, least=0)
+    keep = _KEEP if keep is None else whole("keep_checkpoints", keep)
+    place = None if folder is None else path("checkpoint", folder)
+    if place is not None and every:
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"checkpoint={str(place)!r}: the folder cannot be made: {error}") from error
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise ConfigError(f"checkpoint={str(place)!r}: the folder cannot be written: change its rights")
+    return Saver(emit, run_id, place, every=every, keep=keep, timeout_s=timeout_s)

@@ -10,6 +10,7 @@ download), `checkpoint` (the same on disk) and `saving` (when it is written).
 from shoal.optim.optimizer import Optimizer
 from shoal.optim.participant import Participant
 from shoal.optim.settings import RunSettings
+from shoal.optim.status import PeerStatus, RoundStatus, Status
 from shoal.optim.training_state import TrainingState
 
-__all__ = ["Optimizer", "Participant", "RunSettings", "TrainingState"]
+__all__ = ["Optimizer", "Participant", "PeerStatus", "RoundStatus", "RunSettings", "Status", "TrainingState"]

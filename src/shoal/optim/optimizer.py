@@ -30,6 +30,7 @@ from shoal.optim.saving import Saver, misfit, saver_of
 from shoal.optim.schedule import ScheduleWatch, follow
 from shoal.optim.settings import RunSettings, run_settings
 from shoal.optim.state_name import StateName
+from shoal.optim.status import Status
 from shoal.optim.training_state import TrainingState
 from shoal.peer import check_run_id
 from shoal.runtime.arguments import client_argument, codec_argument
@@ -355,6 +356,28 @@ class Optimizer(torch.optim.Optimizer):
     def collaboration(self) -> Participant:
         """The async core: phase, progress and last round."""
         return self._participant
+
+    def status(self) -> Status:
+        """The run as this peer sees it now: epoch, samples, peers, the last round. Any thread may ask.
+
+        Raises:
+            ClosedError: the optimizer or its DHT was shut down.
+        """
+        self._check_open()
+
+        async def look() -> Status:
+            return self._participant.status()
+
+        return self._run(look(), GRACE_S)
+
+    def is_alive(self) -> bool:
+        """Whether neither this optimizer nor its DHT was shut down."""
+        return not self._closed and self.dht.is_alive()
+
+    def is_synchronized_with_peers(self) -> bool:
+        """Whether no better state is known than this peer's."""
+        status = self.status()
+        return status.epoch == status.swarm_epoch and status.phase != RunPhase.BEHIND.value
 
     def announce_end(self, epoch: int | None) -> None:
         """Say where the run ends as far as this peer is concerned: call it on every peer.

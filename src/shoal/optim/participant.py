@@ -47,6 +47,7 @@ from shoal.optim.run_end import RunEnd
 from shoal.optim.settings import RunSettings
 from shoal.optim.solitude import Solitude
 from shoal.optim.state_name import StateName
+from shoal.optim.status import Status, status_of
 from shoal.optim.step_feed import StepFeed
 from shoal.optim.takeover import Takeover
 from shoal.optim.training_state import TrainingState
@@ -247,6 +248,19 @@ class Participant:
         """
         self._told_at = max(math.nextafter(self._told_at, math.inf), own_clock(self.core.env.clock).time())
         return self.progress()
+
+    def status(self) -> Status:
+        """The run as this peer sees it now."""
+        return status_of(
+            self.view(),
+            self.progress(),
+            self.settings,
+            phase=self.phase.value,
+            last_round=self.last_round,
+            contribution=self.contribution,
+            finished=self.finished,
+            alone_because=self._solitude.reasons,
+        )
 
     def view(self) -> SwarmView:
         """The swarm as it is known here now; `behind` only as long as this peer stands still for a better state."""

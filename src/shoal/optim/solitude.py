@@ -162,6 +162,11 @@ class Solitude:
         others = len(self._known.peers)
         self._core.env.events.emit(SteppedAlone(run_id=self._run_id, epoch=epoch, others=others))
 
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why this peer is alone, and what to do; empty unless it has said that it is."""
+        return tuple(self._circumstances().reasons()) if self.told else ()
+
     def _tell(self) -> None:
         if not self.told and (found := self._circumstances()).expected:
             self.told = True

@@ -1,0 +1,156 @@
+"""The status of a run as one of its peers sees it, for a person, a log or a dashboard. Plain values only."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shoal.averager import StepResult
+from shoal.optim.contribution import Contribution
+from shoal.optim.settings import RunSettings
+from shoal.peer import PeerID
+from shoal.progress import SwarmView
+from shoal.wire import Progress
+
+__all__ = ["PeerStatus", "RoundStatus", "Status", "status_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """One peer of the run.
+
+    Attributes:
+        peer: its id.
+        role: `"me"`, `"peer"`, or `"client"`, which only dials.
+        epoch: swarm steps in its parameters.
+        together: whether it is at this peer's state, or on its way there.
+        samples: accumulated for the next step.
+        samples_per_s: its speed; 0 before it was measured.
+    """
+
+    peer: PeerID
+    role: str
+    epoch: int
+    together: bool
+    samples: int
+    samples_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundStatus:
+    """The last round of gradients that this peer took part in.
+
+    Attributes:
+        members: of its group.
+        contributors: the members whose gradients are in the average.
+        left_out: the members that had gradients and are not in all of it.
+        duration_s: from the group to the verdict, seconds.
+    """
+
+    members: tuple[PeerID, ...]
+    contributors: tuple[PeerID, ...]
+    left_out: tuple[PeerID, ...]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """A run, as one of its peers sees it now.
+
+    Attributes:
+        run_id: the run.
+        epoch: swarm steps in this peer's parameters.
+        swarm_epoch: of the best state that is known.
+        phase: what this peer does: collecting, averaging, stepping, behind or ending.
+        samples: accumulated for the next step by all peers at this peer's state.
+        target_batch_size: samples of a step.
+        eta_s: seconds until there are enough, at the speed of now; None if no speed is known yet.
+        peers: all live peers, this one first.
+        last_round: None before the first, and after a step that was taken alone.
+        contributed: samples of this peer that went into steps.
+        dropped: samples of this peer that went into none.
+        end_epoch: where the run ends, as far as it is known here; None: nowhere yet.
+        finished: whether this peer is at the end, and may leave.
+        alone_because: why this peer trains alone though it should not, and what to do: sentences; empty if it does not.
+    """
+
+    run_id: str
+    epoch: int
+    swarm_epoch: int
+    phase: str
+    samples: int
+    target_batch_size: int
+    eta_s: float | None
+    peers: tuple[PeerStatus, ...]
+    last_round: RoundStatus | None
+    contributed: int
+    dropped: int
+    end_epoch: int | None
+    finished: bool
+    alone_because: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it in dictionaries, lists, texts and numbers, for JSON."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+def status_of(
+    view: SwarmView,
+    me: Progress,
+    settings: RunSettings,
+    *,
+    phase: str,
+    last_round: StepResult | None,
+    contribution: Contribution,
+    finished: bool,
+    alone_because: tuple[str, ...],
+) -> Status:
+    """The status that belongs to this view of the swarm, and to `me`, the own progress."""
+    others = [view.others[peer] for peer in view.peers if peer in view.others]
+    missing = settings.target_batch_size - view.samples
+    return Status(
+        run_id=settings.run_id,
+        epoch=me.epoch,
+        swarm_epoch=view.epoch,
+        phase=phase,
+        samples=view.samples,
+        target_batch_size=settings.target_batch_size,
+        eta_s=max(0.0, missing / view.rate) if view.rate > 0 else None,
+        peers=tuple(_of_peer(word, view, me) for word in (me, *others)),
+        last_round=None if last_round is None else _of_round(last_round),
+        contributed=contribution.contributed,
+        dropped=contribution.dropped,
+        end_epoch=me.end_epoch,
+        finished=finished,
+        alone_because=alone_because,
+    )
+
+
+def _of_peer(word: Progress, view: SwarmView, me: Progress) -> PeerStatus:
+    role = "peer" if word.contact.addresses else "client"
+    return PeerStatus(
+        peer=word.contact.peer,
+        role="me" if word is me else role,
+        epoch=word.epoch,
+        together=word.contact.peer in view.together,
+        samples=word.samples,
+        samples_per_s=word.rate,
+    )
+
+
+def _of_round(result: StepResult) -> RoundStatus:
+    outcome = result.outcome
+    return RoundStatus(
+        members=tuple(member.contact.peer for member in outcome.members),
+        contributors=outcome.contributors,
+        left_out=outcome.left_out,
+        duration_s=result.duration_s,
+    )
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, PeerID):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,83 @@
+"""`Optimizer.status()`: what a person or a dashboard wants to know of a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import shoal
+from shoal.errors import ClosedError
+from tests.integration.workers import until
+
+RUN: dict[str, Any] = {"run_id": "status", "target_batch_size": 8, "batch_size_per_step": 4}
+
+
+def swarm_of(dht: shoal.DHT) -> tuple[shoal.Optimizer, torch.nn.Linear]:
+    """An optimizer of a small model, equal on all."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    return shoal.Optimizer(dht=dht, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **RUN), model
+
+
+def batch(swarm: shoal.Optimizer, model: torch.nn.Linear) -> bool:
+    """One batch of four samples; whether a speed is known then."""
+    swarm.zero_grad()
+    model(torch.ones(4, 3)).mean().backward()
+    swarm.step()
+    return swarm.status().eta_s is not None
+
+
+def test_the_status_says_what_goes_on() -> None:
+    """Before the first step, in the middle of an epoch, after a step of two; from another thread too; and as JSON."""
+    with shoal.DHT(start=True) as first, shoal.DHT([first.invite()], client_mode=True, start=True) as second:
+        one, model = swarm_of(first)
+        two, other = swarm_of(second)
+        with one, two:
+            until(lambda: len(one.status().peers) == 2)
+            found = one.status()
+            assert (found.run_id, found.epoch, found.samples, found.target_batch_size) == ("status", 0, 0, 8)
+            assert (found.last_round, found.contributed, found.finished, found.alone_because) == (None, 0, False, ())
+            assert [peer.role for peer in found.peers] == ["me", "client"]
+            assert [peer.peer for peer in found.peers] == [first.peer_id, second.peer_id]
+
+            partner = threading.Thread(target=lambda: batch(two, other))
+            batch(one, model)
+            assert one.status().peers[0].samples == 4
+            partner.start()
+            until(lambda: one.status().phase == "stepping")
+            batch(one, model)
+            partner.join()
+            seen = []
+            asker = threading.Thread(target=lambda: seen.append(one.status()))
+            asker.start()
+            asker.join()
+            found = seen[0]
+            assert found.epoch == 1
+            assert found.last_round is not None
+            assert set(found.last_round.contributors) == {first.peer_id, second.peer_id}
+            assert set(found.last_round.members) == {first.peer_id, second.peer_id}
+            assert found.last_round.duration_s > 0
+            assert (found.contributed, found.dropped) == (4, 4)
+            assert json.loads(json.dumps(found.as_dict()))["peers"][1]["peer"] == str(second.peer_id)
+            assert one.is_alive()
+            until(lambda: one.is_synchronized_with_peers() or two.is_synchronized_with_peers())
+        assert not one.is_alive()
+        with pytest.raises(ClosedError):
+            one.status()
+
+
+def test_the_status_has_an_eta_once_a_speed_is_known() -> None:
+    """Samples that are missing, by the speed of all."""
+    with shoal.DHT(start=True) as dht:
+        swarm, model = swarm_of(dht)
+        with swarm:
+            assert swarm.status().eta_s is None
+            until(lambda: batch(swarm, model))
+            found = swarm.status()
+            assert found.eta_s is not None
+            assert found.peers[0].samples_per_s > 0
+            assert 0 <= found.eta_s <= 8 / found.peers[0].samples_per_s

@@ -231,6 +231,18 @@ def test_a_stream_that_ends_begins_anew(swarm_of: Any, arguments: Any, accumulat
     assert made.state.epoch > 8
 
 
+def test_a_stream_goes_on_after_a_checkpoint(swarm_of: Any, arguments: Any, tmp_path: Path) -> None:
+    """In its third pass: the Trainer would skip more batches than the stream has, and look for them without end."""
+    for resumed in (False, True):
+        model = tiny_model()
+        args = arguments(max_steps=8 + 4 * resumed, save_strategy="steps", save_steps=7, per_device_train_batch_size=8)
+        swarm = swarm_of(model, args)
+        checkpoint = latest_checkpoint(str(tmp_path))
+        assert (checkpoint is not None) is resumed
+        trainer(swarm, model, args, train_dataset=Stream()).train(resume_from_checkpoint=checkpoint)
+        assert swarm.optimizer.local_epoch == args.max_steps
+
+
 class Drawn(Sentences):
     """Remembers what was drawn."""
 
@@ -312,11 +324,12 @@ def test_an_own_optimizer_and_schedule_are_taken(swarm_of: Any, arguments: Any) 
     assert inner.param_groups[0]["lr"] == 0.125
 
 
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_the_best_checkpoint_is_loaded_after_the_peer_has_left(
-    swarm_of: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch
+    swarm_of: Any, arguments: Any, monkeypatch: pytest.MonkeyPatch, strategy: str
 ) -> None:
     """Its weights are not the state of the run: nobody may be given them."""
-    when = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    when = {"save_strategy": strategy, "save_steps": 4, "eval_strategy": strategy, "eval_steps": 4}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "swarm_epoch", "greater_is_better": False}
     model, args = tiny_model(), arguments(max_steps=4, **when, **best)
     swarm = swarm_of(model, args)

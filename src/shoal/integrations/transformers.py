@@ -264,6 +264,11 @@ class SwarmCallback(TrainerCallback):
         if self._streams and getattr(self._loader, "end_of_dataloader", False):
             control.should_epoch_stop = True  # the Trainer would look for max_steps batches in each pass
 
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave the run: the Trainer may load the best checkpoint now, and its weights are not the state of the run."""
+        if control.should_training_stop:
+            self.optimizer.shutdown()
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -281,7 +286,7 @@ class SwarmCallback(TrainerCallback):
         logs.update(more)
         if state.log_history:
             state.log_history[-1].update(more)
-        if "train_loss" in logs:  # the summary: then the best checkpoint may be loaded, which is not the run's state
+        if "train_loss" in logs:  # the summary, after the last checkpoint
             self.optimizer.shutdown()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -381,7 +386,7 @@ def _check(args: TrainingArguments, *, own_optimizer: bool, own_schedule: bool) 
 def _place(model: torch.nn.Module, args: TrainingArguments) -> None:
     """Move the model where the Trainer is about to move it, so that what is made now lies there, too."""
     placed = getattr(model, "hf_device_map", None) or getattr(model, "quantization_method", None)
-    if not placed and args.place_model_on_device is not False:
+    if not placed and getattr(args, "place_model_on_device", None) is not False:
         model.to(args.device)
 
 
